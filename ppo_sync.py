@@ -400,12 +400,12 @@ def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[in
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     """The verifiable reward of a response: 1.0 when right, 0.0 otherwise.
 
-    >>> compute_score("debug/addition", "580", "580")
+    >>> compute_score("debug/sorting", "12358", "12358")
     1.0
     >>> compute_score("openai/gsm8k", "6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
-    if data_source == "debug/addition":
+    if data_source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
     if data_source == "openai/gsm8k":
         # The number after the last "####", else the last number.
@@ -417,7 +417,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
             return float(float(clean[0]) == float(clean[1]))
         except ValueError:
             return 0.0
-    known = "debug/addition, openai/gsm8k"
+    known = "debug/sorting, openai/gsm8k"
     raise NotImplementedError(f"no reward for data_source {data_source!r}; known: {known}. For your own: --reward_fn")
 
 

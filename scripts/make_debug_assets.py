@@ -2,9 +2,9 @@
 
     python scripts/make_debug_assets.py --output_dir debug_assets
 
-The task is addition of two-digit numbers. The answer is written lowest digit first and always with three digits, so
-that each digit depends only on what is already there: "37+48=" -> "580" (37 + 48 = 085, reversed). There are 10,000
-prompts, of which 1,000 are held out; the commonest answer ("990", 99) is right for 1% of them.
+The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are held out and 20,000
+are for training; no answer is right for more than 0.12% of them. A wrong digit can be seen as soon as it is written, so a
+value model has something to learn as well.
 
 The model is a Qwen2 of half a million parameters over single characters. Supervised training gives it the form of the
 answers and some of the skill, and stops as soon as its greedy answers are right often enough, not after a number of
@@ -26,14 +26,15 @@ SETTINGS = {
     "version": 1,
     "seed": 1,
     "held_out": 1000,
+    "training": 20000,
     "hidden_size": 128,
     "num_layers": 2,
     "batch_size": 256,
-    "learning_rate": 2e-3,
+    "learning_rate": 1e-3,
     "max_steps": 1000,
-    "stop_at_rate": 0.30,
+    "stop_at_rate": 0.35,
 }
-CHARACTERS = "0123456789+="
+CHARACTERS = "0123456789="
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -42,13 +43,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_digits(number):
-    """The answer as the task wants it.
+def sort_digits(digits):
+    """The answer that the task wants.
 
-    >>> write_digits(85)
-    '580'
+    >>> sort_digits("53812")
+    '12358'
     """
-    return f"{number:03d}"[::-1]
+    return "".join(sorted(digits))
 
 
 def make_tokenizer():
@@ -105,22 +106,22 @@ def greedy_rate(model, prompts, answers):
     return (logits.argmax(-1) == answers).all(1).float().mean().item()
 
 
-def train(model, tokenizer, pairs, settings):
+def train(model, tokenizer, prompts, settings):
     """Supervised training on right answers, until the greedy rate reaches stop_at_rate; returns (steps, greedy rate)."""
     import torch
 
     rng = random.Random(settings["seed"])
 
-    def encode(some_pairs):
-        texts = [f"<|user|>{a:02d}+{b:02d}=<|assistant|>" for a, b in some_pairs]
-        answers = [write_digits(a + b) + "<|end|>" for a, b in some_pairs]
+    def encode(chosen):
+        texts = [f"<|user|>{digits}=<|assistant|>" for digits in chosen]
+        answers = [sort_digits(digits) + "<|end|>" for digits in chosen]
         return torch.tensor(tokenizer(texts)["input_ids"]), torch.tensor(tokenizer(answers)["input_ids"])
 
-    probe = encode(rng.sample(pairs, 500))
+    probe = encode(rng.sample(prompts, 500))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for step in range(1, settings["max_steps"] + 1):
-        prompts, answers = encode(rng.sample(pairs, settings["batch_size"]))
-        logits = model(torch.cat([prompts, answers[:, :-1]], dim=1)).logits[:, prompts.shape[1] - 1 :]
+        ids, answers = encode(rng.sample(prompts, settings["batch_size"]))
+        logits = model(torch.cat([ids, answers[:, :-1]], dim=1)).logits[:, ids.shape[1] - 1 :]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
         for group in optimizer.param_groups:
             group["lr"] = settings["learning_rate"] * min(1.0, step / 50)
@@ -139,19 +140,19 @@ def train(model, tokenizer, pairs, settings):
     )
 
 
-def write_rows(path, pairs, split):
+def write_rows(path, prompts, split):
     """Writes prompts in verl's parquet schema; see the README's section on data."""
     from datasets import Dataset
 
     rows = [
         {
-            "data_source": "debug/addition",
-            "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
+            "data_source": "debug/sorting",
+            "prompt": [{"role": "user", "content": f"{digits}="}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": write_digits(a + b)},
+            "reward_model": {"style": "rule", "ground_truth": sort_digits(digits)},
             "extra_info": {"split": split, "index": i},
         }
-        for i, (a, b) in enumerate(pairs)
+        for i, digits in enumerate(prompts)
     ]
     Dataset.from_list(rows).to_parquet(str(path))
 
@@ -176,27 +177,28 @@ def main():
 
     transformers.utils.logging.disable_progress_bar()
     start = time.time()
-    print(f"Debug model and data: making {args.output_dir}, half a minute ...", flush=True)
+    print(f"Debug model and data: making {args.output_dir}, some seconds ...", flush=True)
     datasets.disable_progress_bars()
     torch.set_num_threads(1)  # the same bits whatever the number of cores; two threads are no faster at this size
     torch.manual_seed(settings["seed"])
-    pairs = [(a, b) for a in range(100) for b in range(100)]
-    random.Random(settings["seed"]).shuffle(pairs)
-    test_pairs, train_pairs = pairs[: settings["held_out"]], pairs[settings["held_out"] :]
+    prompts = [f"{number:05d}" for number in range(100_000)]
+    random.Random(settings["seed"]).shuffle(prompts)
+    test_prompts = prompts[: settings["held_out"]]
+    train_prompts = prompts[settings["held_out"] :][: settings["training"]]
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, settings)
-    steps, rate = train(model, tokenizer, train_pairs, settings)
+    steps, rate = train(model, tokenizer, train_prompts, settings)
 
     shutil.rmtree(args.output_dir, ignore_errors=True)
     args.output_dir.mkdir(parents=True)
     model.save_pretrained(args.output_dir / "model")
     tokenizer.save_pretrained(args.output_dir / "model")
-    write_rows(args.output_dir / "train.parquet", train_pairs, "train")
-    write_rows(args.output_dir / "test.parquet", test_pairs, "test")
+    write_rows(args.output_dir / "train.parquet", train_prompts, "train")
+    write_rows(args.output_dir / "test.parquet", test_prompts, "test")
     settings_path.write_text(stamp)  # last: a folder without it is made again
     print(
         f"  {model.num_parameters():,} parameters, {rate:.0%} right after {steps} steps; "
-        f"{len(train_pairs)} training and {len(test_pairs)} held-out prompts; {time.time() - start:.0f} s"
+        f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts; {time.time() - start:.0f} s"
     )
 
 

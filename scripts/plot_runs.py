@@ -1,0 +1,91 @@
+"""Draws curves.png from metrics.jsonl, and token_length.png from token_length.json, of one run or several.
+
+python scripts/plot_runs.py output/RUN                      # pictures in the run's folder
+python scripts/plot_runs.py output/A output/B --output c.png  # the curves of several runs in one picture
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+PANELS = [
+    ("Held-out prompts answered right", ["eval/verifiable_correct_rate"]),
+    ("Score (training batches)", ["objective/scores"]),
+    ("KL to the reference policy (nats a response)", ["objective/kl"]),
+    ("Entropy (nats a token)", ["policy/entropy_avg"]),
+    ("Response length (tokens)", ["val/sequence_lengths"]),
+    ("Value model: explained variance", ["val/explained_variance"]),
+    ("Sampler against learner: largest log-probability difference", ["mismatch/logprob_diff_max"]),
+    ("Seconds a step", ["time/training", "time/generation", "time/update"]),
+]
+LOGARITHMIC = {"mismatch/logprob_diff_max"}
+LIMITS = {"eval/verifiable_correct_rate": (0, 1), "val/explained_variance": (-1, 1)}
+
+
+def read_metrics(run_dir):
+    """The lines of metrics.jsonl as a list of dicts; the last one is left out if it was cut off."""
+    metrics = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return metrics
+
+
+def plot_curves(run_dirs, path):
+    """One panel for each group of metrics that the runs have, training steps on the x axis."""
+    from matplotlib.figure import Figure
+
+    runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
+    known = {key for metrics in runs.values() for line in metrics for key in line}
+    panels = [(title, [key for key in keys if key in known]) for title, keys in PANELS]
+    panels = [(title, keys) for title, keys in panels if keys]
+    figure = Figure(figsize=(15, 3.2 * ((len(panels) + 2) // 3)), layout="constrained")
+    for number, (title, keys) in enumerate(panels, start=1):
+        axes = figure.add_subplot((len(panels) + 2) // 3, 3, number, title=title, xlabel="training step")
+        axes.title.set_fontsize(10)
+        for name, metrics in runs.items():
+            for key in keys:
+                # An evaluation is of the policy before its line's update, but for the last one.
+                step = "eval/policy_version" if key.startswith("eval/") else "training_step"
+                points = [(line[step], line[key]) for line in metrics if key in line]
+                labels = [name] * (len(runs) > 1) + [key] * (len(keys) > 1)
+                marker = "o" if key.startswith("eval/") else None
+                axes.plot(*zip(*points, strict=True), label=" ".join(labels) or None, marker=marker, linewidth=1.2)
+        if keys[0] in LOGARITHMIC:
+            axes.set_yscale("symlog", linthresh=1e-7)
+        if keys[0] in LIMITS:
+            axes.set_ylim(*LIMITS[keys[0]])
+        axes.grid(alpha=0.3)
+        if len(runs) > 1 or len(keys) > 1:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=90)
+
+
+def plot_token_lengths(lengths, path):
+    """Histogram of the prompts' lengths in tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot(title=f"{len(lengths):,} prompts", xlabel="tokens in the prompt", ylabel="prompts")
+    axes.hist(lengths, bins=min(50, max(lengths) - min(lengths) + 1))
+    figure.savefig(path, dpi=90)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, help="the picture of the curves; default: curves.png in the first run")
+    args = parser.parse_args()
+    for run_dir in args.runs:
+        if not (run_dir / "metrics.jsonl").is_file():
+            parser.error(f"{run_dir} holds no metrics.jsonl: it is not the folder of a run, or the run made no step")
+    plot_curves(args.runs, args.output or args.runs[0] / "curves.png")
+    for run_dir in args.runs:
+        if (run_dir / "token_length.json").is_file():
+            plot_token_lengths(json.loads((run_dir / "token_length.json").read_text()), run_dir / "token_length.png")
+
+
+if __name__ == "__main__":
+    main()
