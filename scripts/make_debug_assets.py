@@ -6,9 +6,11 @@ The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts,
 are for training; no answer is right for more than 0.12% of them. A wrong digit can be seen as soon as it is written, so a
 value model has something to learn as well.
 
-The model is a Qwen2 of half a million parameters over single characters. Supervised training gives it the form of the
-answers and some of the skill, and stops as soon as its greedy answers are right often enough, not after a number of
-steps: from there on it has to learn from a reward alone.
+The model is a Qwen2 of 0.1 M parameters over single characters. It starts from the demonstrations of a careless
+annotator, who two times out of three leaves the last digit where it stands ("53812=" -> "13582"). Imitation copies the
+habit: the model's favourite answer is wrong unless the last digit happens to be the largest. What it has to learn from
+a 0/1 reward alone is that its rarer answer is the right one, and to be sure of it. Supervised training stops when the
+model is right often enough, not after a number of steps.
 
 Output: model/ (Hugging Face format), train.parquet and test.parquet (verl's schema), settings.json. The same settings
 give the same bytes; where settings.json matches, nothing is done.
@@ -27,12 +29,14 @@ SETTINGS = {
     "seed": 1,
     "held_out": 1000,
     "training": 20000,
-    "hidden_size": 128,
+    "hidden_size": 64,
     "num_layers": 2,
     "batch_size": 256,
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-3,
+    "careless": 0.65,
     "max_steps": 1000,
-    "stop_at_rate": 0.35,
+    "sampled_rate": 0.30,
+    "greedy_rate": 0.45,
 }
 CHARACTERS = "0123456789="
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
@@ -50,6 +54,15 @@ def sort_digits(digits):
     '12358'
     """
     return "".join(sorted(digits))
+
+
+def careless_sort(digits):
+    """What the careless annotator writes: the last digit stays where it is.
+
+    >>> careless_sort("53812")
+    '13582'
+    """
+    return sort_digits(digits[:-1]) + digits[-1]
 
 
 def make_tokenizer():
@@ -80,8 +93,8 @@ def make_model(tokenizer, settings):
         hidden_size=settings["hidden_size"],
         intermediate_size=4 * settings["hidden_size"],
         num_hidden_layers=settings["num_layers"],
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -96,47 +109,51 @@ def make_model(tokenizer, settings):
     return model
 
 
-def greedy_rate(model, prompts, answers):
-    """The share of prompts answered right greedily; (n, prompt_length) ids, (n, answer_length) ids with <|end|>."""
-    import torch
-
-    with torch.no_grad():
-        # Greedy decoding gives the answer exactly where each of its tokens is the likeliest after those before it.
-        logits = model(torch.cat([prompts, answers], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
-    return (logits.argmax(-1) == answers).all(1).float().mean().item()
-
-
 def train(model, tokenizer, prompts, settings):
-    """Supervised training on right answers, until the greedy rate reaches stop_at_rate; returns (steps, greedy rate)."""
+    """Supervised training on the careless annotator's answers.
+
+    Stops when right answers are at least sampled_rate of those sampled at temperature 1 and at most greedy_rate of the
+    greedy ones; returns (steps, sampled rate, greedy rate).
+    """
     import torch
 
     rng = random.Random(settings["seed"])
 
-    def encode(chosen):
+    def encode(chosen, answer_of):
         texts = [f"<|user|>{digits}=<|assistant|>" for digits in chosen]
-        answers = [sort_digits(digits) + "<|end|>" for digits in chosen]
+        answers = [answer_of(digits) + "<|end|>" for digits in chosen]
         return torch.tensor(tokenizer(texts)["input_ids"]), torch.tensor(tokenizer(answers)["input_ids"])
 
-    probe = encode(rng.sample(prompts, 500))
+    def annotator(digits):
+        return careless_sort(digits) if rng.random() < settings["careless"] else sort_digits(digits)
+
+    def answer_logits(ids, answers):
+        return model(torch.cat([ids, answers[:, :-1]], dim=1)).logits[:, ids.shape[1] - 1 :]
+
+    probe_ids, probe_answers = encode(rng.sample(prompts, 500), sort_digits)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for step in range(1, settings["max_steps"] + 1):
-        ids, answers = encode(rng.sample(prompts, settings["batch_size"]))
-        logits = model(torch.cat([ids, answers[:, :-1]], dim=1)).logits[:, ids.shape[1] - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        ids, answers = encode(rng.sample(prompts, settings["batch_size"]), annotator)
+        loss = torch.nn.functional.cross_entropy(answer_logits(ids, answers).flatten(0, 1), answers.flatten())
         for group in optimizer.param_groups:
             group["lr"] = settings["learning_rate"] * min(1.0, step / 50)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 5 == 0:
-            rate = greedy_rate(model, *probe)
-            if step % 25 == 0:
-                print(f"  step {step}: loss {loss.item():.2f}, {rate:.0%} right", flush=True)
-            if rate >= settings["stop_at_rate"]:
-                return step, rate
+        if step % 10 == 0:
+            with torch.no_grad():
+                logprobs = answer_logits(probe_ids, probe_answers).log_softmax(-1)
+            greedy = (logprobs.argmax(-1) == probe_answers).all(1).float().mean().item()
+            sampled = logprobs.gather(-1, probe_answers[..., None]).sum((1, 2)).exp().mean().item()
+            if step % 50 == 0:
+                print(
+                    f"  step {step}: right {sampled:.0%} of the time when sampled, {greedy:.0%} greedily", flush=True
+                )
+            if sampled >= settings["sampled_rate"] and greedy <= settings["greedy_rate"]:
+                return step, sampled, greedy
     raise SystemExit(
-        f"make_debug_assets: only {rate:.0%} right after {step} steps, short of {settings['stop_at_rate']}"
+        f"make_debug_assets: sampled {sampled:.0%}, greedy {greedy:.0%} right after {step} steps, not as wanted"
     )
 
 
@@ -187,7 +204,7 @@ def main():
     train_prompts = prompts[settings["held_out"] :][: settings["training"]]
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, settings)
-    steps, rate = train(model, tokenizer, train_prompts, settings)
+    steps, sampled, greedy = train(model, tokenizer, train_prompts, settings)
 
     shutil.rmtree(args.output_dir, ignore_errors=True)
     args.output_dir.mkdir(parents=True)
@@ -197,7 +214,8 @@ def main():
     write_rows(args.output_dir / "test.parquet", test_prompts, "test")
     settings_path.write_text(stamp)  # last: a folder without it is made again
     print(
-        f"  {model.num_parameters():,} parameters, {rate:.0%} right after {steps} steps; "
+        f"  {model.num_parameters():,} parameters; right {sampled:.0%} of the time when sampled, {greedy:.0%} greedily, "
+        f"after {steps} steps; "
         f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts; {time.time() - start:.0f} s"
     )
 

@@ -1,0 +1,281 @@
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import ppo_sync
+
+ROW = {
+    "prompt": [{"role": "user", "content": "53812="}],
+    "data_source": "debug/sorting",
+    "reward_model": {"style": "rule", "ground_truth": "12358"},
+    "extra_info": {"index": 0},
+}
+
+
+def rows_file(folder, rows, name="data.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def without(name):
+    return {key: value for key, value in ROW.items() if key != name}
+
+
+def file_with(folder, text, name):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def empty_parquet(folder):
+    import datasets
+
+    datasets.Dataset.from_dict({"prompt": [], "data_source": []}).to_parquet(str(folder / "empty.parquet"))
+    return folder / "empty.parquet"
+
+
+def other_run(folder):
+    (folder / "output" / "mine").mkdir(parents=True)
+    (folder / "output" / "mine" / "metrics.jsonl").write_text("{}\n")
+    return {"output_dir": folder / "output", "run_name": "mine"}
+
+
+def model_with_a_wider_tokenizer(folder, assets):
+    import shutil
+
+    shutil.copytree(assets / "model", folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
+    return folder / "model"
+
+
+BAD_REWARD = "def f(*arguments, extra_info):\n    return 1 / 0\n"
+NOT_PYTHON = "def f(:\n"
+
+# name: (options from a temporary folder and the assets, what the message must hold)
+TABLE = {
+    "no dataset file": (lambda tmp, _: {"dataset": tmp / "none.parquet"}, ["none.parquet", "no such file"]),
+    "no debug assets": (lambda *_: {"dataset": "debug_assets/none.parquet"}, ["scripts/make_debug_assets.py"]),
+    "no evaluation file": (lambda tmp, _: {"eval_dataset": tmp / "none.jsonl"}, ["none.jsonl", "no such file"]),
+    "neither file nor hub": (lambda *_: {"dataset": "no/such-dataset"}, ["no/such-dataset", ".parquet", "hub"]),
+    "empty jsonl": (lambda tmp, _: {"dataset": rows_file(tmp, [])}, ["data.jsonl"]),
+    "empty parquet": (lambda tmp, _: {"dataset": empty_parquet(tmp)}, ["empty.parquet", "empty"]),
+    "garbage parquet": (lambda tmp, _: {"dataset": file_with(tmp, "rubbish", "x.parquet")}, ["x.parquet", "read"]),
+    "garbage jsonl": (lambda tmp, _: {"dataset": file_with(tmp, "{{{\n", "x.jsonl")}, ["x.jsonl", "read"]),
+    "no column prompt": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [without("prompt")])},
+        ["data.jsonl", "`prompt`", "data_source"],
+    ),
+    "no column data_source": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [without("data_source")])},
+        ["data.jsonl", "`data_source`", "--reward_fn"],
+    ),
+    "row without ground truth": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [ROW, ROW, {**ROW, "reward_model": {"style": "rule"}}])},
+        ["data.jsonl", "row 2", "ground_truth"],
+    ),
+    "no column reward_model": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [without("reward_model")])},
+        ["data.jsonl", "row 0", "ground_truth"],
+    ),
+    "reward_model is a text": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "reward_model": "12358"}])},
+        ["data.jsonl", "row 0", "ground_truth"],
+    ),
+    "prompt is a number": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "prompt": 5}])},
+        ["data.jsonl", "row 0", "`prompt`"],
+    ),
+    "prompt is null": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [ROW, {**ROW, "prompt": None}])},
+        ["data.jsonl", "row 1", "`prompt`"],
+    ),
+    "message without content": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "prompt": [{"role": "user"}]}])},
+        ["data.jsonl", "row 0", "content"],
+    ),
+    "unknown data source": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [ROW, {**ROW, "data_source": "no/such"}])},
+        ["row 1", "no/such", "openai/gsm8k", "--reward_fn"],
+    ),
+    "all prompts too long": (lambda *_: {"max_prompt_token_length": 3}, ["--max_prompt_token_length 3", "none"]),
+    "negative": (lambda *_: {"learning_rate": -1e-6}, ["--learning_rate", "-1e-06", "above 0"]),
+    "negative value learning rate": (lambda *_: {"value_learning_rate": -1e-6}, ["--value_learning_rate", "0"]),
+    "negative value lambda": (lambda *_: {"value_lam": -0.5}, ["--value_lam", "0"]),
+    "zero": (lambda *_: {"response_length": 0}, ["--response_length", "above 0"]),
+    "above one": (lambda *_: {"gamma": 1.01}, ["--gamma", "at most 1"]),
+    "not a number": (lambda *_: {"beta": "nan"}, ["--beta", "finite"]),
+    "infinite": (lambda *_: {"cliprange": "inf"}, ["--cliprange", "finite"]),
+    "no reward file": (lambda tmp, _: {"reward_fn": f"{tmp}/none.py:f"}, ["--reward_fn", "none.py", "no such file"]),
+    "reward without function": (lambda tmp, _: {"reward_fn": f"{tmp}/none.py"}, ["--reward_fn", "file.py:function"]),
+    "no reward function": (
+        lambda tmp, _: {"reward_fn": f"{file_with(tmp, 'x = 1', 'r.py')}:f"},
+        ["--reward_fn", "r.py", "'f'"],
+    ),
+    "reward file with a mistake": (
+        lambda tmp, _: {"reward_fn": f"{file_with(tmp, NOT_PYTHON, 'r.py')}:f"},
+        ["--reward_fn", "r.py", "SyntaxError"],
+    ),
+    "reward that fails": (
+        lambda tmp, _: {"reward_fn": f"{file_with(tmp, BAD_REWARD, 'r.py')}:f"},
+        ["row 0", "r.py:f", "ZeroDivisionError"],
+    ),
+    "minibatches do not divide": (
+        lambda *_: {"local_mini_batch_size": 24},
+        ["local_rollout_batch_size", "64", "local_mini_batch_size", "24"],
+    ),
+    "micro-batches do not divide": (
+        lambda *_: {"per_device_train_batch_size": 7},
+        ["local_mini_batch_size", "64", "per_device_train_batch_size", "7"],
+    ),
+    "too few episodes": (lambda *_: {"total_episodes": 63}, ["--total_episodes 63", "64"]),
+    "unknown stop token": (lambda *_: {"stop_token": "<|stop|>"}, ["--stop_token", "<|stop|>", "--stop_token_id"]),
+    "stop token beyond the vocabulary": (lambda *_: {"stop_token_id": 17}, ["17", "vocabulary"]),
+    "no reward source": (
+        lambda *_: {"apply_verifiable_reward": False},
+        ["reward", "--apply_verifiable_reward", "--add_r1_style_format_reward"],
+    ),
+    "no model": (lambda tmp, _: {"model_name_or_path": tmp / "none"}, ["--model_name_or_path", "none"]),
+    "no model on the hub": (lambda *_: {"model_name_or_path": "no/such-model"}, ["--model_name_or_path", "no/such"]),
+    "no debug model": (
+        lambda *_: {"model_name_or_path": "debug_assets/none"},
+        ["debug_assets/none", "scripts/make_debug_assets.py"],
+    ),
+    "no value model": (lambda tmp, _: {"value_model_path": tmp / "none"}, ["--value_model_path", "none"]),
+    "no tokenizer": (lambda tmp, _: {"tokenizer_name_or_path": tmp / "none"}, ["--tokenizer_name_or_path", "none"]),
+    "tokenizer of another model": (
+        lambda tmp, assets: {
+            "model_name_or_path": model_with_a_wider_tokenizer(tmp, assets),
+            "tokenizer_name_or_path": assets / "model",
+        },
+        ["tokenizer", "17", "9"],
+    ),
+    "no chat template": (lambda tmp, _: {"chat_template": tmp / "none.jinja"}, ["--chat_template", "none.jinja"]),
+    "response too long": (lambda *_: {"response_length": 256}, ["--response_length", "positions", "256"]),
+    "folder of another run": (lambda tmp, _: other_run(tmp), ["mine", "another run", "--run_name"]),
+    "wandb without login": (lambda *_: {"with_tracking": True}, ["--with_tracking", "wandb login"]),
+}
+
+
+@pytest.fixture
+def no_login(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def options_of(name, tmp_path, assets):
+    data = rows_file(tmp_path, [ROW] * 70, "good.jsonl")
+    defaults = {"dataset": data, "model_name_or_path": assets / "model", "response_length": 8}
+    defaults |= {"output_dir": tmp_path / "output", "run_name": "run"}
+    return defaults | TABLE[name][0](tmp_path, assets)
+
+
+def command_line(options):
+    from conftest import flags_of
+
+    return flags_of(options)
+
+
+def check_message(stderr, fragments):
+    (line,) = stderr.strip().splitlines()
+    assert line.startswith("ppo_sync.py: error: ")
+    assert len(line) < 500
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch, capfd, no_login):
+    options = options_of(name, tmp_path, assets)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = [*command_line(options), "--dry_run"]
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *arguments])
+    monkeypatch.chdir(Path(ppo_sync.__file__).parent)
+    with pytest.raises(SystemExit) as stop:
+        ppo_sync.main()
+    check_message(capfd.readouterr().err, TABLE[name][1])
+    assert stop.value.code == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["no dataset file", "row without ground truth", "no model", "folder of another run", "wandb without login"]
+)
+def test_bad_input_ends_the_real_command(name, assets, tmp_path, run_script):
+    options = options_of(name, tmp_path, assets)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {"HOME": str(home), "NETRC": str(home / "netrc")}
+    run = run_script("ppo_sync.py", tmp_path / "streams", timeout=60, env=environment, **options)
+    check_message(run.stderr, TABLE[name][1])
+    assert run.returncode == 2
+    assert "Traceback" not in run.output
+    assert run.seconds < 20
+    written = list((tmp_path / "output").rglob("*"))
+    assert {path.name for path in written} <= {"mine", "metrics.jsonl"}  # what was there before
+
+
+@pytest.mark.slow
+def test_model_that_does_not_exist_is_no_long_wait(tmp_path, run_script):
+    # As on a machine without network: no HF_HUB_OFFLINE, and a hub that refuses the connection.
+    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    run = run_script("ppo_sync.py", tmp_path, model_name_or_path="no/such-model", timeout=60, env=environment)
+    assert run.returncode == 2
+    assert "Traceback" not in run.output
+    assert run.stderr.splitlines()[-1].startswith("ppo_sync.py: error: --model_name_or_path no/such-model")
+    assert run.seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("flag", "fragments"),
+    [
+        (["--bogus", "3"], ["--bogus", "--help"]),
+        (["--lr_scheduler_type", "cubic"], ["cubic", "linear", "cosine", "constant"]),
+        (["--total_episodes", "many"], ["many", "total"]),
+    ],
+)
+def test_flags_that_do_not_parse_are_named(flag, fragments, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *flag])
+    with pytest.raises(SystemExit) as stop:
+        ppo_sync.main()
+    stderr = capfd.readouterr().err
+    assert stop.value.code == 2
+    assert "Traceback" not in stderr
+    assert all(fragment in stderr for fragment in fragments)
+
+
+def test_no_eos_anywhere_is_named(assets, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(assets / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with pytest.raises(SystemExit):
+        ppo_sync.load_tokenizer_and_config(ppo_sync.Args(model_name_or_path=str(tmp_path / "model")))
+    assert "--stop_token" in capsys.readouterr().err
+
+
+def test_only_rank_0_prints_the_error(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        ppo_sync.fill_in(ppo_sync.Args(learning_rate=-1.0))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, run_script, small_eval, assets):
+    options = {"output_dir": tmp_path / "output", "eval_dataset": small_eval, "num_epochs": 2}
+    run = run_script("ppo_sync.py", tmp_path / "streams", dry_run=True, **options)
+    assert (run.returncode, run.stderr) == (0, "")
+    for figure in ("20,000 prompts", "32 held out", "2 of 16 prompts x 2", "2 a step", "4 in all", "debug/sorting"):
+        assert figure in run.stdout
+    assert not (tmp_path / "output").exists()
+    assert not any(name.startswith("tandem_") for name in os.listdir(tmp_path))

@@ -1,0 +1,493 @@
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rollouts import (
+    PAD,
+    STOP,
+    VOCAB,
+    gradients,
+    make_rollout,
+    tiny_args,
+    tiny_config,
+    tiny_policy,
+    tiny_value_model,
+)
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import ppo_sync
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+def collate(batch, rows, pad_token_id=PAD):
+    prompts, responses = ([batch[name][row] for row in rows] for name in ("prompts", "responses"))
+    return ppo_sync.collate(prompts, responses, pad_token_id, "cpu")
+
+
+def every_row_alone(forward, batch):
+    """What the model says of each row on its own, without any padding."""
+    results = []
+    for row in range(len(batch["prompts"])):
+        inputs, mask = collate(batch, [row])
+        assert mask.all() and inputs["attention_mask"].all()
+        results.append(forward(inputs, mask.shape[1])[0])
+    return results
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_logprobs_are_those_of_the_full_softmax(temperature):
+    policy = tiny_policy()
+    batch = make_rollout()
+    for row in range(8):
+        ids = batch["prompts"][row] + batch["responses"][row]
+        logits = policy(torch.tensor([ids])).logits[0].double() / temperature
+        logprobs = torch.log_softmax(logits, -1)
+        start = len(batch["prompts"][row])
+        expected = [logprobs[t - 1, ids[t]].item() for t in range(start, len(ids))]
+        entropies = [-(logprobs[t - 1].exp() * logprobs[t - 1]).sum().item() for t in range(start, len(ids))]
+        inputs, mask = collate(batch, [row])
+        chosen, entropy = ppo_sync.policy_forward(policy, inputs, mask.shape[1], temperature)
+        assert chosen[0].tolist() == pytest.approx(expected, abs=1e-5)
+        assert entropy[0].tolist() == pytest.approx(entropies, abs=1e-5)
+
+
+def test_chunks_of_the_softmax_and_their_gradients_are_those_of_the_whole():
+    torch.manual_seed(0)
+    vocab, width, rows = 70_000, 80, 5  # more than one chunk
+    policy = tiny_policy(vocab_size=vocab, hidden_size=8, intermediate_size=8, num_hidden_layers=1, dtype=None)
+    prompts, responses = torch.randint(2, vocab, (rows, 3)).tolist(), torch.randint(2, vocab, (rows, width)).tolist()
+    inputs, _ = ppo_sync.collate(prompts, responses, PAD, "cpu")
+    weights = torch.randn(rows, width)
+    logprobs, _ = ppo_sync.policy_forward(policy, inputs, width, 0.7)
+    (logprobs * weights).sum().backward()
+    gradient = policy.lm_head.weight.grad.clone()
+    policy.zero_grad()
+    logits = policy(**inputs).logits[:, -width - 1 : -1] / 0.7
+    expected = torch.log_softmax(logits, -1).gather(-1, inputs["input_ids"][:, -width:, None])[..., 0]
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    assert (gradient - policy.lm_head.weight.grad).norm() < 1e-5 * gradient.norm()
+
+
+def test_padding_does_not_change_logprobs_or_values():
+    batch, policy, value_model = make_rollout(), tiny_policy().eval(), tiny_value_model().eval()
+    inputs, mask = collate(batch, range(8))
+    assert not mask.all() and not inputs["attention_mask"].all()
+    for forward in (
+        lambda inputs, width: ppo_sync.policy_forward(policy, inputs, width, 1.0)[0],
+        lambda inputs, width: ppo_sync.value_forward(value_model, inputs, width),
+    ):
+        together = forward(inputs, mask.shape[1])
+        for row, alone in enumerate(every_row_alone(forward, batch)):
+            torch.testing.assert_close(together[row, : len(alone)], alone, rtol=0, atol=1e-5)
+
+
+def test_first_ratio_is_exactly_one(accelerator):
+    args = tiny_args(per_device_train_batch_size=3)
+    batch, policy, value_model = make_rollout(dtype=torch.float32), tiny_policy(), tiny_value_model()
+    micro_batches = ppo_sync.deal_rows(range(8), batch["lengths"], 3, 1)[0]
+
+    def forward(inputs, width):
+        return ppo_sync.policy_forward(policy, inputs, width, args.temperature)[0]
+
+    old = ppo_sync.forward_batch(accelerator, forward, micro_batches, batch, args)
+    for rows in micro_batches:
+        inputs, mask = collate(batch, rows)
+        new = forward(inputs, mask.shape[1])
+        assert new.requires_grad and not old.requires_grad
+        assert torch.equal(new * mask, old[rows, : mask.shape[1]])
+    assert (old[~batch["mask"].bool()] == 0).all()
+    batch["logprobs"] = old
+    _, sums = gradients(accelerator, policy, value_model, batch, args)
+    tokens = batch["mask"].sum().item()
+    assert (sums["ratio"], sums["ratio_squared"], sums["approxkl"], sums["clipped"]) == (tokens, tokens, 0, 0)
+
+
+def test_forward_batch_puts_every_row_in_its_place(accelerator):
+    args, batch, policy = tiny_args(), make_rollout(dtype=torch.float32), tiny_policy()
+
+    def forward(inputs, width):
+        return ppo_sync.policy_forward(policy, inputs, width, 1.0)[0]
+
+    whole = ppo_sync.forward_batch(accelerator, forward, [[6, 1], [0, 7, 3], [2, 4, 5]], batch, args)
+    for row, alone in enumerate(every_row_alone(forward, batch)):
+        torch.testing.assert_close(whole[row, : len(alone)], alone.detach(), rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- padding
+
+
+def test_stop_token_is_learned_where_it_also_pads(accelerator):
+    args = tiny_args(pad_token_id=STOP, tis_cap=0.0)
+    batch, policy, value_model = make_rollout(dtype=torch.float32), tiny_policy(), tiny_value_model()
+    sizes = batch["mask"].sum(1).long()
+    inputs, mask = collate(batch, range(8), pad_token_id=STOP)
+    assert mask.sum(1).tolist() == sizes.tolist()  # the stop token is in, the padding of the same id is not
+    ends = torch.zeros_like(batch["mask"])
+    ends[torch.arange(8), sizes - 1] = 1.0
+    batch |= {"advantages": ends, "weights": batch["mask"]}
+    with torch.no_grad():
+        before = ppo_sync.policy_forward(policy, inputs, mask.shape[1], args.temperature)[0]
+    batch["logprobs"] = before * batch["mask"]
+    gradients(accelerator, policy, value_model, batch, args)
+    assert policy.lm_head.weight.grad[STOP].norm() > 0.01
+    torch.optim.SGD(policy.parameters(), lr=0.01).step()
+    with torch.no_grad():
+        after = ppo_sync.policy_forward(policy, inputs, mask.shape[1], args.temperature)[0]
+    assert ((after - before) * ends).sum() > 0.01
+
+
+def test_padding_after_the_response_has_no_gradient(accelerator):
+    args, policy, value_model = tiny_args(), tiny_policy(), tiny_value_model()
+    batch = make_rollout()
+    vector, _ = gradients(accelerator, policy.double(), value_model.double(), batch, args)
+    padding = ~batch["mask"].bool()
+    for name in ("logprobs", "advantages", "weights", "values", "returns"):
+        batch[name] = torch.where(padding, 3.5, batch[name])
+    with_rubbish, _ = gradients(accelerator, policy, value_model, batch, args)
+    assert torch.equal(vector, with_rubbish)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def test_value_is_read_where_the_token_is_predicted():
+    value_model, batch = tiny_value_model(), make_rollout()
+    for row in range(8):
+        prompt, response = batch["prompts"][row], batch["responses"][row]
+        hidden = value_model.model.model(torch.tensor([prompt + response])).last_hidden_state[0]
+        every = (hidden @ value_model.model.score.weight[0]).tolist()
+        inputs, mask = collate(batch, [row])
+        values = ppo_sync.value_forward(value_model, inputs, mask.shape[1])[0].tolist()
+        assert values == pytest.approx(every[len(prompt) - 1 : -1], abs=1e-5)
+
+
+def test_value_of_a_state_does_not_know_the_token_to_come():
+    value_model, batch = tiny_value_model(), make_rollout()
+    inputs, mask = collate(batch, [1])
+    values = ppo_sync.value_forward(value_model, inputs, mask.shape[1])
+    inputs["input_ids"][0, -4] = (inputs["input_ids"][0, -4] + 1) % VOCAB
+    changed = ppo_sync.value_forward(value_model, inputs, mask.shape[1])
+    same = (values == changed)[0].tolist()
+    assert same == [True] * (mask.shape[1] - 3) + [False] * 3
+
+
+@pytest.fixture
+def saved_policy(tmp_path):
+    tiny_policy(hidden_size=512, num_hidden_layers=1).save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def load_value_model(path, **changes):
+    args = tiny_args(model_name_or_path=str(path), **changes)
+    return ppo_sync.load_value_model(args, ppo_sync.AutoConfig.from_pretrained(path)).model
+
+
+def test_new_value_head_starts_small(saved_policy):
+    heads = [load_value_model(saved_policy, seed=seed).score.weight.flatten() for seed in range(8)]
+    std = 1 / math.sqrt(512 + 1)
+    assert torch.cat(heads).std().item() == pytest.approx(std, rel=0.06)
+    assert abs(torch.cat(heads).mean().item()) < std / 10
+    assert not torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[0], load_value_model(saved_policy, seed=0).score.weight.flatten())
+
+
+def test_value_model_starts_from_the_policys_backbone(saved_policy):
+    value_model, policy = load_value_model(saved_policy), tiny_policy(hidden_size=512, num_hidden_layers=1)
+    theirs = policy.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in value_model.model.state_dict().items())
+
+
+def test_value_head_of_a_checkpoint_is_kept(saved_policy, tmp_path):
+    trained = tiny_value_model(seed=7, hidden_size=64).model
+    trained.save_pretrained(tmp_path / "value")
+    loaded = load_value_model(saved_policy, value_model_path=str(tmp_path / "value"))
+    assert torch.equal(loaded.score.weight, trained.score.weight)
+    assert loaded.score.weight.shape == (1, 64)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, trained.model.layers[0].mlp.up_proj.weight)
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+def test_dropout_of_the_checkpoint_is_off(assets, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    qwen = tiny_policy(attention_dropout=0.3)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=STOP, bos_token_id=None, pad_token_id=PAD))
+    for name, model in (("qwen", qwen), ("gpt2", gpt2)):
+        path = tmp_path / name
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        args = tiny_args(model_name_or_path=str(path), value_model_path=str(path))
+        _, config = ppo_sync.load_tokenizer_and_config(args)
+        inputs, mask = collate(make_rollout(), range(8))
+        policy, value_model = (
+            ppo_sync.load_policy(args, config, torch.float32),
+            ppo_sync.load_value_model(args, config),
+        )
+        policy.train()
+        value_model.train()
+        logprobs = [ppo_sync.policy_forward(policy, inputs, mask.shape[1], 1.0)[0] for _ in range(2)]
+        values = [ppo_sync.value_forward(value_model, inputs, mask.shape[1]) for _ in range(2)]
+        assert torch.equal(*logprobs) and torch.equal(*values), name
+        live = model.train()
+        noisy = [ppo_sync.policy_forward(live, inputs, mask.shape[1], 1.0)[0] for _ in range(2)]
+        assert not torch.equal(*noisy), f"{name} has no dropout to be turned off"
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradient_does_not_depend_on_micro_batches(accelerator, dtype, tolerance, size):
+    policy, value_model, batch = tiny_policy().to(dtype), tiny_value_model().to(dtype), make_rollout(dtype=dtype)
+    whole, sums = gradients(accelerator, policy, value_model, batch, tiny_args())
+    cut, cut_sums = gradients(accelerator, policy, value_model, batch, tiny_args(per_device_train_batch_size=size))
+    assert whole.norm() > 0.1
+    assert (whole - cut).norm() < tolerance * whole.norm()
+    assert cut_sums["real"] == sums["real"] == sum(map(sum, batch["lengths"]))
+    assert cut_sums["computed"] < sums["computed"] == 8 * (12 + 9)
+    for name in ("policy_loss", "value_loss", "entropy", "ratio", "clipped", "values_clipped"):
+        assert cut_sums[name] == pytest.approx(sums[name], rel=1e-4)
+
+
+def test_loss_is_the_mean_over_tokens_not_over_responses(accelerator):
+    batch, args = make_rollout(), tiny_args()
+    policy, value_model = tiny_policy().double(), tiny_value_model().double()
+    gradient, sums = gradients(accelerator, policy, value_model, batch, args)
+    policy.zero_grad()
+    value_model.zero_grad()
+    pg_total = vf_total = 0.0
+    for row, (size, _) in enumerate(batch["lengths"]):
+        inputs, _ = collate(batch, [row])
+        logprobs, _ = ppo_sync.policy_forward(policy, inputs, size, args.temperature)
+        values = ppo_sync.value_forward(value_model, inputs, size)
+        old, weights, advantages, old_values, returns = (
+            batch[name][row, :size] for name in ("logprobs", "weights", "advantages", "values", "returns")
+        )
+        ratio = (logprobs[0] - old).exp()
+        surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        near = old_values + (values[0] - old_values).clamp(-0.3, 0.3)
+        pg_total = pg_total - (weights * surrogate).sum()
+        vf_total = vf_total + torch.max((values[0] - returns) ** 2, (near - returns) ** 2).sum() / 2
+    tokens = sum(size for size, _ in batch["lengths"])
+    ((pg_total + vf_total) / tokens).backward()
+    expected = torch.cat([p.grad.flatten() for p in [*policy.parameters(), *value_model.parameters()]])
+    assert (gradient - expected).norm() < 1e-10 * expected.norm()
+    assert sums["policy_loss"] == pytest.approx(pg_total.item())
+    assert sums["value_loss"] == pytest.approx(vf_total.item())
+
+
+def test_losses_of_policy_and_value_model_do_not_mix(accelerator):
+    policy, value_model, batch = tiny_policy(), tiny_value_model(), make_rollout(dtype=torch.float32)
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    gradients(accelerator, policy, value_model, batch, tiny_args())
+    assert all(p.grad is None or (p.grad == 0).all() for p in policy.parameters())
+    assert any((p.grad != 0).any() for p in value_model.parameters() if p.grad is not None)
+
+
+def test_micro_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
+    args, policy, value_model = tiny_args(), tiny_policy(), tiny_value_model()
+    batch = make_rollout(sizes=[(3, 2), (4, 2)], dtype=torch.float32)
+    batch |= {"responses": [[], []], "lengths": [(0, 3), (0, 4)], "mask": torch.zeros_like(batch["mask"])}
+    vector, sums = gradients(accelerator, policy, value_model, batch, args)
+    assert torch.isfinite(vector).all() and (vector == 0).all()
+    assert all(math.isfinite(value) for value in sums.values())
+    assert sums["policy_loss"] == sums["value_loss"] == 0
+
+
+def test_row_with_nothing_to_train_on_leaves_the_others_alone(accelerator):
+    args, policy, value_model = tiny_args(), tiny_policy().double(), tiny_value_model().double()
+    batch = make_rollout()
+    alone, _ = gradients(accelerator, policy, value_model, batch, args)
+    batch["prompts"].append([5, 6])
+    batch["responses"].append([])
+    batch["lengths"].append((0, 2))
+    for name in ("mask", "logprobs", "weights", "advantages", "values", "returns"):
+        batch[name] = torch.cat([batch[name], torch.zeros_like(batch[name][:1])])
+    together, _ = gradients(accelerator, policy, value_model, batch, tiny_args(per_device_train_batch_size=3))
+    assert (alone - together).norm() < 1e-10 * alone.norm()
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+
+
+def score(tokenizer, texts, truth="12", truths=None, **options):
+    """Scores texts; "." ends a response, which without it was cut."""
+    end = tokenizer.eos_token_id
+    responses = [tokenizer(t.rstrip("."))["input_ids"] + [end] * t.endswith(".") for t in texts]
+    truths = truths or [truth] * len(texts)
+    rows = [{"data_source": "debug/sorting", "ground_truth": t, "extra_info": None} for t in truths]
+    args = tiny_args(stop_token_ids=(end,), **options)
+    return ppo_sync.score_responses(args, ppo_sync.load_reward_fn(None), tokenizer, rows, responses)
+
+
+def test_verifiable_reward_counts_as_often_as_it_is_told(tokenizer):
+    scored = score(tokenizer, ["12.", "21.", "12"], verification_reward=10.0)
+    assert scored["scores"] == [10.0, 0.0, 10.0]
+    assert scored["verifiable"] == [1.0, 0.0, 1.0]
+    assert scored["texts"] == ["12", "21", "12"]
+
+
+def test_penalty_takes_the_place_of_the_score_but_not_of_the_correct_rate(tokenizer):
+    options = {"non_stop_penalty": True, "penalty_reward_value": -10.0}
+    scored = score(tokenizer, ["12.", "12", "21", "21."], **options)
+    assert scored["scores"] == [1.0, -10.0, -10.0, 0.0]
+    assert scored["verifiable"] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_short_responses_are_penalized_and_the_stop_token_counts(tokenizer):
+    options = {"non_stop_penalty": True, "penalty_reward_value": -3.0}
+    assert score(tokenizer, ["12.", "1."], min_response_length=3, **options)["scores"] == [1.0, -3.0]
+    assert score(tokenizer, ["12."], min_response_length=4, **options)["scores"] == [-3.0]
+    assert score(tokenizer, ["12."], min_response_length=4, penalty_reward_value=-3.0)["scores"] == [1.0]
+
+
+def test_format_reward_adds_to_the_verifiable_one(tokenizer):
+    class Words:
+        """A tokenizer of whole texts: the debug one cannot write <think>."""
+
+        def batch_decode(self, responses, skip_special_tokens):
+            return [texts[ids[0]] for ids in responses]
+
+    texts = [
+        "<think>a\nb</think> <answer>1</answer>",
+        "\n<think></think>\n<answer>1</answer>\n",
+        "<answer>1</answer>",
+        "<think>a</think><answer>1",
+        "well: <think>a</think><answer>1</answer>",
+        "<think>a</think><answer>1</answer> or so",
+    ]
+    rows = [{"data_source": "s", "ground_truth": "t", "extra_info": None}] * len(texts)
+    args = tiny_args(add_r1_style_format_reward=True, r1_style_format_reward=0.5, verification_reward=2.0)
+    responses = [[i, STOP] for i in range(len(texts))]
+    scored = ppo_sync.score_responses(args, lambda *_, extra_info: 1.0, Words(), rows, responses)
+    assert scored["scores"] == [2.5, 2.5, 2.0, 2.0, 2.0, 2.0]
+    args.apply_verifiable_reward = False
+    scored = ppo_sync.score_responses(args, lambda *_, extra_info: 1.0, Words(), rows, responses)
+    assert scored["scores"] == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_ids_above_the_tokenizers_vocabulary_are_decoded(tokenizer):
+    rows = [{"data_source": "debug/sorting", "ground_truth": "1", "extra_info": None}]
+    one = tokenizer("1")["input_ids"]
+    beyond = [len(tokenizer) + 3]
+    args = tiny_args(stop_token_ids=(tokenizer.eos_token_id,))
+    scored = ppo_sync.score_responses(args, ppo_sync.load_reward_fn(None), tokenizer, rows, [one + beyond])
+    assert scored["texts"] == ["1"]
+
+
+def test_reward_function_gets_the_text_and_what_belongs_to_it(tokenizer, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(data_source, response, ground_truth, extra_info):\n    return extra_info['bonus'] * 2\n")
+    rows = [{"data_source": "any", "ground_truth": "1", "extra_info": {"bonus": 3}}]
+    one = tokenizer("1")["input_ids"]
+    scored = ppo_sync.score_responses(tiny_args(), ppo_sync.load_reward_fn(f"{path}:f"), tokenizer, rows, [one])
+    assert scored["scores"] == [6.0]
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocab = {"<pad>": 0, "<end>": 1, "<bos>": 2, "<unk>": 3, "<user>": 4, "<assistant>": 5, "a": 6, "b": 7}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    template = "<bos>{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}<assistant>"
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    extra = {"additional_special_tokens": ["<user>", "<assistant>"], "chat_template": template}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **extra)
+
+
+def write_rows(path, rows):
+    import datasets
+
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return str(path)
+
+
+def prompt_row(prompt, truth="1"):
+    return {"prompt": prompt, "data_source": "debug/sorting", "reward_model": {"ground_truth": truth}}
+
+
+def test_prompts_have_one_bos(bos_tokenizer, tmp_path):
+    path = write_rows(tmp_path / "text.parquet", [prompt_row("a b")])
+    assert ppo_sync.prepare_prompts(path, "train", bos_tokenizer, tiny_args())[0]["prompt_ids"] == [2, 6, 7]
+    messages = [{"role": "user", "content": "a b"}]
+    path = write_rows(tmp_path / "chat.parquet", [prompt_row(messages)])
+    rows = ppo_sync.prepare_prompts(path, "train", bos_tokenizer, tiny_args())
+    assert rows[0]["prompt_ids"] == [2, 4, 6, 7, 5]
+    assert rows[0]["prompt"] == "<bos><user> a b <assistant>"
+
+
+def test_long_prompts_are_dropped_and_counted(bos_tokenizer, tmp_path, capsys):
+    rows = [prompt_row(" ".join("a" * n), truth=str(n)) for n in (1, 5, 3, 4, 9)]
+    path = write_rows(tmp_path / "data.parquet", rows)
+    kept = ppo_sync.prepare_prompts(path, "train", bos_tokenizer, tiny_args(max_prompt_token_length=5))
+    assert [(row["index"], row["ground_truth"], len(row["prompt_ids"])) for row in kept] == [
+        (0, "1", 2),
+        (2, "3", 4),
+        (3, "4", 5),
+    ]
+    assert "dropped 2 of 5" in capsys.readouterr().out
+
+
+def test_jsonl_is_read_as_well(bos_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({**prompt_row("a"), "extra_info": {"k": 4}}) + "\n")
+    (row,) = ppo_sync.prepare_prompts(str(path), "train", bos_tokenizer, tiny_args())
+    assert (row["prompt_ids"], row["ground_truth"], row["extra_info"]) == ([2, 6], "1", {"k": 4})
+
+
+def test_stop_tokens_are_those_of_the_generation_config_and_the_users(assets):
+    model = str(assets / "model")
+    ids = {}
+    for name, changes in (
+        ("own", {}),
+        ("more", {"stop_token": "0", "stop_token_id": 3}),
+        ("eos", {"stop_token": "eos"}),
+    ):
+        args = ppo_sync.Args(model_name_or_path=model, **changes)
+        tokenizer, config = ppo_sync.load_tokenizer_and_config(args)
+        ids[name] = args.stop_token_ids
+    zero = tokenizer.convert_tokens_to_ids("0")
+    assert ids == {"own": (1,), "more": tuple(sorted((1, 3, zero))), "eos": (1,)}
+    assert isinstance(config, type(tiny_config()))
+
+
+def test_dead_engine_ends_a_call_that_would_wait_for_ever():
+    import threading
+    from types import SimpleNamespace
+
+    dead = SimpleNamespace(is_alive=lambda: False, name="EngineCore", pid=12, exitcode=-9)
+    with pytest.raises(RuntimeError, match=r"vLLM's process EngineCore .*-9"):
+        ppo_sync.call_engine({"processes": [dead]}, threading.Event().wait)
+
+
+def test_failure_of_an_engine_call_is_its_own():
+    def fails(argument):
+        raise KeyError(argument)
+
+    with pytest.raises(KeyError, match="this one"):
+        ppo_sync.call_engine({"processes": []}, fails, "this one")
+    assert ppo_sync.call_engine({"processes": []}, lambda a, b: a + b, 1, 2) == 3
