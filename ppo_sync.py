@@ -51,7 +51,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
-
 import torch
 import transformers
 import tyro
@@ -212,7 +211,7 @@ class Args:
     value_lam: float | None = None
     """lambda of the value targets; None: as lam (1: plain returns, 2503.01491)"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler on the policy loss (fengyao.notion.site/off-policy-rl); 0: no weight"""
+    """cap of the importance weight learner/sampler on the policy loss; 0: no weight"""
 
     # -- Output
     save_batches: bool = False
@@ -260,51 +259,42 @@ def stable_hash(*parts: Any) -> int:
 
 
 def fill_in(args: Args) -> Args:
-    """Checks the numbers in args and computes the ones that follow from them."""
-    positive = """max_prompt_token_length learning_rate eps max_grad_norm total_episodes local_rollout_batch_size
-        number_samples_per_prompt local_mini_batch_size per_device_train_batch_size local_rollout_forward_batch_size
-        num_epochs response_length temperature cliprange vllm_tensor_parallel_size vllm_gpu_memory_utilization"""
-    not_negative = """value_warmup_steps warm_up_steps warmup_ratio weight_decay num_evals eval_temperature
-        min_response_length beta cliprange_value gamma lam tis_cap"""
-    at_most_one = "warmup_ratio gamma lam value_lam vllm_gpu_memory_utilization"
+    """Checks the numbers in args and computes those that follow from them."""
+    rank, any_sign = int(os.environ.get("RANK", 0)), ("seed", "penalty_reward_value", "stop_token_id")
+    may_be_0 = """value_warmup_steps warm_up_steps warmup_ratio weight_decay num_evals eval_temperature beta gamma lam
+        min_response_length cliprange_value tis_cap value_lam verification_reward r1_style_format_reward"""
     for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            bad_input(f"--{name} is {value}; it must be a finite number")
-        if name in positive.split() and value <= 0:
-            bad_input(f"--{name} is {value}; it must be above 0")
-        if name in not_negative.split() and value < 0:
-            bad_input(f"--{name} is {value}; it must be 0 or more")
-        if name in at_most_one.split() and value is not None and value > 1:
+        if name == "world_size":
+            break  # what follows is not given but computed
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or name in any_sign:
+            continue
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in may_be_0.split()):
+            bad_input(
+                f"--{name} is {value}; it must be a finite number, {'0 or more' if name in may_be_0 else 'above 0'}"
+            )
+        if name in ("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization") and value > 1:
             bad_input(f"--{name} is {value}; it must be at most 1")
-    if args.value_learning_rate is None:
-        args.value_learning_rate = args.learning_rate
-    if args.value_lam is None:
-        args.value_lam = args.lam
-    if args.run_name is None:
-        # torchrun and accelerate launch give all ranks of a run the same port; the time is rank 0's (see main).
-        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
+    args.value_learning_rate = args.value_learning_rate or args.learning_rate
+    args.value_lam = args.lam if args.value_lam is None else args.value_lam
+    args.run_name = args.run_name or f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
     args.episodes_per_step = args.rollout_batch_size * args.number_samples_per_prompt
     local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
-    for big, small, names in (
-        (local_episodes, args.local_mini_batch_size, "local_rollout_batch_size * number_samples_per_prompt"),
-        (args.local_mini_batch_size, args.per_device_train_batch_size, "local_mini_batch_size"),
-    ):
-        divisor = "local_mini_batch_size" if big is local_episodes else "per_device_train_batch_size"
-        if big % small:
-            bad_input(f"{names} ({big}) must be a multiple of {divisor} ({small}); change one of them")
+    if local_episodes % args.local_mini_batch_size:
+        sizes = f"({local_episodes}) must be a multiple of local_mini_batch_size ({args.local_mini_batch_size})"
+        bad_input(f"local_rollout_batch_size * number_samples_per_prompt {sizes}; change one of them")
+    if args.local_mini_batch_size % args.per_device_train_batch_size:
+        sizes = f"({args.local_mini_batch_size}) must be a multiple of per_device_train_batch_size"
+        bad_input(f"local_mini_batch_size {sizes} ({args.per_device_train_batch_size}); change one of them")
     args.num_training_steps = args.total_episodes // args.episodes_per_step
     if args.num_training_steps == 0:
-        bad_input(
-            f"--total_episodes {args.total_episodes} is less than one training step of {args.episodes_per_step} "
-            "(local_rollout_batch_size * number_samples_per_prompt * processes)"
-        )
+        bad_input(f"--total_episodes {args.total_episodes} is less than one training step of {args.episodes_per_step}")
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
     args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
     eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
     args.eval_versions = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
-    if args.kl_estimator != "kl1" and args.beta > 0 and int(os.environ.get("RANK", 0)) == 0:
+    if args.kl_estimator != "kl1" and args.beta > 0 and rank == 0:
         print(f"Warning: {args.kl_estimator} in the reward barely pulls the policy back; kl1 does (2510.01555)")
     return args
 
@@ -378,8 +368,8 @@ def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
 def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
     """Indices of the prompts number `start` to `start + count` that the run draws.
 
-    Every pass over the dataset is one seeded permutation: a prompt comes once per pass whatever the batch size, and the
-    position in the data is one number.
+    Every pass over the dataset is one seeded permutation: a prompt comes once per pass whatever the batch size, and
+    the position in the data is one number.
 
     >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
     [0, 1, 2, 3, 4]
@@ -424,9 +414,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 def load_reward_fn(spec: str | None) -> Callable[..., float]:
     """compute_score, or the function that `path/to/file.py:function` names."""
     if spec is None:
-        return lambda data_source, response, ground_truth, extra_info: compute_score(
-            data_source, response, ground_truth
-        )
+        return lambda *args, extra_info: compute_score(*args)
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         bad_input(f"--reward_fn {spec}: no such file; give path/to/file.py:function")
@@ -487,10 +475,7 @@ def check_rewards(args: Args, reward_fn: Callable, rows: list[dict]) -> dict[str
 
 
 def without_dropout(config):
-    """The config with every dropout at 0: in the old and the new log-probabilities of the same weights it would differ.
-
-    In the config, since attention dropout is a number there and not a module (1909.08593, p. 3: no dropout in RLHF).
-    """
+    """The config with every dropout at 0: else the same weights give other log-probabilities (1909.08593, p. 3)."""
     for name, value in vars(config).items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop", "drop")):
             setattr(config, name, 0.0)
@@ -537,9 +522,7 @@ class ValueModel(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.model = (
-            model  # an AutoModelForSequenceClassification with one label; its own forward pools, so is not used
-        )
+        self.model = model  # AutoModelForSequenceClassification, of which the forward pass, which pools, is not used
 
     def forward(self, **inputs) -> torch.Tensor:
         hidden = self.model.base_model(**inputs).last_hidden_state  # (batch, length, hidden_size)
@@ -554,7 +537,7 @@ def load_policy(args: Args, config, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def load_value_model(args: Args, config) -> ValueModel:
-    """The value model; a head that the checkpoint lacks starts with std 1/sqrt(hidden_size + 1) (2009.01325, p. 11)."""
+    """The value model; a head that the checkpoint lacks gets std 1/sqrt(hidden_size + 1) (2009.01325, p. 11)."""
     path, revision = args.model_name_or_path, args.model_revision
     if args.value_model_path:
         path, revision = args.value_model_path, None
@@ -703,8 +686,8 @@ def compute_gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (1506.02438) over responses padded on the right.
 
-    rewards, values, mask: (batch, response_length). Returns advantages (not whitened) and returns, advantages + values;
-    both are 0 outside the mask. The last token of a response is terminal.
+    rewards, values, mask: (batch, response_length). Returns advantages (not whitened) and returns (advantages +
+    values), both 0 outside the mask. The last token of a response is terminal.
 
     >>> advantages, returns = compute_gae(torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]]),
     ...                                   torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
@@ -725,10 +708,9 @@ def compute_gae(
 def policy_loss(
     log_ratio: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, cliprange: float, cliprange_higher: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate (1707.06347) per token, times the truncated importance weight of learner against sampler.
+    """PPO's clipped surrogate (1707.06347) per token, times the importance weight of learner against sampler.
 
-    log_ratio: new - old log-probabilities; all (batch, response_length). Returns the loss, and where the clipped branch
-    binds.
+    log_ratio: new - old log-probabilities; all (batch, response_length). Returns the loss, and where the clip binds.
 
     >>> loss, clipped = policy_loss(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]), torch.ones(2), 0.2, 0.2)
     >>> loss.tolist(), clipped.tolist()
@@ -762,8 +744,8 @@ def value_loss(
 def importance_weights(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
     """min(exp(old - sampler), cap) per token; ones where cap is 0. Shape of old_logprobs.
 
-    vLLM's kernels are not the learner's, so what it samples is slightly off-policy; the cap bounds the variance (truncated
-    importance sampling, https://fengyao.notion.site/off-policy-rl; decoupled PPO, 2110.00641).
+    vLLM's kernels are not the learner's, so what it samples is slightly off-policy; the cap bounds the variance
+    (truncated importance sampling, https://fengyao.notion.site/off-policy-rl; decoupled PPO, 2110.00641).
     """
     return (old_logprobs - sampler_logprobs).exp().clamp(max=cap) if cap else torch.ones_like(old_logprobs)
 
@@ -1014,9 +996,9 @@ def autocast(args: Args, accelerator: Accelerator):
 def forward_batch(
     accelerator: Accelerator, forward: Callable, micro_batches: list[list[int]], batch: dict, args: Args
 ) -> torch.Tensor:
-    """Per-token results for the whole batch, without gradients, from this rank's micro-batches and those of the others.
+    """Per-token results for the whole batch, without gradients, from the micro-batches of this rank and the others.
 
-    forward(inputs, width) -> (micro_batch, width). Returns (episodes, response_length), on every rank; 0 outside the mask.
+    forward(inputs, width) -> (micro_batch, width). Returns (episodes, response_length), 0 outside the mask, on every rank.
     """
     whole = torch.zeros_like(batch["mask"])
     with torch.no_grad(), autocast(args, accelerator):
@@ -1133,7 +1115,7 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     """Prints what the run will do: data, steps, updates, memory, rewards."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    trained, frozen = 2 * 16 * parameters / 2**30, (4 if args.dtype == "float32" else 2) * parameters / 2**30
+    trained, frozen = (factor * parameters / 2**30 for factor in (2 * 16, 4 if args.dtype == "float32" else 2))
     longest = max(len(row["prompt_ids"]) for row in train_rows)
     tokens = args.episodes_per_step * (longest + args.response_length)
     passes = args.num_training_steps * args.rollout_batch_size / len(train_rows)
@@ -1143,8 +1125,9 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
   steps    {args.num_training_steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt} \
 responses, at most {tokens:,} tokens each
   updates  {updates} a step, of {args.local_mini_batch_size * args.world_size:,} responses; {args.num_updates:,} in all
-  model    {parameters:,} parameters; memory per rank, without activations: {trained:.2f} GiB for policy and value model
-           (weights, gradients, AdamW), {frozen:.2f} GiB for the reference policy; vLLM's weights {frozen:.2f} GiB""")
+  model    {parameters:,} parameters
+  memory   per rank, without activations: {trained:.2f} GiB for policy and value model (weights, gradients, AdamW),
+           {frozen:.2f} GiB for the reference policy; {frozen:.2f} GiB for vLLM's weights""")
     for source, score in examples.items():
         print(f"  reward   the ground truth of a row of {source} scores {score:g}")
 
@@ -1167,9 +1150,9 @@ def main() -> None:
     reward_fn = load_reward_fn(args.reward_fn)
     tokenizer, config = load_tokenizer_and_config(args)
     train_rows = prepare_prompts(args.dataset, args.dataset_split, tokenizer, args)
-    eval_rows = (
-        prepare_prompts(args.eval_dataset, args.eval_dataset_split, tokenizer, args) if args.eval_dataset else []
-    )
+    eval_rows = []
+    if args.eval_dataset:
+        eval_rows = prepare_prompts(args.eval_dataset, args.eval_dataset_split, tokenizer, args)
     examples = check_rewards(args, reward_fn, train_rows + eval_rows)
     max_length = max(len(row["prompt_ids"]) for row in train_rows + eval_rows) + args.response_length
     limit = getattr(config, "max_position_embeddings", None)
@@ -1267,9 +1250,8 @@ def main() -> None:
             version = training_step - 1  # of the policy: training steps completed
 
             # ---- 1. Prompts; the samples of a prompt stand side by side
-            drawn = draw_prompts(
-                len(train_rows), version * args.rollout_batch_size, args.rollout_batch_size, args.seed
-            )
+            size = args.rollout_batch_size
+            drawn = draw_prompts(len(train_rows), version * size, size, args.seed)
             rows = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
             prompts = [row["prompt_ids"] for row in rows]
 
@@ -1441,8 +1423,7 @@ def main() -> None:
 
     # ---- What came out
     if is_main:
-        plot = [sys.executable, Path(__file__).parent / "scripts" / "plot_runs.py", run_dir]
-        subprocess.run(plot, check=False)
+        subprocess.run([sys.executable, Path(__file__).parent / "scripts" / "plot_runs.py", run_dir], check=False)
         if correct_rates:
             before, after = correct_rates[0], correct_rates[-1]
             console.print(f"Held-out prompts answered right: {before:.1%} before training, {after:.1%} after")

@@ -2,9 +2,9 @@
 
     python scripts/make_debug_assets.py --output_dir debug_assets
 
-The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are held out and 20,000
-are for training; no answer is right for more than 0.12% of them. A wrong digit can be seen as soon as it is written, so a
-value model has something to learn as well.
+The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are held out and
+20,000 are for training; no answer is right for more than 0.12% of them. A wrong digit can be seen as soon as it is
+written, so that a value model has something to learn as well.
 
 The model is a Qwen2 of 0.1 M parameters over single characters. It starts from the demonstrations of a careless
 annotator, who two times out of three leaves the last digit where it stands ("53812=" -> "13582"). Imitation copies the
@@ -153,7 +153,7 @@ def train(model, tokenizer, prompts, settings):
             if sampled >= settings["sampled_rate"] and greedy <= settings["greedy_rate"]:
                 return step, sampled, greedy
     raise SystemExit(
-        f"make_debug_assets: sampled {sampled:.0%}, greedy {greedy:.0%} right after {step} steps, not as wanted"
+        f"make_debug_assets: {sampled:.0%} right when sampled and {greedy:.0%} greedily, not as asked for"
     )
 
 
@@ -214,8 +214,8 @@ def main():
     write_rows(args.output_dir / "test.parquet", test_prompts, "test")
     settings_path.write_text(stamp)  # last: a folder without it is made again
     print(
-        f"  {model.num_parameters():,} parameters; right {sampled:.0%} of the time when sampled, {greedy:.0%} greedily, "
-        f"after {steps} steps; "
+        f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled and {greedy:.0%} "
+        f"greedily after {steps} steps; "
         f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts; {time.time() - start:.0f} s"
     )
 

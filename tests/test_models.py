@@ -4,17 +4,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from rollouts import (
-    PAD,
-    STOP,
-    VOCAB,
-    gradients,
-    make_rollout,
-    tiny_args,
-    tiny_config,
-    tiny_policy,
-    tiny_value_model,
-)
+from rollouts import PAD, STOP, VOCAB, gradients, make_rollout, tiny_args, tiny_config, tiny_policy, tiny_value_model
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import ppo_sync

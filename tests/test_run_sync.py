@@ -17,18 +17,29 @@ import ppo_sync
 
 pytestmark = pytest.mark.slow
 
-SEED_METRICS = """
-    training_step episode epoch lr policy/version objective/kl objective/scores objective/rlhf_reward
-    objective/non_score_reward objective/entropy objective/loss objective/verifiable_correct_rate loss/policy_avg
-    loss/value_avg policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg time/from_scratch time/training
-    val/sequence_lengths val/num_stop_token_ids val/clipfrac_avg val/ratio val/ratio_var val/stop_rate
-    val/explained_variance optim/grad_norm time/generation time/reward time/forward time/update
-    perf/episodes_per_second perf/response_tokens_per_second perf/padding_fraction
-""".split()
-MISMATCH_METRICS = [
+METRICS_OF = {
+    "": ["training_step", "episode", "epoch", "lr"],
+    "policy/": ["version", "approxkl_avg", "clipfrac_avg", "entropy_avg"],
+    "objective/": ["kl", "scores", "rlhf_reward", "non_score_reward", "entropy", "loss", "verifiable_correct_rate"],
+    "loss/": ["policy_avg", "value_avg"],
+    "time/": ["from_scratch", "training", "generation", "reward", "forward", "update"],
+    "val/": [
+        "sequence_lengths",
+        "num_stop_token_ids",
+        "clipfrac_avg",
+        "ratio",
+        "ratio_var",
+        "stop_rate",
+        "explained_variance",
+    ],
+    "optim/": ["grad_norm"],
+    "perf/": ["episodes_per_second", "response_tokens_per_second", "padding_fraction"],
+}
+SEED_METRICS = {group + name for group, names in METRICS_OF.items() for name in names}
+MISMATCH_METRICS = {
     f"mismatch/{name}" for name in ("logprob_diff_mean", "logprob_diff_max", "kl", "ess", "tis_clipfrac")
-]
-EVAL_METRICS = [f"eval/{name}" for name in ("verifiable_correct_rate", "scores", "sequence_lengths", "stop_rate")]
+}
+EVAL_METRICS = {f"eval/{name}" for name in ("verifiable_correct_rate", "scores", "sequence_lengths", "stop_rate")}
 STOP = 1  # <|end|> of the debug model
 
 
@@ -65,7 +76,7 @@ def test_every_metric_is_in_every_line_and_finite(vllm_run, multi_update_run):
     for run, steps in ((vllm_run, 4), (multi_update_run, 3)):
         assert [line["training_step"] for line in run.metrics] == list(range(1, steps + 1))
         for line in run.metrics:
-            assert set([*SEED_METRICS, *MISMATCH_METRICS, "time/weight_sync"]) <= set(line)
+            assert SEED_METRICS | MISMATCH_METRICS | {"time/weight_sync"} <= set(line)
             assert all(math.isfinite(value) for value in line.values())
             assert 0 <= line["perf/padding_fraction"] < 1
 
@@ -282,7 +293,7 @@ def greedy_answers(model, tokenizer, samples):
 def test_evaluations_are_of_the_policy_that_they_name(vllm_run, assets):
     lines = vllm_run.metrics
     assert [line["eval/policy_version"] for line in lines if "eval/scores" in line] == [0, 2, 4]
-    assert all(set(EVAL_METRICS) <= set(lines[step]) for step in (0, 2, 3))
+    assert all(EVAL_METRICS <= set(lines[step]) for step in (0, 2, 3))
     samples = [json.loads(line) for line in (vllm_run.run_dir / "samples.jsonl").read_text().splitlines()]
     by_version = {v: [s for s in samples if s["policy_version"] == v] for v in (0, 2, 4)}
     assert [len(of_version) for of_version in by_version.values()] == [32, 32, 32]
@@ -557,7 +568,7 @@ def test_tensor_left_out_of_the_sync_stops_the_run(run_script, tmp_path):
 def test_transformers_backend_has_every_metric_but_those_of_the_mismatch(transformers_run):
     assert len(transformers_run.metrics) == 12
     for line in transformers_run.metrics:
-        assert set(SEED_METRICS) <= set(line)
+        assert SEED_METRICS <= set(line)
         assert not any(name.startswith("mismatch/") for name in line)
         assert all(math.isfinite(value) for value in line.values())
         assert 0 <= line["perf/padding_fraction"] < 1
@@ -574,7 +585,8 @@ def test_transformers_backend_samples_from_the_policy_at_the_temperature(transfo
     assert (batch["weights"][batch["mask"].bool()] == 1).all()
     # Minus the mean log-probability of samples estimates the entropy: neither greedy nor cut to the top k.
     tokens = torch.cat(logprobs)
-    assert -tokens.mean().item() == pytest.approx(torch.cat(entropies).mean().item(), abs=4 * tokens.std() / 13)
+    error = 4 * tokens.std().item() / len(tokens) ** 0.5
+    assert -tokens.mean().item() == pytest.approx(torch.cat(entropies).mean().item(), abs=error)
     assert len({str(ids) for ids in batch["responses"]}) > 20
     for ids in batch["responses"]:
         assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == 8)
