@@ -28,6 +28,7 @@ References: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; the N i
 
 import contextlib
 import copy
+import gc
 import hashlib
 import importlib.util
 import json
@@ -37,6 +38,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -168,6 +170,8 @@ class Args:
     """the same, as an id"""
     temperature: float = 1.0
     """sampling temperature; log-probabilities are of the distribution at this temperature"""
+    vllm_gpus: tuple[int, ...] = ()
+    """GPUs for vLLM alone, as indices into the visible ones, after the learners'; none: vLLM shares rank 0's GPU"""
     vllm_tensor_parallel_size: int = 1
     """GPUs that share one copy of the model in vLLM"""
     vllm_gpu_memory_utilization: float = 0.3
@@ -223,7 +227,7 @@ class Args:
     wandb_entity: str | None = None
     """its entity (user or team)"""
 
-    # -- Filled in at run time
+    # -- Filled in at run time (fill_in)
     world_size: FilledIn[int] = 1
     """learner processes"""
     rollout_batch_size: FilledIn[int] = 0
@@ -288,6 +292,12 @@ def fill_in(args: Args) -> Args:
         sizes = f"({args.local_mini_batch_size}) must be a multiple of per_device_train_batch_size"
         bad_input(f"local_mini_batch_size {sizes} ({args.per_device_train_batch_size}); change one of them")
     args.num_training_steps = args.total_episodes // args.episodes_per_step
+    if args.vllm_gpus and min(args.vllm_gpus) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        bad_input(f"--vllm_gpus {args.vllm_gpus} overlap the learners', which take the first GPUs, one each")
+    if args.vllm_gpus and max(args.vllm_gpus) >= torch.cuda.device_count():
+        bad_input(f"--vllm_gpus {args.vllm_gpus}: only {torch.cuda.device_count()} GPUs are visible")
+    if args.vllm_tensor_parallel_size not in (1, len(args.vllm_gpus)):
+        bad_input("--vllm_tensor_parallel_size must be the number of --vllm_gpus, or 1")
     if args.num_training_steps == 0:
         bad_input(f"--total_episodes {args.total_episodes} is less than one training step of {args.episodes_per_step}")
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
@@ -793,6 +803,7 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     """
     cuda = torch.cuda.is_available()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forked processes would hold the watcher's pipe open
     if cuda:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles, to its own worker process
@@ -804,7 +815,11 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
     # The engine is a world of its own: what the launcher tells the learner about ranks and ports is not for it.
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    launcher += ("CUDA_VISIBLE_DEVICES",) if args.vllm_gpus else ()
     hidden = {k: os.environ.pop(k) for k in list(os.environ) if k in launcher or k.startswith("TORCHELASTIC")}
+    if args.vllm_gpus:
+        visible = hidden.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] for gpu in args.vllm_gpus)
     earlier = set(multiprocessing.active_children())
     try:
         from vllm import LLM
@@ -824,10 +839,12 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             enforce_eager=args.vllm_enforce_eager or not cuda,
-            weight_transfer_config={"backend": "ipc"} if cuda else None,
+            weight_transfer_config={"backend": "nccl" if args.vllm_gpus else "ipc"} if cuda else None,
             use_tqdm_on_load=False,
         )
     finally:
+        if args.vllm_gpus:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         os.environ.update(hidden)
     watcher.stdin.write(b"up\n")
     watcher.stdin.flush()
@@ -893,13 +910,14 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
     return message[0]
 
 
-def connect_weight_sync(accelerator: Accelerator, policy, llm) -> Any:
+def connect_weight_sync(accelerator: Accelerator, policy, llm, args: Args) -> Any:
     """On CUDA the sending end of vLLM's weight-transfer API, for every rank; elsewhere None: weights go by file."""
     if not torch.cuda.is_available():
         return None
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     client = llm and SimpleNamespace(
         init_weight_transfer_engine=lambda info: llm.init_weight_transfer_engine({"init_info": info}),
@@ -909,6 +927,12 @@ def connect_weight_sync(accelerator: Accelerator, policy, llm) -> Any:
     )
     source = ModuleSource(accelerator.unwrap_model(policy))
     init_info = IPCTrainerInitInfo(rank=accelerator.process_index)
+    if args.vllm_gpus:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = {"master_address": "127.0.0.1", "master_port": free.getsockname()[1]}
+        world_size = 1 + args.vllm_tensor_parallel_size  # rank 0 of the learners, and vLLM's workers
+        init_info = NCCLTrainerInitInfo(rank=accelerator.process_index, world_size=world_size, **address)
     return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
 
 
@@ -998,7 +1022,7 @@ def forward_batch(
 ) -> torch.Tensor:
     """Per-token results for the whole batch, without gradients, from the micro-batches of this rank and the others.
 
-    forward(inputs, width) -> (micro_batch, width). Returns (episodes, response_length), 0 outside the mask, on every rank.
+    forward(inputs, width) -> (micro_batch, width). Returns (episodes, response_length), 0 outside the mask.
     """
     whole = torch.zeros_like(batch["mask"])
     with torch.no_grad(), autocast(args, accelerator):
@@ -1242,7 +1266,8 @@ def main() -> None:
             if is_main:
                 console.print("Starting vLLM ...")
             on_main_process(accelerator, lambda: engine.update(start_vllm(args, config, max_length)))
-            sender = connect_weight_sync(accelerator, policy, engine.get("llm"))
+            sender = connect_weight_sync(accelerator, policy, engine.get("llm"), args)
+        gc.freeze()  # the data set and the modules stay: a full collection would look through them for half a second
         progress.start()
         task = progress.add_task("training", total=args.num_training_steps, figures="")
         for training_step in range(1, args.num_training_steps + 1):
@@ -1417,6 +1442,7 @@ def main() -> None:
                     console.print(f"step {training_step}/{args.num_training_steps}  {figures}")
         save_model(accelerator, policy, tokenizer, run_dir / "model")
     finally:
+        gc.unfreeze()
         progress.stop()
         if engine:
             stop_vllm(engine)
