@@ -862,12 +862,19 @@ def stop_vllm(engine: dict) -> None:
     engine["watcher"].wait()
 
 
-def call_engine(engine: dict, function: Callable, *args) -> Any:
-    """function(*args), with an eye on vLLM's processes while it runs.
+def check_engine(engine: dict) -> None:
+    """Raises RuntimeError if a process of vLLM's has died.
 
-    vLLM's `generate` neither returns nor raises when its engine process is killed (0.32): so the call runs in a
-    thread, and RuntimeError is raised when a process dies.
+    vLLM's `generate` neither returns nor raises when its engine process is killed (0.32): so every wait for it looks.
     """
+    for process in engine["processes"]:
+        if not process.is_alive():
+            died = f"{process.name} (pid {process.pid}) died with exit code {process.exitcode}"
+            raise RuntimeError(f"vLLM's process {died}; the run cannot go on")
+
+
+def call_engine(engine: dict, function: Callable, *args) -> Any:
+    """function(*args) in a thread, with an eye on vLLM's processes while it runs."""
     outcome = queue.Queue(maxsize=1)
 
     def call():
@@ -878,17 +885,12 @@ def call_engine(engine: dict, function: Callable, *args) -> Any:
 
     threading.Thread(target=call, daemon=True).start()
     while True:
-        try:
+        with contextlib.suppress(queue.Empty):
             result, error = outcome.get(timeout=0.5)
-        except queue.Empty:
-            for process in engine["processes"]:
-                if not process.is_alive():
-                    died = f"{process.name} (pid {process.pid}) died with exit code {process.exitcode}"
-                    raise RuntimeError(f"vLLM's process {died} during {function.__name__}") from None
-            continue
-        if error is not None:
-            raise error
-        return result
+            if error is not None:
+                raise error
+            return result
+        check_engine(engine)
 
 
 def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
@@ -1230,9 +1232,13 @@ def main() -> None:
         return on_main_process(accelerator, call_engine, engine, generate_vllm, *request)
 
     def evaluate(version: int) -> dict:
-        """Answers the held-out prompts with the policy, prints and writes samples; returns the eval/* metrics."""
+        """Answers the held-out prompts with the policy; returns the eval/* metrics."""
         seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_rows))]
         responses, _ = generate([row["prompt_ids"] for row in eval_rows], seeds, args.eval_temperature)
+        return report_evaluation(version, responses)
+
+    def report_evaluation(version: int, responses: list[list[int]]) -> dict:
+        """Scores answers to the held-out prompts, prints and writes samples; returns the eval/* metrics."""
         scored = on_main_process(accelerator, score_responses, args, reward_fn, tokenizer, eval_rows, responses)
         metrics = {
             **mean_by_source("eval/verifiable_correct_rate", eval_rows, [float(v > 0) for v in scored["verifiable"]]),
