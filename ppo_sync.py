@@ -1164,6 +1164,7 @@ responses, at most {tokens:,} tokens each
 def main() -> None:
     start_time = time.time()
     args = fill_in(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell started us with it ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     transformers.utils.logging.set_verbosity_error()  # no reports on heads that are missing, as they should be
     transformers.utils.logging.disable_progress_bar()

@@ -96,6 +96,13 @@ def alive(processes):
     return [process for process in processes if lives(process)]
 
 
+def shared_memory_of(process):
+    """Named shared memory that a process has mapped: vLLM's queues take hundreds of MB of it."""
+    maps = Path(f"/proc/{process.pid}/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return {line.split()[-1] for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")}
+
+
 def end(process):
     """Ends a process that a test started, and all that it started."""
     children = descendants(process)
@@ -108,9 +115,8 @@ def end(process):
 
 
 @pytest.fixture(scope="session")
-def start_script(assets):
-    """Starts a script of the repository on the debug assets; ends it with the session, should it still run."""
-    started = []
+def start_script_of_session(assets):
+    """Starts a script of the repository on the debug assets."""
 
     def start(script, folder, *extra, launcher=(), env=None, **options):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,8 +143,19 @@ def start_script(assets):
             own = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
             process = subprocess.Popen(command, cwd=REPO, env=environment(env), **streams, **own)
         process.folder, process.run_dir = folder, folder / "run"
-        started.append(process)
         return process
+
+    return start
+
+
+@pytest.fixture
+def start_script(start_script_of_session):
+    """The same, for a test that may leave the script running: it ends with the test."""
+    started = []
+
+    def start(*args, **options):
+        started.append(start_script_of_session(*args, **options))
+        return started[-1]
 
     yield start
     for process in started:
@@ -149,8 +166,10 @@ def start_script(assets):
 def finish(process, timeout, started_at):
     try:
         process.wait(timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         end(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         tail = (process.folder / "stderr").read_text()[-2000:]
         pytest.fail(f"{process.args} still ran after {timeout} s; stderr ends with:\n{tail}")
     stdout, stderr = ((process.folder / name).read_text() for name in ("stdout", "stderr"))
@@ -158,12 +177,12 @@ def finish(process, timeout, started_at):
 
 
 @pytest.fixture(scope="session")
-def run_script(start_script):
+def run_script(start_script_of_session):
     """Runs a script of the repository to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
-    def run(script, folder, *extra, timeout=180, **options):
+    def run(script, folder, *extra, timeout=300, **options):
         started_at = time.monotonic()
-        return finish(start_script(script, folder, *extra, **options), timeout, started_at)
+        return finish(start_script_of_session(script, folder, *extra, **options), timeout, started_at)
 
     return run
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import REPO, TWO_RANKS, VLLM_OPTIONS, alive, descendants, environment, finish, wait_until
+from conftest import (
+    REPO,
+    TWO_RANKS,
+    VLLM_OPTIONS,
+    alive,
+    descendants,
+    environment,
+    finish,
+    shared_memory_of,
+    wait_until,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_sync
@@ -252,7 +262,7 @@ def test_later_minibatches_are_not(multi_update_run):
         assert line["policy/approxkl_avg"] > 1e-6
         assert line["val/ratio_var"] > 1e-6
         assert line["val/ratio"] != 1
-        assert abs(line["val/ratio"] - 1) < 0.2
+        assert 0.5 < line["val/ratio"] < 2
     assert max(line["policy/clipfrac_avg"] for line in multi_update_run.metrics) > 0
 
 
@@ -293,7 +303,7 @@ def greedy_answers(model, tokenizer, samples):
 def test_evaluations_are_of_the_policy_that_they_name(vllm_run, assets):
     lines = vllm_run.metrics
     assert [line["eval/policy_version"] for line in lines if "eval/scores" in line] == [0, 2, 4]
-    assert all(EVAL_METRICS <= set(lines[step]) for step in (0, 2, 3))
+    assert all(set(lines[step]) >= EVAL_METRICS for step in (0, 2, 3))
     samples = [json.loads(line) for line in (vllm_run.run_dir / "samples.jsonl").read_text().splitlines()]
     by_version = {v: [s for s in samples if s["policy_version"] == v] for v in (0, 2, 4)}
     assert [len(of_version) for of_version in by_version.values()] == [32, 32, 32]
@@ -499,20 +509,22 @@ def generating(start_script, tireless_model, tmp_path):
         number_samples_per_prompt=1,
     )
     metrics = process.run_dir / "metrics.jsonl"
-    wait_until(
-        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), 120, "a line of metrics"
-    )
+    wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), 240, "a first step")
     assert process.poll() is None, (tmp_path / "stderr").read_text()
     process.family = descendants(process)
     process.engine = next(child for child in process.family if "EngineCore" in "".join(child.cmdline()))
     process.sync_dir = next(arg for child in process.family for arg in child.cmdline() if "/tandem_" in arg)
     assert os.path.isdir(process.sync_dir)
-    return process
+    process.shared_memory = set().union(*(shared_memory_of(child) for child in process.family))
+    yield process
+    for child in alive(process.family):
+        child.kill()
 
 
 def check_nothing_left(process):
     wait_until(lambda: not alive(process.family), 10, f"the end of {process.family}")
-    wait_until(lambda: not os.path.exists(process.sync_dir), 10, f"the end of {process.sync_dir}")
+    for path in (process.sync_dir, *process.shared_memory):
+        wait_until(lambda path=path: not os.path.exists(path), 10, f"the end of {path}")
 
 
 def test_dead_engine_ends_the_run(generating):
@@ -568,7 +580,7 @@ def test_tensor_left_out_of_the_sync_stops_the_run(run_script, tmp_path):
 def test_transformers_backend_has_every_metric_but_those_of_the_mismatch(transformers_run):
     assert len(transformers_run.metrics) == 12
     for line in transformers_run.metrics:
-        assert SEED_METRICS <= set(line)
+        assert set(line) >= SEED_METRICS
         assert not any(name.startswith("mismatch/") for name in line)
         assert all(math.isfinite(value) for value in line.values())
         assert 0 <= line["perf/padding_fraction"] < 1

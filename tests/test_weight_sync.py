@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import alive, wait_until
+from conftest import alive, shared_memory_of, wait_until
 from rollouts import STOP, VOCAB, tiny_args, tiny_policy
 
 import ppo_sync
@@ -35,10 +35,12 @@ def system(request, tmp_path_factory):
     yield SimpleNamespace(
         accelerator=accelerator, policy=policy, args=args, engine=engine, sender=sender, weights=weights
     )
+    shared_memory = set().union(*(shared_memory_of(process) for process in family))
     ppo_sync.stop_vllm(engine)
     mine = [p for p in family if "resource_tracker" not in "".join(p.cmdline() if alive([p]) else [])]
     wait_until(lambda: not alive(mine), 10, f"the end of {mine}")
     assert not os.path.exists(engine["sync_dir"])
+    assert [path for path in shared_memory if os.path.exists(path)] == []
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,7 @@ def test_temperature_is_on_both_sides(system, temperature):
 
 def test_equal_prompts_get_different_responses(system):
     sync(system)
-    responses, _ = generate(system, prompts=[PROMPTS[2]] * 32)
+    responses, _ = generate(system, prompts=[PROMPTS[2]] * 32, temperature=3.0)
     assert len({str(ids) for ids in responses}) > 28
 
 
@@ -170,21 +172,29 @@ def test_seed_reaches_the_engine(system):
 
 def test_responses_are_cut_at_the_stop_token_and_nowhere_else(system):
     sync(system)
-    responses, logprobs = generate(system, prompts=[PROMPTS[1]] * 200, seeds=list(range(100, 300)), temperature=2.0)
-    assert {len(ids) == len(p) for ids, p in zip(responses, logprobs, strict=True)} == {True}
-    stopped = [ids for ids in responses if ids[-1] == STOP]
-    assert 0 < len(stopped)
+    responses, logprobs = generate(system, prompts=[PROMPTS[0]] * 200, temperature=2.0)
+    assert all(len(ids) == len(row) for ids, row in zip(responses, logprobs, strict=True))
     assert all(STOP not in ids[:-1] for ids in responses)
     assert all(ids[-1] == STOP or len(ids) == system.args.response_length for ids in responses)
-    assert 0 < max(max(ids) for ids in responses) < VOCAB
+    assert len({len(ids) for ids in responses}) > 5
+    assert max(max(ids) for ids in responses) < VOCAB
 
 
 def test_greedy_answers_are_the_likeliest_tokens(system):
     sync(system)
-    responses, logprobs = generate(system, temperature=0.0)
+    responses, _ = generate(system, temperature=0.0)
     for prompt, response in zip(PROMPTS, responses, strict=True):
         ids = torch.tensor([prompt + response], device=system.accelerator.device)
         with torch.no_grad():
             logits = system.policy(ids).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == response
     assert generate(system, temperature=0.0)[0] == responses
+
+
+def test_many_prompt_tokens_at_once_do_not_kill_the_engine(system):
+    # Prefilled in two parts, a request with a seed ended vLLM 0.32 on the CPU: "CPU Generator does not use offset".
+    # Last in this file: an engine that is dead fails whatever comes after.
+    sync(system)
+    responses, _ = generate(system, prompts=[PROMPTS[7]] * 40)
+    assert sum(map(len, [PROMPTS[7]] * 40)) > 8192
+    assert len(responses) == 40

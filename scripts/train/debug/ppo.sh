@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then asynchronous PPO with a tiny model and real vLLM on a sorting task: from under half right to nearly all, in minutes,
-# without a GPU.
+# Set-up, then asynchronous PPO with a tiny model and real vLLM on a sorting task: from under half right to nearly all,
+# in minutes, without a GPU.
 # Further flags go to the script: bash scripts/train/debug/ppo.sh --seed 2 --output_dir elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
@@ -11,5 +11,5 @@ exec .venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_prec
   --model_name_or_path debug_assets/model --dtype float32 --response_length 8 \
   --total_episodes 71680 --local_rollout_batch_size 512 --num_epochs 2 --local_mini_batch_size 128 \
   --per_device_train_batch_size 128 --local_rollout_forward_batch_size 256 \
-  --learning_rate 3e-4 --value_learning_rate 1e-3 --value_warmup_steps 10 --warm_up_steps 80 \
+  --learning_rate 2e-4 --value_learning_rate 1e-3 --value_warmup_steps 20 --warm_up_steps 80 \
   --non_stop_penalty --penalty_reward_value -1 "$@"

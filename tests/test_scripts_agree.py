@@ -1,0 +1,59 @@
+"""Three scripts, one text: what has the same name in two scripts is the same, word for word."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SCRIPTS = [path for path in ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py") if (REPO / path).exists()]
+
+# What may differ, and why. Anything else of the same name must not.
+ALLOWED = {"main": "the order of the steps is what the scripts are about", "Args.exp_name": "the script's own name"}
+
+
+def definitions(script):
+    """{name: source text} of a script's functions, classes, constants and Args fields with their help."""
+    source = (REPO / script).read_text()
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            for field, text in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign):
+                    found[f"Args.{field.target.id}"] = ast.unparse(field) + ast.unparse(text)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ast.get_source_segment(source, node)
+        elif isinstance(node, ast.Assign):
+            found[node.targets[0].id] = ast.unparse(node)
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SCRIPTS, 2)))
+def test_same_name_is_same_text(one, other):
+    mine, theirs = definitions(one), definitions(other)
+    shared = mine.keys() & theirs.keys() - ALLOWED.keys()
+    assert len(shared) > 60
+    assert [name for name in sorted(shared) if mine[name] != theirs[name]] == []
+
+
+def test_every_argument_has_a_line_of_help():
+    for script in SCRIPTS:
+        tree = ast.parse((REPO / script).read_text())
+        args = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+        kinds = [type(node) for node in args.body]
+        assert kinds == [ast.AnnAssign, ast.Expr] * (len(kinds) // 2), script
+
+
+def test_closures_of_main_that_agree():
+    """Functions inside main that two scripts share are the same text as well."""
+    inner = {}
+    for script in SCRIPTS:
+        source = (REPO / script).read_text()
+        tree = ast.parse(source)
+        main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        for node in main.body:
+            if isinstance(node, ast.FunctionDef):
+                inner.setdefault(node.name, set()).add(ast.get_source_segment(source, node))
+    assert "report_evaluation" in inner
+    assert {name for name, texts in inner.items() if len(texts) > 1} == set()
