@@ -64,6 +64,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
+import psutil
 import torch
 import transformers
 import tyro
@@ -1478,6 +1479,7 @@ def main() -> None:
                 "perf/episodes_per_second": len(rows) / training_time,
                 "perf/response_tokens_per_second": mask.sum() / training_time,
                 "perf/padding_fraction": 1 - sums["real"] / sums["computed"],
+                "perf/memory_gib": (torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss) / 2**30,
             }
             right = [float(v > 0) for v in scored["verifiable"]]
             metrics |= mean_by_source("objective/verifiable_correct_rate", rows, right)

@@ -1,0 +1,189 @@
+import json
+import math
+import sys
+
+import pytest
+import torch
+from conftest import REPO, TWO_RANKS
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(REPO / "scripts" / "benchmark"))
+import overlap
+
+import ppo_sync
+
+pytestmark = pytest.mark.slow
+
+ASYNC = ["ppo_vllm_async.py"]
+WRAPPED = REPO / "tests" / "wrapped_async.py"
+
+
+@pytest.fixture(scope="session")
+def run_wrapped_script(run_script):
+    """run_wrapped_script("ppo_vllm_async.py", "generator", tmp_path, ...) -> Run; see wrapped_async.py."""
+
+    def run(script, fault, folder, launcher=(), **options):
+        return run_script(fault, folder, launcher=(*launcher, str(WRAPPED), script), **options)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=ASYNC)
+def watched_run(request, run_wrapped_script, small_eval, tmp_path_factory):
+    """Six steps with a learning rate at which every version is far from the next."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "versions").mkdir()
+    run = run_wrapped_script(
+        request.param,
+        "none",
+        folder,
+        env={"KEEP_VERSIONS": str(folder / "versions")},
+        eval_dataset=small_eval,
+        total_episodes=6 * 32,
+        num_evals=3,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        save_batches=True,
+        sync_probe=True,
+    )
+    assert run.returncode == 0, run.output
+    return run
+
+
+def batch_of(run, step):
+    return torch.load(run.run_dir / "batches" / f"step_{step:06d}.pt", weights_only=False)
+
+
+def largest_difference(model, batch):
+    """Between the sampler's log-probabilities and those of a model."""
+    inputs, mask = ppo_sync.collate(batch["prompts"], batch["responses"], 0, "cpu")
+    with torch.no_grad():
+        logprobs, _ = ppo_sync.policy_forward(model, inputs, mask.shape[1], 1.0)
+    return ((logprobs - batch["sampler_logprobs"]) * mask).abs().max().item()
+
+
+def test_batches_are_one_step_old_and_no_more(watched_run):
+    assert [line["policy/version"] for line in watched_run.metrics] == [0, 1, 2, 3, 4, 5]
+    assert [line["policy/staleness"] for line in watched_run.metrics] == [0, 1, 1, 1, 1, 1]
+
+
+def test_version_on_the_label_is_the_one_that_sampled(watched_run, assets):
+    # Sync 0 brings version 0, sync k >= 1 (in step k) version k - 1, the last one the final version.
+    versions = {}
+    for k in range(7):
+        versions[max(0, k - 1) if k < 6 else 6] = torch.load(watched_run.run_dir.parent / "versions" / f"sync_{k}.pt")
+    model = AutoModelForCausalLM.from_pretrained(assets / "model")
+    for step, line in enumerate(watched_run.metrics, start=1):
+        sampled_by = line["policy/version"] - line["policy/staleness"]
+        differences = {}
+        for version in (sampled_by, sampled_by + 1):
+            if version in versions:
+                model.load_state_dict(versions[version])
+                differences[version] = largest_difference(model, batch_of(watched_run, step))
+        assert differences.pop(sampled_by) < 1e-4, step
+        assert all(difference > 1e-2 for difference in differences.values()), step
+
+
+def test_every_sync_brings_all_weights(watched_run):
+    probes = [line["mismatch/sync_probe"] for line in watched_run.metrics if "mismatch/sync_probe" in line]
+    assert len(probes) == 6 and max(probes) < 1e-4
+
+
+def test_every_prompt_is_drawn_once_per_pass(watched_run):
+    drawn = [str(prompt) for step in range(1, 7) for prompt in batch_of(watched_run, step)["prompts"][::2]]
+    assert len(drawn) == len(set(drawn)) == 96
+
+
+def test_evaluations_carry_the_version_that_answered(watched_run):
+    evaluated = [
+        (line["training_step"], line["eval/policy_version"]) for line in watched_run.metrics if "eval/scores" in line
+    ]
+    assert evaluated == [(1, 0), (3, 1), (5, 3), (6, 6)]
+    samples = [json.loads(line) for line in (watched_run.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert sorted({sample["policy_version"] for sample in samples}) == [0, 1, 3, 6]
+
+
+def test_metrics_of_the_queues_are_there(watched_run):
+    for line in watched_run.metrics:
+        assert {"queue/prompts", "queue/responses", "queue/wait_for_prompts", "time/wait_for_generation"} <= set(line)
+        assert all(math.isfinite(value) for value in line.values())
+    assert "-bound: " in watched_run.stdout
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_on_policy_without_async_mode(script, run_script, tmp_path):
+    run = run_script(script, tmp_path, async_mode=False, total_episodes=4 * 32, learning_rate=1e-2)
+    assert run.returncode == 0, run.output
+    assert [line["policy/staleness"] for line in run.metrics] == [0, 0, 0, 0]
+    assert max(line["mismatch/logprob_diff_max"] for line in run.metrics) < 1e-4
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_same_seed_same_bits(script, run_script, small_eval, tmp_path):
+    lines = []
+    for name in ("one", "two"):
+        options = {"eval_dataset": small_eval, "total_episodes": 5 * 32, "num_epochs": 2, "local_mini_batch_size": 16}
+        run = run_script(script, tmp_path / name, **options)
+        assert run.returncode == 0, run.output
+        clock = ("time/", "perf/", "queue/")
+        lines.append([{k: v for k, v in line.items() if not k.startswith(clock)} for line in run.metrics])
+    assert len(lines[0]) == 5
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["one process", "two ranks"])
+@pytest.mark.parametrize("script", ASYNC)
+def test_dead_generator_stops_every_rank(script, launcher, run_wrapped_script, tmp_path):
+    run = run_wrapped_script(
+        script,
+        "generator",
+        tmp_path,
+        launcher=launcher,
+        env={"ACCELERATE_USE_CPU": "true"},
+        timeout=120,
+        local_mini_batch_size=16,
+        total_episodes=20 * 32,
+    )
+    assert run.returncode not in (0, 2)
+    cause = "generation failed with OSError: the engine is on fire"
+    assert f"RuntimeError: {cause}" in run.output
+    if launcher:
+        assert f"rank 0 failed: RuntimeError: {cause}" in run.output
+    else:
+        assert run.stderr.strip().splitlines()[-1] == f"RuntimeError: {cause}"
+    assert len(run.metrics) > 0
+    assert not (run.run_dir / "model").exists()
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_full_disk_at_the_final_save_keeps_the_metrics(script, run_wrapped_script, tmp_path):
+    run = run_wrapped_script(script, "disk", tmp_path, total_episodes=2 * 32, timeout=120)
+    assert run.returncode not in (0, 2)
+    assert "No space left on device" in run.stderr.strip().splitlines()[-1]
+    assert len(run.metrics) == 2
+    assert not (run.run_dir / "model").exists()
+
+
+NAN_LATER = """
+calls = 0
+
+def score(data_source, response, ground_truth, extra_info):
+    global calls
+    calls += 1
+    return float("nan") if calls > 40 else 0.0
+"""
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_infinite_loss_stops_the_run_and_keeps_the_batch(script, run_script, tmp_path):
+    (tmp_path / "reward.py").write_text(NAN_LATER)
+    run = run_script(script, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:score", total_episodes=320, timeout=120)
+    assert run.returncode not in (0, 2)
+    assert run.stderr.strip().splitlines()[-1].startswith("FloatingPointError: training step 2")
+    assert len(run.metrics) == 1
+    assert torch.load(run.run_dir / "bad_batch_rank0.pt", weights_only=False)["scores"].isnan().any()
+
+
+def test_generation_and_training_overlap():
+    sync, overlapped = overlap.run_toy(False, seconds=0.3), overlap.run_toy(True, seconds=0.3)
+    assert 1.6 < sync / overlapped < 1.8  # 14 units against 8

@@ -1,0 +1,69 @@
+"""Runs an async script under watch, or with a fault: python wrapped_async.py SCRIPT FAULT [flags of the script].
+
+Whatever the fault, every call of the engine is checked to be the only one, and with KEEP_VERSIONS set to a folder the
+weights of every sync are kept there.
+"""
+
+import importlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def wrap(script, fault):
+    import torch
+
+    busy, calls = threading.Lock(), {"generate": 0, "sync": 0}
+    start, generate, sync = script.start_vllm, script.generate_vllm, script.sync_weights
+
+    def only_one(method):
+        def call(self, *args, **kwargs):
+            if not busy.acquire(blocking=False):
+                raise RuntimeError(f"{method.__name__} while another thread uses vLLM")
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                busy.release()
+
+        return call
+
+    def watched_start(*args):
+        from vllm import LLM
+
+        for method in ("enqueue", "wait_for_completion", "sleep", "wake_up", "collective_rpc", "reset_prefix_cache"):
+            setattr(LLM, method, only_one(getattr(LLM, method)))
+        return start(*args)
+
+    def watched_generate(llm, *args):
+        calls["generate"] += 1
+        if fault == "generator" and calls["generate"] == 4:
+            raise OSError("the engine is on fire")
+        return generate(llm, *args)
+
+    def watched_sync(accelerator, policy, *args):
+        if "KEEP_VERSIONS" in os.environ:
+            state = {name: value.clone() for name, value in accelerator.unwrap_model(policy).state_dict().items()}
+            torch.save(state, Path(os.environ["KEEP_VERSIONS"]) / f"sync_{calls['sync']}.pt")
+        calls["sync"] += 1
+        return sync(accelerator, policy, *args)
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    script.start_vllm, script.generate_vllm, script.sync_weights = watched_start, watched_generate, watched_sync
+    if fault == "disk":
+        from transformers import PreTrainedTokenizerBase
+
+        PreTrainedTokenizerBase.save_pretrained = full_disk
+
+
+if __name__ == "__main__":  # vLLM's processes import this file too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    name, fault = sys.argv.pop(1), sys.argv.pop(1)
+    script = importlib.import_module(name.removesuffix(".py"))
+    wrap(script, fault)
+    try:
+        script.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
