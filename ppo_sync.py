@@ -788,11 +788,13 @@ with contextlib.suppress(psutil.Error):
     while not select.select([sys.stdin], [], [], 0.2)[0]:  # until the engine is up
         engine |= set(script.children(recursive=True)) - before
 sys.stdin.read()  # until the script is gone
+for process in list(engine):
+    with contextlib.suppress(psutil.Error):
+        engine |= set(process.children(recursive=True))
 for process in engine:
     with contextlib.suppress(psutil.Error):
-        for child in process.children(recursive=True):
-            child.kill()
-        process.kill()
+        if "resource_tracker" not in " ".join(process.cmdline()):  # it removes shared memory, and then ends by itself
+            process.kill()
 shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 
@@ -805,6 +807,7 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     cuda = torch.cuda.is_available()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore::FutureWarning")  # of vLLM's processes
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forked processes would hold the watcher's pipe open
     if cuda:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles, to its own worker process

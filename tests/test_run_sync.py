@@ -496,11 +496,11 @@ def tireless_model(assets, tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def generating(start_script, tireless_model, tmp_path):
+@pytest.fixture(params=["ppo_sync.py", "ppo_vllm_async.py"])
+def generating(request, start_script, tireless_model, tmp_path):
     """A run that has made a step and generates for the next, which takes it most of its time."""
     process = start_script(
-        "ppo_sync.py",
+        request.param,
         tmp_path,
         model_name_or_path=tireless_model,
         response_length=240,
