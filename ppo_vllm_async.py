@@ -70,6 +70,8 @@ import transformers
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from huggingface_hub import model_info, try_to_load_from_cache
+from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
@@ -267,6 +269,11 @@ def bad_input(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def stable_hash(*parts: Any) -> int:
     """A 63-bit integer from its arguments, the same in every process and on every machine.
 
@@ -284,12 +291,14 @@ def fill_in(args: Args) -> Args:
     for name, value in vars(args).items():
         if name == "world_size":
             break  # what follows is not given but computed
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or name in any_sign:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        if not math.isfinite(value) or value < 0 or (value == 0 and name not in may_be_0.split()):
-            bad_input(
-                f"--{name} is {value}; it must be a finite number, {'0 or more' if name in may_be_0 else 'above 0'}"
-            )
+        if not math.isfinite(value):
+            bad_input(f"--{name} is {value}; it must be a finite number")
+        if name not in any_sign and (value < 0 or (value == 0 and name not in may_be_0.split())):
+            bad_input(f"--{name} is {value}; it must be {'0 or more' if name in may_be_0.split() else 'above 0'}")
+        if name in ("temperature", "eval_temperature") and value > 2:
+            bad_input(f"--{name} is {value}; vLLM samples at temperatures of at most 2")
         if name in ("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization") and value > 1:
             bad_input(f"--{name} is {value}; it must be at most 1")
     args.value_learning_rate = args.value_learning_rate or args.learning_rate
@@ -331,6 +340,7 @@ def load_rows(path: str, split: str) -> list[dict]:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     reader = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(Path(path).suffix)
     if reader and not Path(path).is_file():
         hint = "; run `python scripts/make_debug_assets.py` first" if path.startswith("debug_assets/") else ""
@@ -342,7 +352,7 @@ def load_rows(path: str, split: str) -> list[dict]:
             return datasets.load_dataset(reader, data_files=path, split="train", cache_dir=cache).to_list()
     except Exception as error:
         what = f"cannot be read as {reader}" if reader else "neither a .parquet or .jsonl file nor on the hub"
-        bad_input(f"{path}: {what} ({str(error.__cause__ or error).splitlines()[0]})")
+        bad_input(f"{path}: {what} ({first_line(error.__cause__ or error)})")
 
 
 def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
@@ -363,12 +373,15 @@ def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
         )
     for index, row in enumerate(rows):
         where, prompt = f"{path}, row {index}", row["prompt"]
-        ground_truth = (row.get("reward_model") or {}).get("ground_truth")
+        reward_model = row.get("reward_model")
+        ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
         if args.apply_verifiable_reward and ground_truth is None:
             bad_input(f"{where}: `reward_model.ground_truth` is missing, and the verifiable reward needs it")
         if isinstance(prompt, str):
             ids = tokenizer(prompt)["input_ids"]
-        elif not prompt or not all(isinstance(m, dict) and m.get("role") and m.get("content") for m in prompt):
+        elif not (prompt and isinstance(prompt, list)) or not all(
+            isinstance(m, dict) and m.get("role") and m.get("content") for m in prompt
+        ):
             bad_input(f"{where}: `prompt` must be a string or a list of messages with role and content")
         elif not tokenizer.chat_template:
             bad_input(
@@ -501,7 +514,7 @@ def check_rewards(args: Args, reward_fn: Callable, rows: list[dict]) -> dict[str
 def without_dropout(config):
     """The config with every dropout at 0: else the same weights give other log-probabilities (1909.08593, p. 3)."""
     for name, value in vars(config).items():
-        if isinstance(value, float) and name.endswith(("dropout", "pdrop", "drop")):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     return config
 
@@ -509,13 +522,21 @@ def without_dropout(config):
 def load_tokenizer_and_config(args: Args) -> tuple:
     """The tokenizer and the policy's config; fills in the ids that end a response and the one that pads."""
     path, revision = args.model_name_or_path, args.model_revision
-    try:
-        config = without_dropout(AutoConfig.from_pretrained(path, revision=revision))
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name_or_path or path, revision=revision)
-    except Exception as error:
-        hint = "; run `python scripts/make_debug_assets.py` first" if path.startswith("debug_assets/") else ""
-        reason = str(error).strip().splitlines()[0]
-        bad_input(f"--model_name_or_path {path}: there is no model with a tokenizer{hint} ({reason})")
+    for name in ("model_name_or_path", "tokenizer_name_or_path", "value_model_path"):
+        where = getattr(args, name)
+        try:
+            if where and not Path(where).is_dir() and not try_to_load_from_cache(where, "config.json"):
+                model_info(where, timeout=10)  # transformers would ask a hub out of reach for half a minute
+            if where and name != "tokenizer_name_or_path":
+                AutoConfig.from_pretrained(where)
+            elif where or args.tokenizer_name_or_path is None:
+                AutoTokenizer.from_pretrained(where or path)
+        except Exception as error:
+            hint = "; run `python scripts/make_debug_assets.py` first" if where.startswith("debug_assets/") else ""
+            what = "tokenizer" if name == "tokenizer_name_or_path" else "model"
+            bad_input(f"--{name} {where}: there is no {what}{hint} ({first_line(error)[:200]})")
+    config = without_dropout(AutoConfig.from_pretrained(path, revision=revision))
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name_or_path or path, revision=revision)
     if args.chat_template:
         if not Path(args.chat_template).is_file():
             bad_input(f"--chat_template {args.chat_template}: no such file")
@@ -613,7 +634,7 @@ def policy_forward(model, inputs: dict, response_length: int, temperature: float
     """
     # The logits at a position predict the next token: one position earlier, and not the last.
     logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]  # (batch, response_length, vocab)
-    labels = inputs["input_ids"][:, -response_length:]
+    labels = inputs["input_ids"][:, inputs["input_ids"].shape[1] - response_length :]
 
     def chunk_logprobs(logits, labels):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
@@ -623,7 +644,7 @@ def policy_forward(model, inputs: dict, response_length: int, temperature: float
             return chosen, torch.zeros_like(chosen)
         return chosen, -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
 
-    rows = max(1, 2**24 // logits[0].numel())  # 64 MiB in float32
+    rows = max(1, 2**24 // max(1, logits[0].numel()))  # 64 MiB in float32
     chunks = zip(logits.split(rows), labels.split(rows), strict=True)
     results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.cat([chosen for chosen, _ in results]), torch.cat([entropy for _, entropy in results])
@@ -856,6 +877,9 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             enforce_eager=args.vllm_enforce_eager or not cuda,
+            # On the CPU a seeded request must not be prefilled in two parts: the engine dies (0.32).
+            enable_chunked_prefill=cuda,
+            max_num_batched_tokens=None if cuda else max(8192, max_length),
             weight_transfer_config={"backend": "nccl" if args.vllm_gpus else "ipc"} if cuda else None,
             use_tqdm_on_load=False,
         )
@@ -1243,7 +1267,8 @@ def main() -> None:
     if args.with_tracking:
         import wandb
 
-        if os.environ.get("WANDB_MODE") not in ("offline", "disabled") and not wandb.api.api_key:
+        login = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
+        if os.environ.get("WANDB_MODE") not in ("offline", "disabled") and not login:
             bad_input("--with_tracking needs a login: run `wandb login`, or set WANDB_MODE=offline")
     if int(os.environ.get("RANK", 0)) == 0:
         print_plan(args, config, train_rows, eval_rows, examples)
