@@ -3,6 +3,7 @@
 python two_rank_gradient.py OUT.pt MICRO_BATCH_SIZE
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def main():
     if accelerator.is_main_process:
         result = {"gradient": vector, "sums": dict(zip(sums, totals.tolist(), strict=True)), "logprobs": logprobs}
         torch.save(result | {"ranks": accelerator.num_processes}, path)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
 
 
 if __name__ == "__main__":
