@@ -95,9 +95,7 @@ class Args:
     eval_dataset_split: str = "test"  # its split, when it is on the hub
     max_prompt_token_length: int = 256  # longer prompts are dropped, and counted
     # -- Models
-    model_name_or_path: str = (
-        "debug_assets/model"  # the policy and the reference policy: a folder or a name on the hub
-    )
+    model_name_or_path: str = "debug_assets/model"  # policy and reference policy: a folder or a name on the hub
     model_revision: str | None = None  # its revision on the hub
     tokenizer_name_or_path: str | None = None  # None: the policy's
     chat_template: str | None = None  # file with a Jinja chat template; None: the tokenizer's own
@@ -114,9 +112,7 @@ class Args:
     warmup_ratio: float = 0.0  # the same as a share of all updates; used when warm_up_steps is 0
     eps: float = 1e-8  # AdamW's (2403.17031 has 1e-5, but gradients of large models are near that: steps would halve)
     weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = (
-        1.0  # gradients are clipped to this norm, the policy's and the value model's each on its own
-    )
+    max_grad_norm: float = 1.0  # gradients are clipped to it, the policy's and the value model's each on its own
     # -- Batches: local_rollout_batch_size counts prompts, the three after it responses, all per rank
     total_episodes: int = 100_000  # responses to train on in the whole run
     number_samples_per_prompt: int = 1  # responses sampled for each prompt
@@ -152,9 +148,7 @@ class Args:
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"  # of that KL (http://joschu.net/blog/kl-approx.html)
     whiten_rewards: bool = False  # scale rewards to unit variance, keeping their mean
     cliprange: float = 0.2  # the policy ratio is clipped to 1 +- cliprange
-    cliprange_value: float = (
-        0.0  # values are clipped to within this of the old ones, in units of reward; 0: not at all
-    )
+    cliprange_value: float = 0.0  # values are clipped to within this of the old ones, in units of reward; 0: not
     gamma: float = 1.0  # discount per token
     lam: float = 0.95  # lambda of GAE for the advantages
     value_lam: float | None = None  # lambda of the value targets; None: as lam (1: plain returns, 2503.01491)

@@ -118,7 +118,7 @@ def end(process):
 def start_script_of_session(assets):
     """Starts a script of the repository on the debug assets."""
 
-    def start(script, folder, *extra, launcher=(), env=None, **options):
+    def start(script, folder, *extra, launcher=(), env=None, save_batches=False, **options):
         folder.mkdir(parents=True, exist_ok=True)
         defaults = {
             "output_dir": folder,
@@ -136,6 +136,8 @@ def start_script_of_session(assets):
             "learning_rate": 5e-4,
             "value_learning_rate": 1e-3,
         }
+        if save_batches:
+            launcher = (*launcher, str(REPO / "tests" / "saving_batches.py"))
         command = [sys.executable, *launcher, str(script), *flags_of(defaults | options), *extra]
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}

@@ -31,9 +31,9 @@ def file_with(folder, text, name):
 
 
 def empty_parquet(folder):
-    import datasets
+    import pyarrow.parquet
 
-    datasets.Dataset.from_dict({"prompt": [], "data_source": []}).to_parquet(str(folder / "empty.parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "data_source": []}), folder / "empty.parquet")
     return folder / "empty.parquet"
 
 

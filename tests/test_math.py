@@ -225,15 +225,17 @@ def test_prompts_differ_between_seeds():
 
 
 def test_minibatches_are_a_new_partition_each_epoch_and_step():
+    sizes = {"local_mini_batch_size": 4, "world_size": 2, "num_epochs": 2}
     drawn = [
-        ppo_sync.draw_mini_batches(32, 8, seed, step, epoch)
-        for seed, step, epoch in [(1, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 0)]
+        mini_batches
+        for seed, step in [(1, 1), (1, 2), (2, 1)]
+        for mini_batches in ppo_sync.draw_mini_batches(32, step, Args(seed=seed, **sizes))
     ]
     for mini_batches in drawn:
         assert [len(rows) for rows in mini_batches] == [8] * 4
         assert sorted(row for rows in mini_batches for row in rows) == list(range(32))
-    assert len({str(mini_batches) for mini_batches in drawn}) == 4
-    assert ppo_sync.draw_mini_batches(32, 8, 1, 1, 0) == drawn[0]
+    assert len({str(mini_batches) for mini_batches in drawn}) == len(drawn) == 6
+    assert ppo_sync.draw_mini_batches(32, 1, Args(seed=1, **sizes)) == drawn[:2]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -43,7 +43,6 @@ def watched_run(request, run_wrapped_script, small_eval, tmp_path_factory):
         num_evals=3,
         learning_rate=3e-3,
         lr_scheduler_type="constant",
-        save_batches=True,
         sync_probe=True,
     )
     assert run.returncode == 0, run.output
@@ -105,7 +104,7 @@ def test_evaluations_carry_the_version_that_answered(watched_run):
 
 def test_metrics_of_the_queues_are_there(watched_run):
     for line in watched_run.metrics:
-        assert {"queue/prompts", "queue/responses", "queue/wait_for_prompts", "time/wait_for_generation"} <= set(line)
+        assert {"queue/prompts", "queue/responses", "time/wait_for_prompts", "time/wait_for_generation"} <= set(line)
         assert all(math.isfinite(value) for value in line.values())
     assert "-bound: " in watched_run.stdout
 
@@ -145,12 +144,12 @@ def test_dead_generator_stops_every_rank(script, launcher, run_wrapped_script, t
         total_episodes=20 * 32,
     )
     assert run.returncode not in (0, 2)
-    cause = "generation failed with OSError: the engine is on fire"
-    assert f"RuntimeError: {cause}" in run.output
+    cause = "OSError: the engine is on fire"
     if launcher:
-        assert f"rank 0 failed: RuntimeError: {cause}" in run.output
+        assert cause in run.output
+        assert f"RuntimeError: rank 0 failed: {cause}" in run.output
     else:
-        assert run.stderr.strip().splitlines()[-1] == f"RuntimeError: {cause}"
+        assert run.stderr.strip().splitlines()[-1] == cause
     assert len(run.metrics) > 0
     assert not (run.run_dir / "model").exists()
 
@@ -179,9 +178,9 @@ def test_infinite_loss_stops_the_run_and_keeps_the_batch(script, run_script, tmp
     (tmp_path / "reward.py").write_text(NAN_LATER)
     run = run_script(script, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:score", total_episodes=320, timeout=120)
     assert run.returncode not in (0, 2)
-    assert run.stderr.strip().splitlines()[-1].startswith("FloatingPointError: training step 2")
+    assert run.stderr.strip().splitlines()[-1].startswith("FloatingPointError: gradient not finite in step 2")
     assert len(run.metrics) == 1
-    assert torch.load(run.run_dir / "bad_batch_rank0.pt", weights_only=False)["scores"].isnan().any()
+    assert torch.load(run.run_dir / "bad_batch.pt", weights_only=False)["scores"].isnan().any()
 
 
 def test_generation_and_training_overlap():

@@ -571,7 +571,7 @@ def test_tensor_left_out_of_the_sync_stops_the_run(run_script, tmp_path):
     run = run_script(REPO / "tests" / "broken_sync.py", tmp_path)
     assert run.returncode not in (0, 2)
     last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: ") and "weights did not reach it" in last
+    assert last.startswith("RuntimeError: ") and "at equal weights" in last
 
 
 # -------------------------------------------------------------------------------------------- the transformers backend

@@ -19,9 +19,8 @@ def definitions(script):
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == "Args":
-            for field, text in itertools.pairwise(node.body):
-                if isinstance(field, ast.AnnAssign):
-                    found[f"Args.{field.target.id}"] = ast.unparse(field) + ast.unparse(text)
+            for field in node.body:
+                found[f"Args.{field.target.id}"] = source.splitlines()[field.lineno - 1]
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = ast.get_source_segment(source, node)
         elif isinstance(node, ast.Assign):
@@ -33,16 +32,19 @@ def definitions(script):
 def test_same_name_is_same_text(one, other):
     mine, theirs = definitions(one), definitions(other)
     shared = mine.keys() & theirs.keys() - ALLOWED.keys()
-    assert len(shared) > 60
+    assert len(shared) > 100
     assert [name for name in sorted(shared) if mine[name] != theirs[name]] == []
 
 
 def test_every_argument_has_a_line_of_help():
     for script in SCRIPTS:
-        tree = ast.parse((REPO / script).read_text())
-        args = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
-        kinds = [type(node) for node in args.body]
-        assert kinds == [ast.AnnAssign, ast.Expr] * (len(kinds) // 2), script
+        fields = {name: line for name, line in definitions(script).items() if name.startswith("Args.")}
+        assert [name for name, line in fields.items() if not line.partition("  # ")[2]] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_can_be_read_in_one_sitting(script):
+    assert len((REPO / script).read_text().splitlines()) <= 1200
 
 
 def test_closures_of_main_that_agree():
@@ -55,5 +57,4 @@ def test_closures_of_main_that_agree():
         for node in main.body:
             if isinstance(node, ast.FunctionDef):
                 inner.setdefault(node.name, set()).add(ast.get_source_segment(source, node))
-    assert "report_evaluation" in inner
     assert {name for name, texts in inner.items() if len(texts) > 1} == set()

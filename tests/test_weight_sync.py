@@ -53,7 +53,8 @@ def sync(system):
 
 def generate(system, prompts=PROMPTS, seeds=None, temperature=1.0):
     seeds = seeds or [ppo_sync.stable_hash(row) for row in range(len(prompts))]
-    return ppo_sync.generate_vllm(system.engine["llm"], prompts, seeds, temperature, system.args)
+    rows = [{"prompt_ids": prompt} for prompt in prompts]
+    return ppo_sync.generate_vllm(system.engine["llm"], rows, seeds, temperature, system.args)
 
 
 def differences(system, temperature=1.0, **request):

@@ -1,7 +1,7 @@
 """Runs an async script under watch, or with a fault: python wrapped_async.py SCRIPT FAULT [flags of the script].
 
 Whatever the fault, every call of the engine is checked to be the only one, and with KEEP_VERSIONS set to a folder the
-weights of every sync are kept there.
+weights of every sync are kept there, and every batch in the run's folder.
 """
 
 import importlib
@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 from pathlib import Path
+
+from saving_batches import save_batches
 
 
 def wrap(script, fault):
@@ -47,6 +49,9 @@ def wrap(script, fault):
             torch.save(state, Path(os.environ["KEEP_VERSIONS"]) / f"sync_{calls['sync']}.pt")
         calls["sync"] += 1
         return sync(accelerator, policy, *args)
+
+    if "KEEP_VERSIONS" in os.environ:
+        save_batches(script)
 
     def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
