@@ -42,6 +42,7 @@ import os
 import queue
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ FilledIn = tyro.conf.Suppress  # not an option of the command line
 class Args:
     # -- The run
     exp_name: str = "ppo_vllm_async"  # name of the experiment
-    seed: int = 1  # of everything random: the order of prompts, sampling, minibatches, the value head
+    seed: int = 1  # of everything random: the order of prompts, sampling, minibatches, new weights
     run_name: str | None = None  # folder of the run below output_dir; None: exp_name, seed and the time
     output_dir: str = "output"  # where runs are written
     dry_run: bool = False  # check everything that needs no model, print the plan and stop
@@ -112,7 +113,7 @@ class Args:
     warmup_ratio: float = 0.0  # the same as a share of all updates; used when warm_up_steps is 0
     eps: float = 1e-8  # AdamW's (2403.17031 has 1e-5, but gradients of large models are near that: steps would halve)
     weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # gradients are clipped to it, the policy's and the value model's each on its own
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm, those of each model on their own
     # -- Batches: local_rollout_batch_size counts prompts, the three after it responses, all per rank
     total_episodes: int = 100_000  # responses to train on in the whole run
     number_samples_per_prompt: int = 1  # responses sampled for each prompt
@@ -184,21 +185,18 @@ def stable_hash(*parts: Any) -> int:
 
 def fill_in(args: Args) -> Args:
     """Checks the numbers in args and fills in those that follow from them."""
-    may_be_0 = "value_warmup_steps warm_up_steps warmup_ratio weight_decay num_evals eval_temperature beta gamma lam "
-    may_be_0 += "min_response_length cliprange_value tis_cap value_lam verification_reward r1_style_format_reward"
+    may_be_0 = ("learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "verification_reward")
     at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
     at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
     for name, value in vars(args).items():
         if name == "world_size":
             break  # what follows is not given but computed
         if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
-            least = "0 or more" if name in may_be_0.split() else "above 0"
+            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"
             good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
             good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
             what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
             bad_input(not good, f"--{name} is {value}; it must be {what}")
-    args.value_learning_rate = args.value_learning_rate or args.learning_rate
-    args.value_lam = args.lam if args.value_lam is None else args.value_lam
     args.run_name = args.run_name or f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
@@ -353,7 +351,7 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     """The tokenizer and the policy's config; fills in the ids that end a response and the one that pads."""
     loaded = {}
     for name in ("model_name_or_path", "value_model_path", "tokenizer_name_or_path"):
-        path = getattr(args, name) or args.model_name_or_path
+        path = getattr(args, name, None) or args.model_name_or_path
         loader = AutoTokenizer if name == "tokenizer_name_or_path" else AutoConfig
         try:
             if not Path(path).is_dir() and not try_to_load_from_cache(path, "config.json"):
@@ -366,8 +364,8 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     if args.chat_template:
         bad_input(not Path(args.chat_template).is_file(), f"--chat_template {args.chat_template}: no such file")
         tokenizer.chat_template = Path(args.chat_template).read_text()
-    sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
-    bad_input(len(tokenizer) > config.vocab_size, f"{sizes}: they do not belong together")
+    size = config.vocab_size
+    bad_input(len(tokenizer) > size, f"the tokenizer has {len(tokenizer)} tokens and the model only {size}")
     try:
         path, revision = args.model_name_or_path, args.model_revision
         eos = transformers.GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
@@ -380,8 +378,8 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     stop_ids = {*(eos if isinstance(eos, list) else [eos]), args.stop_token_id, stop_id} - {None}
     args.stop_token_ids = tuple(sorted(stop_ids))
     bad_input(not args.stop_token_ids, "the model names no eos token; give a --stop_token or --stop_token_id")
-    outside = not 0 <= args.stop_token_ids[0] <= args.stop_token_ids[-1] < config.vocab_size
-    bad_input(outside, f"the stop tokens {args.stop_token_ids} are not all in the vocabulary of {config.vocab_size}")
+    outside = not 0 <= args.stop_token_ids[0] <= args.stop_token_ids[-1] < size
+    bad_input(outside, f"the stop tokens {args.stop_token_ids} are not all in the vocabulary of {size}")
     args.pad_token_id = args.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return tokenizer, config
 
@@ -643,8 +641,10 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
         del os.environ[name]
     os.environ.update(defaults | dict(os.environ) | own)
     try:
-        from vllm import LLM
+        from vllm import LLM, __version__
 
+        if not __version__.startswith("0.32."):
+            print(f"Warning: this script was tested with vLLM 0.32, and {__version__} is installed")
         # Token ids go in and come out; the model's own top-k and friends are left out; log-probabilities are of the
         # distribution at the sampling temperature.
         options = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
@@ -766,7 +766,7 @@ def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, a
     requests = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
     llm.enqueue(requests, [SamplingParams(seed=seed, **sampling) for seed in seeds], use_tqdm=False)
     llm.wake_up(tags=["scheduling"])
-    outputs = llm.wait_for_completion(use_tqdm=False)  # in the order of the requests
+    outputs = sorted(llm.wait_for_completion(use_tqdm=False), key=lambda output: int(output.request_id))
     responses, logprobs = [], []
     for output, row in zip(outputs, rows, strict=True):
         if output.prompt_token_ids != row["prompt_ids"]:
@@ -833,14 +833,11 @@ def forward_batch(
     return accelerator.reduce(whole)  # a row is 0 on all ranks but one: the sum is exact
 
 
-def accumulate_gradients(
-    accelerator: Accelerator, policy, value_model, batch: dict, mini_batch: list[int], args: Args
-) -> dict[str, Tensor]:
-    """Forward and backward passes of one optimizer batch, in micro-batches; nothing is stepped.
+def accumulate_gradients(accelerator, policy, value_model, batch: dict, mini_batch: list[int], args: Args) -> dict:
+    """Forward and backward passes of one optimizer batch, of which this rank takes its share; nothing is stepped.
 
-    mini_batch: rows of the batch, of which this rank takes its share. The loss is the mean over the response tokens of
-    mini_batch on all ranks, so the gradient does not depend on how it is cut (2503.14476, 3.3). Returns sums over this
-    rank's response tokens, and of all tokens, without and with padding (`real`, `computed`), in float64.
+    The loss is the mean over the response tokens of all ranks, so the gradient does not depend on how the batch is cut
+    (2503.14476, 3.3). Returns sums over this rank's tokens; `tokens`, `real` and `computed` (with padding) count them.
     """
     num_tokens = max(1, sum(batch["lengths"][row][0] for row in mini_batch))
     shares = deal_rows(mini_batch, batch["lengths"], args.per_device_train_batch_size, accelerator.num_processes)
@@ -869,8 +866,8 @@ def accumulate_gradients(
             per_token |= {"policy/approxkl_avg": log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
             per_token |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": values_clipped}
             sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
-            real, computed = inputs["attention_mask"], torch.ones_like(inputs["attention_mask"])
-            sums.update(real=real.sum(dtype=torch.float64), computed=computed.sum(dtype=torch.float64))
+            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": inputs["input_ids"] >= 0}
+            sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
     return dict(sums)
 
 
@@ -943,6 +940,8 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     longest, steps = max(len(row["prompt_ids"]) for row in train_rows), args.num_training_steps
     tokens = args.episodes_per_step * (longest + args.response_length)
     frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
+    free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
+    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free / 2**30:.2f} GiB free; the model needs more")
     print(f"""Plan
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
   steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
@@ -959,6 +958,8 @@ def main() -> None:
     args, unknown = tyro.cli(Args, description=__doc__.split("\n\n")[0], return_unknown_args=True)
     bad_input(bool(unknown), f"unknown flag {' '.join(unknown)}; --help lists all")
     fill_in(args)
+    args.value_learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+    args.value_lam = args.lam if args.value_lam is None else args.value_lam
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell started us with it ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     transformers.utils.logging.set_verbosity_error()  # no reports on heads that are missing, as they should be
@@ -1114,8 +1115,8 @@ def main() -> None:
             # ---- 8. Metrics; README.md says what each means
             totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
             sums = dict(zip(sums, totals, strict=True))
-            padding = 1 - sums.pop("real") / sums.pop("computed")
-            metrics |= {name: value / (mask.sum().item() * args.num_epochs) for name, value in sums.items()}
+            padding, tokens = 1 - sums.pop("real") / sums.pop("computed"), max(1, sums.pop("tokens"))
+            metrics |= {name: value / tokens for name, value in sums.items()}
             metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
             non_score_reward = (-args.beta * kl).sum(1)
             difference = (logprobs - sampler) * mask

@@ -138,6 +138,8 @@ def start_script_of_session(assets):
         }
         if save_batches:
             launcher = (*launcher, str(REPO / "tests" / "saving_batches.py"))
+        if any("grpo" in str(part) for part in (script, *launcher)):
+            del defaults["value_learning_rate"]
         command = [sys.executable, *launcher, str(script), *flags_of(defaults | options), *extra]
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}

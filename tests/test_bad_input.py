@@ -102,7 +102,7 @@ TABLE = {
         ["row 1", "no/such", "openai/gsm8k", "--reward_fn"],
     ),
     "all prompts too long": (lambda *_: {"max_prompt_token_length": 3}, ["--max_prompt_token_length 3", "none"]),
-    "negative": (lambda *_: {"learning_rate": -1e-6}, ["--learning_rate", "-1e-06", "above 0"]),
+    "negative": (lambda *_: {"learning_rate": -1e-6}, ["--learning_rate", "-1e-06", "0 or more"]),
     "negative value learning rate": (lambda *_: {"value_learning_rate": -1e-6}, ["--value_learning_rate", "0"]),
     "negative value lambda": (lambda *_: {"value_lam": -0.5}, ["--value_lam", "0"]),
     "zero": (lambda *_: {"response_length": 0}, ["--response_length", "above 0"]),

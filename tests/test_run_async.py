@@ -14,7 +14,7 @@ import ppo_sync
 
 pytestmark = pytest.mark.slow
 
-ASYNC = ["ppo_vllm_async.py"]
+ASYNC = ["ppo_vllm_async.py", "grpo_vllm_async.py"]
 WRAPPED = REPO / "tests" / "wrapped_async.py"
 
 

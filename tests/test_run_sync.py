@@ -496,17 +496,11 @@ def tireless_model(assets, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["ppo_sync.py", "ppo_vllm_async.py"])
+@pytest.fixture(params=["ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"])
 def generating(request, start_script, tireless_model, tmp_path):
     """A run that has made a step and generates for the next, which takes it most of its time."""
     process = start_script(
-        request.param,
-        tmp_path,
-        model_name_or_path=tireless_model,
-        response_length=240,
-        total_episodes=32_000,
-        local_rollout_batch_size=32,
-        number_samples_per_prompt=1,
+        request.param, tmp_path, model_name_or_path=tireless_model, response_length=240, total_episodes=32_000
     )
     metrics = process.run_dir / "metrics.jsonl"
     wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), 240, "a first step")

@@ -1,0 +1,1154 @@
+"""GRPO for language models, asynchronous: vLLM generates the next batch while the learner trains on the last.
+
+    bash scripts/train/debug/grpo.sh                                            # no GPU: installs, learns in minutes
+    accelerate launch --num_processes 1 grpo_vllm_async.py --help               # every option, one line each
+    accelerate launch --num_processes 1 grpo_vllm_async.py --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
+    accelerate launch --num_processes 6 grpo_vllm_async.py --vllm_gpus 6 7 --vllm_tensor_parallel_size 2 ...  # 8 GPUs
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 grpo_vllm_async.py ...  # two learners without GPUs
+
+Training step g:
+
+    rank 0, main thread                       generation thread                vLLM (processes of its own)
+    get batch g from response_Q    <--------  put responses
+    [vLLM is idle] sync weights    ---------------------------------------->   weights of version g - 1
+    put prompts g + 1 in prompts_Q -------->  get prompts; generate  ------>   sample
+    score, train on batch g, with the other ranks    ...                       ...
+
+Weights travel between receiving one batch and asking for the next: vLLM is idle then and the learner not updating, so
+there is nothing to lock. Batches 1 and 2 come from the initial policy, later ones from the policy one training step
+before the one that trains on them (2410.18252). Two things keep that sound: the ratio is against log-probabilities of
+the learner's own, and what these differ from the sampler's by is a truncated importance weight. With --no-async_mode
+weights and prompts go out after the update instead of before: on-policy.
+
+There is no value model: each prompt is answered several times, and a response's advantage is how much better it scored
+than the others of its group. The KL to the reference policy is a term of the loss, not of the reward.
+
+Every rank sees the whole batch (ids and a few floats a token: small), so advantages and minibatches are those of the
+whole batch, and one rank or eight compute the same; only forward and backward passes are shared out.
+
+Deliberate simplifications:
+ 1. Sampling is by temperature alone: top-p, top-k or minimum lengths would change the distribution sampled from.
+ 2. One reward per response; one turn, no tools; prompts are padded, not packed.
+
+References: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476 (cliprange_higher,
+mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence).
+"""
+
+import contextlib
+import gc
+import hashlib
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import queue
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import datasets
+import psutil
+import pyarrow.parquet
+import torch
+import transformers
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from huggingface_hub import model_info, try_to_load_from_cache
+from requests.utils import get_netrc_auth
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+FilledIn = tyro.conf.Suppress  # not an option of the command line
+
+
+@dataclass
+class Args:
+    # -- The run
+    exp_name: str = "grpo_vllm_async"  # name of the experiment
+    seed: int = 1  # of everything random: the order of prompts, sampling, minibatches, new weights
+    run_name: str | None = None  # folder of the run below output_dir; None: exp_name, seed and the time
+    output_dir: str = "output"  # where runs are written
+    dry_run: bool = False  # check everything that needs no model, print the plan and stop
+    # -- Data
+    dataset: str = "debug_assets/train.parquet"  # training prompts: a .parquet or .jsonl file, or a dataset on the hub
+    dataset_split: str = "train"  # its split, when it is on the hub
+    eval_dataset: str | None = None  # held-out prompts, in the same form; None: no evaluation
+    eval_dataset_split: str = "test"  # its split, when it is on the hub
+    max_prompt_token_length: int = 256  # longer prompts are dropped, and counted
+    # -- Models
+    model_name_or_path: str = "debug_assets/model"  # policy and reference policy: a folder or a name on the hub
+    model_revision: str | None = None  # its revision on the hub
+    tokenizer_name_or_path: str | None = None  # None: the policy's
+    chat_template: str | None = None  # file with a Jinja chat template; None: the tokenizer's own
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of forward passes and vLLM; trained weights stay float32
+    attn_implementation: str = "sdpa"  # attention of the learner's models: sdpa, eager, flash_attention_2, ...
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory, a third slower
+    # -- Optimization
+    learning_rate: float = 1e-6  # of the policy
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after its warm-up
+    warm_up_steps: int = 0  # optimizer updates in which the learning rate rises
+    warmup_ratio: float = 0.0  # the same as a share of all updates; used when warm_up_steps is 0
+    eps: float = 1e-8  # AdamW's (2403.17031 has 1e-5, but gradients of large models are near that: steps would halve)
+    weight_decay: float = 0.0  # AdamW's
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm, those of each model on their own
+    # -- Batches: local_rollout_batch_size counts prompts, the three after it responses, all per rank
+    total_episodes: int = 100_000  # responses to train on in the whole run
+    number_samples_per_prompt: int = 8  # responses sampled for each prompt: a group
+    local_rollout_batch_size: int = 64  # prompts of a training step
+    local_mini_batch_size: int = 64  # responses of an optimizer update
+    per_device_train_batch_size: int = 8  # responses of a forward and backward pass (micro-batch)
+    local_rollout_forward_batch_size: int = 32  # responses of a forward pass of the reference policy
+    num_epochs: int = 1  # passes over each batch of responses
+    num_evals: int = 10  # evaluations, the one before the first update among them; one more follows the last update
+    eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
+    # -- Generation
+    async_mode: bool = True  # generate the next batch while training on the last; --no-async_mode: on-policy
+    sync_probe: bool = False  # compare vLLM with the learner after every weight sync, not only after the first
+    response_length: int = 256  # most tokens in a response
+    stop_token: str | None = None  # a further token that ends a response, beside the model's own; eos: the tokenizer's
+    stop_token_id: int | None = None  # the same, as an id
+    temperature: float = 1.0  # log-probabilities are of the distribution at this temperature as well
+    vllm_gpus: tuple[int, ...] = ()  # GPUs for vLLM alone, after the learners' in order; none: it shares rank 0's
+    vllm_tensor_parallel_size: int = 1  # GPUs that share one copy of the model in vLLM
+    vllm_gpu_memory_utilization: float = 0.3  # share of the GPU's memory for vLLM (weights and KV cache)
+    vllm_enforce_eager: bool = False  # run vLLM without CUDA graphs: starts faster, generates slower
+    # -- Reward
+    apply_verifiable_reward: bool = True  # score responses with compute_score, or with reward_fn
+    verification_reward: float = 1.0  # the verifiable score is multiplied by this
+    reward_fn: str | None = None  # path/to/file.py:function for compute_score; gets extra_info by keyword as well
+    add_r1_style_format_reward: bool = False  # reward the form <think>...</think><answer>...</answer>
+    r1_style_format_reward: float = 1.0  # what that form is worth
+    non_stop_penalty: bool = False  # a response without a stop token scores penalty_reward_value, whatever it earned
+    penalty_reward_value: float = -10.0  # the score of such a response
+    min_response_length: int = 0  # with non_stop_penalty: responses of fewer tokens are penalized as well
+    # -- GRPO
+    beta: float = 0.01  # weight of the KL term in the loss; 0: no reference policy is loaded
+    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"  # of that KL (http://joschu.net/blog/kl-approx.html)
+    cliprange: float = 0.2  # the policy ratio is clipped to 1 +- cliprange
+    cliprange_higher: float = 0.2  # ... but from above to 1 + cliprange_higher (DAPO: 0.28)
+    advantage_normalization: Literal["standard", "centered"] = "standard"  # centered: not by the deviation (Dr. GRPO)
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the policy ratio (sequence: GSPO)
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over what (constant: Dr. GRPO)
+    mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
+    tis_cap: float = 2.0  # cap of the importance weight learner/sampler on the policy loss; 0: no weight
+    # -- Output
+    with_tracking: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "tandem"  # its project
+    wandb_entity: str | None = None  # its entity (user or team)
+    # -- Filled in at run time (fill_in)
+    world_size: FilledIn[int] = 1  # learner processes
+    rollout_batch_size: FilledIn[int] = 0  # prompts per training step, over all ranks
+    episodes_per_step: FilledIn[int] = 0  # responses per training step, over all ranks
+    num_training_steps: FilledIn[int] = 0  # training steps of the run
+    num_updates: FilledIn[int] = 0  # optimizer updates of the run
+    eval_versions: FilledIn[tuple[int, ...]] = ()  # policy versions (steps completed) to evaluate, beside the last
+    stop_token_ids: FilledIn[tuple[int, ...]] = ()  # ids that end a response
+    pad_token_id: FilledIn[int] = 0  # id that fills rows up; any would do, since masks come from lengths
+
+
+def bad_input(found: bool, message: str) -> None:
+    """Where something bad was found: ends the script with one line (what, where, what to do) and exit status 2."""
+    if found:
+        hint = "; scripts/make_debug_assets.py makes debug_assets" if "debug_assets/" in message else ""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())[:400]}{hint}", file=sys.stderr)
+        sys.exit(2)
+
+
+def stable_hash(*parts: Any) -> int:
+    """A 63-bit integer from its arguments, the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def fill_in(args: Args) -> Args:
+    """Checks the numbers in args and fills in those that follow from them."""
+    may_be_0 = ("learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "verification_reward")
+    at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
+    at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
+    for name, value in vars(args).items():
+        if name == "world_size":
+            break  # what follows is not given but computed
+        if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
+            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"
+            good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
+            good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
+            what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
+            bad_input(not good, f"--{name} is {value}; it must be {what}")
+    args.run_name = args.run_name or f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
+    args.episodes_per_step = args.rollout_batch_size * args.number_samples_per_prompt
+    local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
+    mini, micro = args.local_mini_batch_size, args.per_device_train_batch_size
+    what = f"({local_episodes}) must be a multiple of local_mini_batch_size ({mini}); change one of them"
+    bad_input(local_episodes % mini != 0, f"local_rollout_batch_size * number_samples_per_prompt {what}")
+    what = f"({mini}) must be a multiple of per_device_train_batch_size ({micro}); change one of them"
+    bad_input(mini % micro != 0, f"local_mini_batch_size {what}")
+    args.num_training_steps = args.total_episodes // args.episodes_per_step
+    what = f"--total_episodes {args.total_episodes} is less than one training step of {args.episodes_per_step}"
+    bad_input(args.num_training_steps == 0, what)
+    gpus, learners, visible = args.vllm_gpus, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    what = f"must come after the learners' {learners} and be among the {visible} visible ones"
+    bad_input(any(not learners <= gpu < visible for gpu in gpus), f"--vllm_gpus {gpus} {what}")
+    wrong = args.vllm_tensor_parallel_size not in (1, len(gpus))
+    bad_input(wrong, "--vllm_tensor_parallel_size must be the number of --vllm_gpus, or 1")
+    args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
+    args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
+    eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
+    args.eval_versions = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------- data
+def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
+    """Loads, checks and tokenizes prompts: rows {index, prompt, prompt_ids, data_source, ground_truth, extra_info}.
+
+    path: a file or a dataset on the hub with verl's columns: `prompt` (a string, or messages {role, content}, rendered
+    with the chat template), `data_source`, `reward_model: {ground_truth}` and, optionally, `extra_info`.
+    """
+    suffix, prompts = Path(path).suffix, []
+    bad_input(suffix in (".parquet", ".jsonl") and not Path(path).is_file(), f"{path}: no such file")
+    try:
+        if suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        elif suffix == ".jsonl":
+            rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        else:
+            rows = datasets.load_dataset(path, split=split).to_list()
+    except Exception as error:
+        bad_input(True, f"{path}: cannot be read; .parquet, .jsonl, or the name of a dataset on the hub? ({error})")
+    bad_input(not rows, f"{path}: the dataset is empty")
+    bad_input("prompt" not in rows[0], f"{path}: there is no column `prompt`; the columns are {', '.join(rows[0])}")
+    needed = args.apply_verifiable_reward and not args.reward_fn and "data_source" not in rows[0]
+    bad_input(needed, f"{path}: there is no column `data_source`, which chooses the reward; or name a --reward_fn")
+    for index, row in enumerate(rows):
+        where, prompt, truth = f"{path}, row {index}", row.get("prompt"), row.get("reward_model")
+        truth = truth.get("ground_truth") if isinstance(truth, dict) else None
+        what = "`reward_model.ground_truth` is missing, and the verifiable reward needs it"
+        bad_input(args.apply_verifiable_reward and truth is None, f"{where}: {what}")
+        chat = isinstance(prompt, list) and all(m and m.get("role") and m.get("content") for m in prompt)
+        what = "must be a string or a list of messages with role and content"
+        bad_input(not prompt or not (chat or isinstance(prompt, str)), f"{where}: `prompt` {what}")
+        what = "holds messages, and the tokenizer has no chat template; give a --chat_template"
+        bad_input(chat and not tokenizer.chat_template, f"{where}: `prompt` {what}")
+        if chat:  # rendered first, then tokenized without special tokens: the template writes its own BOS
+            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
+        if 0 < len(ids) <= args.max_prompt_token_length:
+            kept = {"index": index, "prompt": prompt, "prompt_ids": ids, "ground_truth": truth}
+            prompts.append({**kept, "data_source": row.get("data_source"), "extra_info": row.get("extra_info")})
+    limit = f"--max_prompt_token_length {args.max_prompt_token_length}"
+    bad_input(not prompts, f"{path}: none of its {len(rows)} prompts has between 1 token and {limit}")
+    if len(prompts) < len(rows) and os.environ.get("RANK", "0") == "0":
+        print(f"{path}: dropped {len(rows) - len(prompts)} of {len(rows)} prompts, empty or longer than {limit}")
+    return prompts
+
+
+def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
+    """Indices of prompts `start` to `start + count` of the run, of which each pass is one seeded permutation.
+
+    >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
+    [0, 1, 2, 3, 4]
+    """
+    indices = []
+    while count > len(indices):
+        passes, offset = divmod(start + len(indices), num_prompts)
+        generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", passes))
+        indices += torch.randperm(num_prompts, generator=generator)[offset:].tolist()
+    return indices[:count]
+
+
+# ------------------------------------------------------------------------------------------------------- rewards
+def compute_score(data_source: str, response: str, ground_truth: str) -> float:
+    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise.
+
+    >>> compute_score("openai/gsm8k", "6 * 200 is 1,200. #### $1,200.", "1200")
+    1.0
+    """
+    if data_source == "debug/sorting":
+        return float(response.strip() == ground_truth.strip())
+    if data_source == "openai/gsm8k":
+        # The number after the last "####", else the last number.
+        number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
+        answers = re.findall(number, response.rsplit("####", 1)[1]) if "####" in response else []
+        answer = answers[0] if answers else (re.findall(number, response) or ["nan"])[-1]
+        answer, truth = (re.sub(r"[$,\s]", "", text).rstrip(".") for text in (answer, ground_truth))
+        with contextlib.suppress(ValueError):
+            return float(float(answer) == float(truth))
+        return 0.0
+    raise NotImplementedError(f"{data_source!r} is neither debug/sorting nor openai/gsm8k; give a --reward_fn")
+
+
+def load_reward_fn(spec: str | None) -> Callable[..., float]:
+    """compute_score, or the function that `path/to/file.py:function` names."""
+    if spec is None:
+        return lambda *args, extra_info: compute_score(*args)
+    path, _, name = spec.rpartition(":")
+    bad_input(not Path(path).is_file(), f"--reward_fn {spec}: no such file; give path/to/file.py:function")
+    try:
+        function = runpy.run_path(path, run_name="reward_fn").get(name)
+    except Exception as error:
+        bad_input(True, f"--reward_fn {spec}: {path} cannot be imported: {type(error).__name__}: {error}")
+    bad_input(not callable(function), f"--reward_fn {spec}: there is no function {name!r} in {path}")
+    return function
+
+
+def check_rewards(args: Args, reward_fn: Callable, rows: list[dict]) -> dict[str, float]:
+    """Scores the ground truth of one row of each data source; a reward that cannot do that is bad input."""
+    examples = {}
+    for row in {row["data_source"]: row for row in reversed(rows)}.values() if args.apply_verifiable_reward else ():
+        source, truth, name = row["data_source"], row["ground_truth"], args.reward_fn or "compute_score"
+        try:
+            examples[source] = float(reward_fn(source, str(truth), truth, extra_info=row["extra_info"]))
+        except Exception as error:
+            bad_input(True, f"row {row['index']}: {name} fails on the ground truth {truth!r}: {error!r}")
+    return examples
+
+
+def score_responses(args: Args, reward_fn: Callable, tokenizer, rows: list[dict], responses: list[list[int]]) -> dict:
+    """Scores a response to each row: lists scores, verifiable (the reward function's, before penalties) and texts."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    r1_format = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+    scores, verifiable = [], [0.0] * len(rows)
+    for i, (row, ids, text) in enumerate(zip(rows, responses, texts, strict=True)):
+        if args.apply_verifiable_reward:
+            extra = row["extra_info"]
+            verifiable[i] = float(reward_fn(row["data_source"], text, row["ground_truth"], extra_info=extra))
+        score = verifiable[i] * args.verification_reward
+        if args.add_r1_style_format_reward and r1_format.fullmatch(text):
+            score += args.r1_style_format_reward
+        if args.non_stop_penalty and (ids[-1] not in args.stop_token_ids or len(ids) < args.min_response_length):
+            score = args.penalty_reward_value
+        scores.append(score)
+    return {"scores": scores, "verifiable": verifiable, "texts": texts}
+
+
+# -------------------------------------------------------------------------------------------------------- models
+def load_tokenizer_and_config(args: Args) -> tuple:
+    """The tokenizer and the policy's config; fills in the ids that end a response and the one that pads."""
+    loaded = {}
+    for name in ("model_name_or_path", "value_model_path", "tokenizer_name_or_path"):
+        path = getattr(args, name, None) or args.model_name_or_path
+        loader = AutoTokenizer if name == "tokenizer_name_or_path" else AutoConfig
+        try:
+            if not Path(path).is_dir() and not try_to_load_from_cache(path, "config.json"):
+                model_info(path, timeout=10)  # transformers would ask a hub out of reach for half a minute
+            revision = args.model_revision if path == args.model_name_or_path else None
+            loaded[name] = loader.from_pretrained(path, revision=revision)
+        except Exception as error:
+            bad_input(True, f"--{name} {path}: there is no such model or tokenizer ({error})")
+    tokenizer, config = loaded["tokenizer_name_or_path"], loaded["model_name_or_path"]
+    if args.chat_template:
+        bad_input(not Path(args.chat_template).is_file(), f"--chat_template {args.chat_template}: no such file")
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    size = config.vocab_size
+    bad_input(len(tokenizer) > size, f"the tokenizer has {len(tokenizer)} tokens and the model only {size}")
+    try:
+        path, revision = args.model_name_or_path, args.model_revision
+        eos = transformers.GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+    except OSError:
+        eos = config.eos_token_id
+    stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+    stop_id = tokenizer.get_vocab().get(stop_token)
+    unknown = args.stop_token is not None and stop_id is None
+    bad_input(unknown, f"--stop_token {args.stop_token!r} is not a token of the tokenizer; or give a --stop_token_id")
+    stop_ids = {*(eos if isinstance(eos, list) else [eos]), args.stop_token_id, stop_id} - {None}
+    args.stop_token_ids = tuple(sorted(stop_ids))
+    bad_input(not args.stop_token_ids, "the model names no eos token; give a --stop_token or --stop_token_id")
+    outside = not 0 <= args.stop_token_ids[0] <= args.stop_token_ids[-1] < size
+    bad_input(outside, f"the stop tokens {args.stop_token_ids} are not all in the vocabulary of {size}")
+    args.pad_token_id = args.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return tokenizer, config
+
+
+def load_model(auto_class: type, path: str, args: Args, trained: bool, **config_options) -> tuple:
+    """A model without dropout (1909.08593, p. 3), frozen in args.dtype or trained, and what its checkpoint lacks."""
+    revision = args.model_revision if path == args.model_name_or_path else None
+    config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    options = {"attn_implementation": args.attn_implementation, "output_loading_info": True, "revision": revision}
+    dtype = torch.float32 if trained else getattr(torch, args.dtype)
+    model, report = auto_class.from_pretrained(path, config=config, dtype=dtype, **options)
+    if trained and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train(trained).requires_grad_(trained), report  # checkpointing works in training mode only
+
+
+def collate(prompts: list[list[int]], responses: list[list[int]], pad_token_id: int, device) -> tuple:
+    """Pads prompts on the left and responses on the right: the model's inputs, each (batch, length), and the response
+    mask (batch, response_length). Masks come from lengths: a pad token that is also the end token must not hide it.
+
+    >>> inputs, mask = collate([[5], [6, 7]], [[8, 9], [9]], pad_token_id=0, device="cpu")
+    >>> inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), inputs["position_ids"].tolist(), mask.tolist()
+    ([[0, 5, 8, 9], [6, 7, 9, 0]], [[0, 1, 1, 1], [1, 1, 1, 0]], [[0, 0, 1, 2], [0, 1, 2, 2]], [[1, 1], [1, 0]])
+    """
+    prompt_length, response_length = max(map(len, prompts)), max(map(len, responses))
+    ids, mask = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        left, right = prompt_length - len(prompt), response_length - len(response)
+        ids.append([pad_token_id] * left + prompt + response + [pad_token_id] * right)
+        mask.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
+    input_ids, attention_mask = torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    return inputs, attention_mask[:, prompt_length:]
+
+
+def policy_forward(model, inputs: dict, response_length: int, temperature: float) -> tuple:
+    """Log-probabilities of the response tokens and (with gradients) entropies: (batch, response_length), float32.
+
+    Only the response's logits, the largest tensors here, and their softmax in chunks, again in the backward pass.
+    """
+    # Logits predict the next token: (batch, response_length, vocabulary)
+    logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]
+    labels = inputs["input_ids"][:, inputs["input_ids"].shape[1] - response_length :]
+
+    def chunk_logprobs(logits, labels):
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        chosen = logprobs.gather(-1, labels[..., None]).squeeze(-1)
+        if not torch.is_grad_enabled():
+            return chosen, torch.zeros_like(chosen)
+        return chosen, -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
+
+    rows = max(1, 2**24 // max(1, logits[0].numel()))  # 64 MiB in float32
+    chunks = zip(logits.split(rows), labels.split(rows), strict=True)
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def deal_rows(rows: list[int], lengths: list[tuple[int, int]], size: int, world_size: int) -> list[list[list[int]]]:
+    """Cuts rows into micro-batches of `size`, like lengths (response, prompt) together: [rank][micro-batch] -> rows.
+
+    >>> deal_rows([0, 1, 2, 3], lengths=[(9, 1), (2, 1), (8, 1), (3, 1)], size=2, world_size=1)
+    [[[1, 3], [2, 0]]]
+    """
+    ordered = sorted(rows, key=lambda row: (lengths[row], row))
+    shares = [ordered[rank::world_size] for rank in range(world_size)]
+    return [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
+
+
+def draw_mini_batches(num_rows: int, training_step: int, args: Args) -> list[list[list[int]]]:
+    """For each epoch, one permutation of the rows of the whole batch, cut into minibatches (over all ranks)."""
+    size, epochs = args.local_mini_batch_size * args.world_size, []
+    for epoch in range(args.num_epochs):
+        generator = torch.Generator().manual_seed(stable_hash("minibatches", args.seed, training_step, epoch))
+        order = torch.randperm(num_rows, generator=generator).tolist()
+        epochs.append([order[i : i + size] for i in range(0, num_rows, size)])
+    return epochs
+
+
+# --------------------------------------------------------------------------------------------------- mathematics
+def truncate_response(token_ids: list[int], stop_token_ids: list[int]) -> list[int]:
+    """The response up to and including its first stop token; what follows was never said.
+
+    >>> truncate_response([7, 1, 8, 1], stop_token_ids=[1])
+    [7, 1]
+    """
+    ends = [i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids]
+    return token_ids[: ends[0] + 1] if ends else token_ids
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; returns a scalar.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
+    1.5
+    """
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate per token of KL(policy || reference), from tokens sampled by the policy; shape of logprobs.
+
+    With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html).
+
+    >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl2").item()
+    0.5
+    """
+    d = logprobs - ref_logprobs
+    return {"kl1": lambda: d, "kl2": lambda: d**2 / 2, "kl3": lambda: torch.expm1(-d) + d}[estimator]()
+
+
+def group_advantages(scores: Tensor, number_samples_per_prompt: int, normalization: str) -> Tensor:
+    """Advantages (2402.03300) of scores (episodes,), the samples of a prompt side by side: score - mean of its group.
+
+    "standard" divides by the group's unbiased deviation + 1e-8, "centered" does not (2503.20783). Where all scores of
+    a group are equal the advantages are exactly 0, whatever the rounding of their mean. ValueError: groups of one.
+
+    >>> group_advantages(torch.tensor([1.0, 3.0, 0.1, 0.1]), 2, "standard").tolist()
+    [-0.7071067690849304, 0.7071067690849304, 0.0, 0.0]
+    """
+    if number_samples_per_prompt < 2:
+        raise ValueError("a group needs at least two samples of a prompt")
+    groups = scores.view(-1, number_samples_per_prompt)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if normalization == "standard":
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-8)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(equal, 0.0).flatten()
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each response at each of its tokens, (batch, response_length): GSPO's ratio (2507.18071, eq. 7).
+
+    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])).tolist()
+    [[2.0, 2.0], [5.0, 0.0]]
+    """
+    return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
+
+
+def policy_loss(
+    log_ratio: Tensor, advantages: Tensor, weights: Tensor, cliprange: float, cliprange_higher: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (1707.06347) per token, times the importance weight; and where the clip binds.
+
+    log_ratio: new - old log-probabilities; all (batch, response_length).
+
+    >>> loss, clipped = policy_loss(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]), torch.ones(2), 0.2, 0.2)
+    >>> loss.tolist(), clipped.tolist()
+    ([-2.0, -2.4000000953674316], [False, True])
+    """
+    plain = -advantages * log_ratio.exp()
+    clipped = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
+    # The weight comes after the max: it says how much a sample counts, not which branch is the pessimistic one.
+    return torch.max(plain, clipped) * weights, clipped > plain
+
+
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """min(exp(old - sampler), cap) per token, 1 for cap 0 (truncated: https://fengyao.notion.site/off-policy-rl)."""
+    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap) if cap else torch.ones_like(old_logprobs)
+
+
+def lr_multiplier(update: int, args: Args) -> float:
+    """Learning rate of optimizer update `update`, from 0, as a share of the base rate; above 0 to the end.
+
+    >>> [lr_multiplier(update, Args(warm_up_steps=2, num_updates=4)) for update in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if update < args.warm_up_steps:
+        return (update + 1) / args.warm_up_steps
+    done = (update - args.warm_up_steps) / max(1, args.num_updates - args.warm_up_steps)  # in [0, 1)
+    shapes = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    return shapes[args.lr_scheduler_type]
+
+
+# ---------------------------------------------------------------------------------------------------- generation
+# A process beside the script that outlives it. However the script ends, SIGKILL included, the pipe to it closes; then
+# what is left of vLLM's processes ends (they carry TANDEM_ENGINE), and the folder in shared memory goes.
+WATCHER = """
+import contextlib, psutil, shutil, sys
+from itertools import chain
+sys.stdin.read()
+for process in chain(psutil.process_iter(), psutil.process_iter()):  # again: one may have been starting another
+    with contextlib.suppress(psutil.Error, OSError):
+        ours = process.environ().get("TANDEM_ENGINE") == sys.argv[1]
+        if ours and "resource_tracker" not in " ".join(process.cmdline()):  # which frees shared memory, and then ends
+            process.kill()
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+def start_vllm(args: Args, config, max_length: int) -> dict:
+    """Starts vLLM in processes of its own, with random weights: a tensor that the sync does not bring must show.
+
+    Returns the engine: {llm, processes (vLLM's, to watch), sync_dir (memory-backed folder for weights), watcher}.
+    """
+    cuda = torch.cuda.is_available()
+    sync_dir = tempfile.mkdtemp(prefix="tandem_", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    watch = [sys.executable, "-c", WATCHER, sync_dir]
+    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
+    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    # Forked processes would hold the watcher's pipe open; CUDA IPC handles go pickled to vLLM's own worker process.
+    own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(cuda))
+    outer, earlier = dict(os.environ), set(multiprocessing.active_children())
+    if args.vllm_gpus:
+        visible = outer.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] for gpu in args.vllm_gpus)
+    # The engine is a world of its own: what the launcher tells the learner about ranks and ports is not for it.
+    launchers = re.compile("((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+    for name in filter(launchers.fullmatch, outer):
+        del os.environ[name]
+    os.environ.update(defaults | dict(os.environ) | own)
+    try:
+        from vllm import LLM, __version__
+
+        if not __version__.startswith("0.32."):
+            print(f"Warning: this script was tested with vLLM 0.32, and {__version__} is installed")
+        # Token ids go in and come out; the model's own top-k and friends are left out; log-probabilities are of the
+        # distribution at the sampling temperature.
+        options = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
+        options |= {"dtype": args.dtype, "seed": args.seed, "max_model_len": max_length, "use_tqdm_on_load": False}
+        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+        options |= {"tensor_parallel_size": args.vllm_tensor_parallel_size, "enforce_eager": args.vllm_enforce_eager}
+        if cuda:
+            options |= {"model": args.model_name_or_path, "revision": args.model_revision, "load_format": "dummy"}
+            options |= {"weight_transfer_config": {"backend": "nccl" if args.vllm_gpus else "ipc"}}
+        else:  # vLLM 0.32 cannot reload what began as "dummy", and dies of seeded requests prefilled in two parts
+            AutoModelForCausalLM.from_config(config).save_pretrained(sync_dir)
+            options |= {"model": sync_dir, "enforce_eager": True, "enable_chunked_prefill": False}
+            options |= {"max_num_batched_tokens": max(8192, max_length)}
+        llm = LLM(**options)
+    finally:
+        for name in ("TANDEM_ENGINE", "CUDA_VISIBLE_DEVICES"):
+            os.environ.pop(name, None)
+        os.environ.update(outer)
+    processes = [process for process in multiprocessing.active_children() if process not in earlier]
+    return {"llm": llm, "processes": processes, "sync_dir": sync_dir, "watcher": watcher}
+
+
+def stop_vllm(engine: dict) -> None:
+    """Ends vLLM's processes, politely at first."""
+    for process in engine["processes"]:
+        process.terminate()
+    for process in engine["processes"]:
+        process.join(timeout=3)
+    engine["watcher"].stdin.close()  # the watcher ends what is left
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        engine["watcher"].wait(timeout=10)
+
+
+def call_engine(engine: dict, function: Callable, *args) -> Any:
+    """function(*args) in a thread, watching vLLM's processes: with one of them killed it might never return (0.32)."""
+    future = Future()
+
+    def call():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not wait([future], timeout=0.5).done:
+        for process in engine["processes"]:
+            if not process.is_alive():
+                died = f"{process.name} (pid {process.pid}) died with exit code {process.exitcode}"
+                raise RuntimeError(f"vLLM's process {died}; the run cannot go on")
+    return future.result()
+
+
+def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
+    """Runs function on rank 0 and returns its result on every rank; if it raises, every rank raises."""
+    message, error = [None, None], None
+    if accelerator.is_main_process:
+        try:
+            message[0] = function(*args)
+        except Exception as raised:
+            error, message[1] = raised, f"rank 0 failed: {type(raised).__name__}: {raised}"
+    broadcast_object_list(message)
+    if message[1] is not None:
+        raise error or RuntimeError(message[1])
+    return message[0]
+
+
+def connect_weight_sync(accelerator: Accelerator, policy, llm, args: Args) -> Any:
+    """On CUDA the sending end of vLLM's weight-transfer API, for every rank; elsewhere None: weights go by file."""
+    if not torch.cuda.is_available():
+        return None
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, base, ipc_engine, nccl_engine
+    from vllm.utils.network_utils import get_open_port
+
+    client = llm and SimpleNamespace(
+        init_weight_transfer_engine=lambda info: llm.init_weight_transfer_engine({"init_info": info}),
+        start_weight_update=llm.start_weight_update,
+        update_weights=lambda info: llm.update_weights({"update_info": info}),
+        finish_weight_update=llm.finish_weight_update,
+    )
+    init_info = ipc_engine.IPCTrainerInitInfo(rank=accelerator.process_index)
+    if args.vllm_gpus:  # the world: rank 0 of the learners, and vLLM's workers
+        world = {"world_size": 1 + args.vllm_tensor_parallel_size, "master_address": "127.0.0.1"}
+        world |= {"rank": accelerator.process_index, "master_port": get_open_port()}
+        init_info = nccl_engine.NCCLTrainerInitInfo(**world)
+    source = base.ModuleSource(accelerator.unwrap_model(policy))
+    return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+
+def sync_weights(accelerator: Accelerator, policy, engine: dict, sender: Any) -> None:
+    """Brings the policy's weights to vLLM, which must be idle, and empties its prefix cache. Called on every rank."""
+    if sender is not None:
+        sender.send_weights()
+    state = None if sender else accelerator.get_state_dict(policy)
+
+    def reload_weights():
+        if sender is None:
+            # With a tied lm_head too: a tensor that is not in the file silently keeps its old value in vLLM.
+            weights = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+            save_file(weights, os.path.join(engine["sync_dir"], "model.safetensors"), metadata={"format": "pt"})
+            engine["llm"].collective_rpc("reload_weights", kwargs={"weights_path": engine["sync_dir"]})
+        if not engine["llm"].reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: it was not idle during the weight sync")
+
+    on_main_process(accelerator, call_engine, engine, reload_weights)
+
+
+def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, args: Args) -> tuple:
+    """Samples a response to each row: lists of token ids, the stop token included, and of their log-probabilities.
+
+    A request and a seed per response, so that a run can be repeated. The whole batch is handed over at once: otherwise
+    the engine would start on the first requests while others still come, and batches and last bits depend on the time.
+    """
+    from vllm import SamplingParams
+
+    sampling = {"temperature": temperature, "max_tokens": args.response_length, "stop_token_ids": args.stop_token_ids}
+    sampling |= {"ignore_eos": True}  # the end tokens are those in stop_token_ids, and no others
+    sampling |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # logprobs of the sampled token only
+    llm.sleep(level=0)
+    requests = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
+    llm.enqueue(requests, [SamplingParams(seed=seed, **sampling) for seed in seeds], use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    outputs = sorted(llm.wait_for_completion(use_tqdm=False), key=lambda output: int(output.request_id))
+    responses, logprobs = [], []
+    for output, row in zip(outputs, rows, strict=True):
+        if output.prompt_token_ids != row["prompt_ids"]:
+            raise RuntimeError(f"vLLM's request {output.request_id} holds another prompt than the one it was given")
+        responses.append(truncate_response(list(output.outputs[0].token_ids), args.stop_token_ids))
+        logprobs.append(list(output.outputs[0].logprobs.logprobs)[: len(responses[-1])])
+    return responses, logprobs
+
+
+def generation_thread(llm, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args) -> None:
+    """Answers each request in prompts_Q with a rollout in response_Q, or with the exception that stopped it.
+
+    A request is {step, version (of vLLM's weights), rows, seeds, held_out (rows to evaluate)}; the answer is a Future
+    of a rollout: the request with responses, logprobs, answers (to held_out) and times. It never touches weights.
+    """
+    while True:
+        times, answer = {}, Future()
+        with timed(times, "wait_for_prompts"):
+            request = prompts_Q.get()
+        try:
+            with timed(times, "generation"):
+                responses, logprobs = generate_vllm(llm, request["rows"], request["seeds"], args.temperature, args)
+            with timed(times, "evaluation"):
+                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["held_out"]))]
+                answers, _ = generate_vllm(llm, request["held_out"], seeds, args.eval_temperature, args)
+            rollout = {"responses": responses, "logprobs": logprobs, "answers": answers, "times": times}
+            answer.set_result(request | rollout)
+        except BaseException as error:
+            answer.set_exception(error)
+        response_Q.put(answer)
+
+
+def probe_sync(accelerator: Accelerator, policy, engine: dict, rows: list[dict], args: Args) -> float:
+    """Largest difference between vLLM's and the learner's log-probabilities in a short generation; raises if large."""
+    short = replace(args, response_length=min(16, args.response_length))
+    request = (engine.get("llm"), rows, list(range(1, len(rows) + 1)), args.temperature, short)
+    responses, sampler_logprobs = on_main_process(accelerator, call_engine, engine, generate_vllm, *request)
+    prompts = [row["prompt_ids"] for row in rows]
+    inputs, mask = collate(prompts, responses, args.pad_token_id, accelerator.device)
+    with torch.no_grad(), autocast(args, accelerator):
+        logprobs, _ = policy_forward(policy, inputs, mask.shape[1], args.temperature)
+    difference = (logprobs[mask.bool()].cpu() - torch.tensor(list(chain(*sampler_logprobs)))).abs()
+    if not (off := difference.mean()) < (1e-3 if args.dtype == "float32" else 0.1):
+        raise RuntimeError(f"vLLM's log-probabilities are off the learner's by {off:.2g} at equal weights")
+    return difference.max().item()
+
+
+# --------------------------------------------------------------------------------------------- forward and backward
+def autocast(args: Args, accelerator: Accelerator):
+    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def forward_batch(
+    accelerator: Accelerator, forward: Callable, micro_batches: list[list[int]], batch: dict, args: Args
+) -> Tensor:
+    """What forward(inputs, width) gives per token, without gradients: (episodes, response_length), on every rank."""
+    whole = torch.zeros_like(batch["mask"])
+    with torch.no_grad(), autocast(args, accelerator):
+        for rows in micro_batches:
+            prompts, responses = ([batch[name][row] for row in rows] for name in ("prompts", "responses"))
+            inputs, mask = collate(prompts, responses, args.pad_token_id, accelerator.device)
+            result = forward(inputs, mask.shape[1])
+            whole[rows, : mask.shape[1]] = (result[0] if isinstance(result, tuple) else result) * mask
+    return accelerator.reduce(whole)  # a row is 0 on all ranks but one: the sum is exact
+
+
+def accumulate_gradients(accelerator, policy, batch: dict, mini_batch: list[int], args: Args) -> dict:
+    """Forward and backward passes of one optimizer batch, of which this rank takes its share; nothing is stepped.
+
+    The loss is a mean over all ranks, of what loss_aggregation says, so the gradient does not depend on how the batch
+    is cut. Returns sums over this rank's tokens; `tokens`, `real` and `computed` (with padding) count them.
+    """
+    counted = [row for row in mini_batch if batch["in_loss"][row]]
+    normalizers = {"token": sum(batch["lengths"][row][0] for row in counted), "sequence": len(counted)}
+    normalizer = max(1, (normalizers | {"constant": len(counted) * args.response_length})[args.loss_aggregation])
+    shares = deal_rows(mini_batch, batch["lengths"], args.per_device_train_batch_size, accelerator.num_processes)
+    micro_batches, sums = shares[accelerator.process_index], Counter()
+    for i, rows in enumerate(micro_batches):
+        prompts, responses = ([batch[name][row] for row in rows] for name in ("prompts", "responses"))
+        inputs, mask = collate(prompts, responses, args.pad_token_id, accelerator.device)
+        width = mask.shape[1]
+        names = ("logprobs", "ref_logprobs", "weights", "advantages")
+        old_logprobs, ref_logprobs, weights, advantages = (batch[name][rows, :width] for name in names)
+        mask = torch.tensor([[batch["in_loss"][row]] for row in rows], device=mask.device) * mask.to(advantages.dtype)
+        scale = mask / mask.sum(1, keepdim=True).clamp(min=1) if args.loss_aggregation == "sequence" else mask
+        with accelerator.no_sync(policy) if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            with autocast(args, accelerator):
+                logprobs, entropy = policy_forward(policy, inputs, width, args.temperature)
+            token_log_ratio = log_ratio = (logprobs - old_logprobs) * mask  # (micro_batch, width), as all below
+            if args.importance_sampling_level == "sequence":
+                log_ratio = sequence_mean(log_ratio, mask)
+            pg_loss, clipped = policy_loss(log_ratio, advantages, weights, args.cliprange, args.cliprange_higher)
+            # Times the token's ratio, the gradient of kl1 and kl3 is that of the reverse KL (2510.01555); kl2's is so.
+            kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * weights
+            kl = kl if args.kl_estimator == "kl2" else kl * token_log_ratio.exp()
+            # Ranks average their gradients; times the number of ranks, that is the sum.
+            loss = ((pg_loss + args.beta * kl) * scale).sum() / normalizer
+            accelerator.backward(loss * accelerator.num_processes)
+        with torch.no_grad():
+            ratio = log_ratio.exp()
+            per_token = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "policy/entropy_avg": entropy}
+            per_token |= {"policy/approxkl_avg": token_log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
+            per_token |= {"loss/kl_avg": kl} if args.beta > 0 else {}
+            sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
+            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": inputs["input_ids"] >= 0}
+            sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
+    return dict(sums)
+
+
+# ------------------------------------------------------------------------------------------------------- logging
+@contextlib.contextmanager
+def timed(times: dict, name: str):
+    """Adds the seconds spent inside to times[name]."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+
+
+def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str, float]:
+    """Mean of values, and where rows come from several data sources, the mean of each.
+
+    >>> mean_by_source("eval/scores", [{"data_source": "a"}, {"data_source": "b"}], [1.0, 0.0])
+    {'eval/scores': 0.5, 'eval/scores/a': 1.0, 'eval/scores/b': 0.0}
+    """
+    groups = {name: values}
+    for row, value in zip(rows, values, strict=True):
+        groups.setdefault(f"{name}/{row['data_source']}", []).append(value)
+    return {key: sum(group) / len(group) for key, group in groups.items() if key == name or len(groups) > 2}
+
+
+def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rollout: dict) -> dict[str, float]:
+    """Writes a rollout's answers to the held-out prompts to samples.jsonl, shows a few, and returns eval/* metrics."""
+    rows, responses, version = rollout["held_out"], rollout["answers"], rollout["version"]
+    scored = score(rows, responses)
+    right = [value > 0 for value in scored["verifiable"]]
+    metrics = mean_by_source("eval/verifiable_correct_rate", rows, right)
+    metrics |= mean_by_source("eval/scores", rows, scored["scores"]) | {"eval/policy_version": version}
+    metrics["eval/sequence_lengths"] = sum(map(len, responses)) / len(responses)
+    metrics["eval/stop_rate"] = sum(ids[-1] in args.stop_token_ids for ids in responses) / len(responses)
+    if accelerator.is_main_process:
+        columns = ["prompt", "response", "ground_truth", "score", "data_source", "policy_version"]
+        title = f"Held-out prompts, policy version {version}: {metrics['eval/verifiable_correct_rate']:.1%} right"
+        table, data = Table(*columns[:4], title=title, title_justify="left"), []
+        for row, text, value in zip(rows, scored["texts"], scored["scores"], strict=True):
+            data.append([row["prompt"], text, row["ground_truth"], value, row["data_source"], version])
+        for sample in data[:4]:
+            texts = [str(value) for value in sample[:4]]
+            table.add_row(*(text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}" for text in texts))
+        Console(soft_wrap=True, markup=False).print(table)
+        with open(Path(args.output_dir) / args.run_name / "samples.jsonl", "a") as file:
+            file.writelines(json.dumps(dict(zip(columns, sample, strict=True))) + "\n" for sample in data)
+        for tracker in accelerator.trackers:
+            tracker.log_table("sample_completions", columns, [[str(value) for value in sample] for sample in data])
+    return metrics
+
+
+def save_model(accelerator: Accelerator, policy, tokenizer, path: Path) -> None:
+    """Writes the policy and its tokenizer in Hugging Face format; the folder is complete or not there."""
+    state = accelerator.get_state_dict(policy)
+
+    def write():
+        unfinished = path.with_name(path.name + ".unfinished")
+        accelerator.unwrap_model(policy).save_pretrained(unfinished, state_dict=state)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(path)
+
+    on_main_process(accelerator, write)
+
+
+def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict], examples: dict) -> None:
+    """Prints what the run will do: data, steps, updates, memory, rewards."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    longest, steps = max(len(row["prompt_ids"]) for row in train_rows), args.num_training_steps
+    tokens = args.episodes_per_step * (longest + args.response_length)
+    frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
+    free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
+    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free / 2**30:.2f} GiB free; the model needs more")
+    print(f"""Plan
+  data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
+  steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
+  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all
+  memory   {size * 16 / 2**30:.2f} GiB a rank for each model that is trained ({size:,} parameters: weights, gradients,
+           AdamW), {frozen:.2f} GiB for the reference policy and as much for vLLM, and activations""")
+    for source, score in examples.items():
+        print(f"  reward   the ground truth of a row of {source} scores {score:g}")
+
+
+# ---------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    start_time = time.time()
+    args, unknown = tyro.cli(Args, description=__doc__.split("\n\n")[0], return_unknown_args=True)
+    bad_input(bool(unknown), f"unknown flag {' '.join(unknown)}; --help lists all")
+    fill_in(args)
+    alone = args.number_samples_per_prompt < 2
+    bad_input(alone, f"--number_samples_per_prompt {args.number_samples_per_prompt}: a group needs at least 2 samples")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell started us with it ignored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    transformers.utils.logging.set_verbosity_error()  # no reports on heads that are missing, as they should be
+    transformers.utils.logging.disable_progress_bar()
+
+    # ---- Everything that can be wrong, before a model is loaded
+    bad_input(importlib.util.find_spec("vllm") is None, "vLLM is not installed (requirements.txt, scripts/setup.sh)")
+    rewarded = args.apply_verifiable_reward or args.add_r1_style_format_reward
+    bad_input(not rewarded, "no source of reward: use --apply_verifiable_reward or --add_r1_style_format_reward")
+    reward_fn = load_reward_fn(args.reward_fn)
+    tokenizer, config = load_tokenizer_and_config(args)
+    train_rows, eval_rows = prepare_prompts(args.dataset, args.dataset_split, tokenizer, args), []
+    if args.eval_dataset:
+        eval_rows = prepare_prompts(args.eval_dataset, args.eval_dataset_split, tokenizer, args)
+    examples = check_rewards(args, reward_fn, train_rows + eval_rows)
+    max_length = max(len(row["prompt_ids"]) for row in train_rows + eval_rows) + args.response_length
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    bad_input(max_length > limit, f"prompts with --response_length take {max_length} positions; the model has {limit}")
+    is_main, run_dir = os.environ.get("RANK", "0") == "0", Path(args.output_dir) / args.run_name
+    bad_input(is_main and run_dir.exists(), f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    login = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
+    login = login or os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    bad_input(args.with_tracking and not login, "--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+    if is_main:
+        print_plan(args, config, train_rows, eval_rows, examples)
+    if args.dry_run:
+        return
+
+    # ---- Models, optimizers, the run's folder
+    tracker, patience = "wandb" if args.with_tracking else None, InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    accelerator = Accelerator(log_with=tracker, kwargs_handlers=[patience])
+    device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True)
+    if is_main:
+        run_dir.mkdir(parents=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        (run_dir / "token_length.json").write_text(json.dumps([len(row["prompt_ids"]) for row in train_rows]))
+    names = {"name": args.run_name, "entity": args.wandb_entity}
+    accelerator.init_trackers(args.wandb_project_name, config=asdict(args), init_kwargs={"wandb": names})
+    policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    if args.beta > 0:
+        ref_policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+        ref_policy = ref_policy.to(device)
+    adamw = partial(torch.optim.AdamW, eps=args.eps, weight_decay=args.weight_decay)
+    policy, optimizer = accelerator.prepare(policy, adamw(policy.parameters()))
+    per_step = args.num_updates // args.num_training_steps
+    score = partial(on_main_process, accelerator, score_responses, args, reward_fn, tokenizer)
+
+    def send(step: int, version: int) -> None:
+        """Brings the policy to vLLM and asks for the rollout of a step, or after the last for the last evaluation."""
+        with timed(times, "weight_sync"):
+            sync_weights(accelerator, policy, engine, sender)
+        if args.sync_probe or step == 1:
+            metrics["mismatch/sync_probe"] = probe_sync(accelerator, policy, engine, train_rows[:8], args)
+        if is_main:
+            size = args.rollout_batch_size if step <= args.num_training_steps else 0
+            drawn = draw_prompts(len(train_rows), (step - 1) * args.rollout_batch_size, size, args.seed)
+            rows, first = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)], step - 1
+            seeds = [stable_hash(args.seed, "episode", first * args.episodes_per_step + i) for i in range(len(rows))]
+            held_out = eval_rows if step - 1 in (*args.eval_versions, args.num_training_steps) else []
+            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "held_out": held_out})
+
+    engine, sender, evaluations, waits = {}, None, [], Counter()
+    prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
+    progress = Progress(*Progress.get_default_columns(), "{task.fields[figures]}", console=console)
+    progress.disable = not (is_main and console.is_terminal)
+    try:
+        accelerator.print("Starting vLLM ...")
+        on_main_process(accelerator, lambda: engine.update(start_vllm(args, config, max_length)))
+        sender = connect_weight_sync(accelerator, policy, engine.get("llm"), args)
+        generation = (engine.get("llm"), prompts_Q, response_Q, args)
+        threading.Thread(target=generation_thread, args=generation, daemon=True).start()
+        receive = partial(on_main_process, accelerator, call_engine, engine, lambda: response_Q.get().result())
+        gc.freeze()  # the data set and the modules stay: a full collection would look through them for half a second
+        progress.start()
+        task = progress.add_task("training", total=args.num_training_steps, figures="")
+        times, metrics = {}, {}
+        send(step=1, version=0)
+        for training_step in range(1, args.num_training_steps + 1):
+            step_start, times = time.perf_counter(), {}
+            version = training_step - 1  # of the policy: training steps completed
+            # ---- 1. The responses to this step's prompts
+            metrics |= {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
+            with timed(times, "wait_for_generation"):
+                rollout = receive()
+            assert rollout["step"] == training_step, "a rollout of another step"
+            rows, responses, sampler_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
+            prompts = [row["prompt_ids"] for row in rows]
+            # ---- 2. vLLM is idle: it gets the current policy and the next prompts, and generates while we train
+            if args.async_mode and training_step < args.num_training_steps:
+                send(step=training_step + 1, version=version)
+            if rollout["held_out"]:
+                evaluations.append(report_evaluation(accelerator, args, score, rollout))
+                metrics |= evaluations[-1]
+            # ---- 3. Scores
+            with timed(times, "reward"):
+                scored = score(rows, responses)
+            scores = torch.tensor(scored["scores"], dtype=torch.float32, device=device)  # (episodes,)
+            stopped = torch.tensor([ids[-1] in args.stop_token_ids for ids in responses], device=device)
+            # ---- 4. Log-probabilities, (episodes, response_length). The old ones are computed in the very
+            # micro-batches of the first epoch: in another shape the last bits differ, and the first ratio from 1
+            sizes = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
+            mask = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).float()
+            lengths = [(len(response), len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+            batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "scores": scores, "mask": mask}
+            mini_batches = draw_mini_batches(len(rows), training_step, args)
+            deal = partial(deal_rows, lengths=lengths, world_size=args.world_size)
+            first = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
+            every = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
+            with timed(times, "forward"):
+                forward = partial(policy_forward, temperature=args.temperature)
+                ref_logprobs = logprobs = forward_batch(accelerator, partial(forward, policy), first, batch, args)
+                if args.beta > 0:
+                    ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), every, batch, args)
+            sampler = torch.zeros_like(mask)
+            sampler[mask.bool()] = torch.tensor(list(chain(*sampler_logprobs)), device=device)
+            # ---- 5. Advantages: one for all tokens of a response, on the whole batch
+            advantages = group_advantages(scores, args.number_samples_per_prompt, args.advantage_normalization)
+            groups = scores.view(-1, args.number_samples_per_prompt)
+            # ---- 6. Importance weights, and what is in the loss
+            in_loss = [not args.mask_truncated_completions or ids[-1] in args.stop_token_ids for ids in responses]
+            batch |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler}
+            batch |= {"advantages": advantages[:, None] * mask, "in_loss": in_loss}
+            batch["weights"] = importance_weights(logprobs, sampler, args.tis_cap)
+            if args.importance_sampling_level == "sequence":
+                mean = sequence_mean(logprobs - sampler, mask)
+                batch["weights"] = importance_weights(mean, torch.zeros_like(mean), args.tis_cap)
+            # ---- 7. Updates
+            sums, grad_norms = Counter(), []
+            with timed(times, "update"):
+                for update, mini_batch in enumerate(chain(*mini_batches), version * per_step):
+                    sums.update(accumulate_gradients(accelerator, policy, batch, mini_batch, args))
+                    grad_norms.append(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+                    if not torch.isfinite(grad_norms[-1]):  # the same on every rank
+                        if is_main:
+                            torch.save(batch, run_dir / "bad_batch.pt")
+                        raise FloatingPointError(f"gradient not finite in step {training_step}; batch in {run_dir}")
+                    lr = lr_multiplier(update, args)
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr * args.learning_rate
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not args.async_mode and training_step < args.num_training_steps:
+                send(step=training_step + 1, version=training_step)
+            # ---- 8. Metrics; README.md says what each means
+            totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, totals, strict=True))
+            padding, tokens = 1 - sums.pop("real") / sums.pop("computed"), max(1, sums.pop("tokens"))
+            metrics |= {name: value / tokens for name, value in sums.items()}
+            metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
+            difference = (logprobs - sampler) * mask
+            trust = difference.exp()[mask.bool()]  # importance weights before they are cut off
+            times |= rollout["times"] | {"from_scratch": time.time() - start_time}
+            evaluating = min(times.pop("evaluation"), times["wait_for_generation"])  # left out, as is waiting for it
+            training_time = times["training"] = time.perf_counter() - step_start - evaluating
+            times["wait_for_generation"] -= evaluating
+            waits.update(times)
+            memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
+            metrics |= {"training_step": training_step, "lr": lr * args.learning_rate, "policy/version": version}
+            metrics["episode"] = training_step * args.episodes_per_step
+            metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
+            metrics["policy/staleness"] = version - rollout["version"]
+            if args.beta > 0:
+                kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
+                metrics["objective/kl"] = ((logprobs - ref_logprobs) * mask).sum(1).mean()
+                metrics["objective/non_score_reward"] = (-args.beta * kl).sum(1).mean()
+                metrics["objective/rlhf_reward"] = scores.mean() + metrics["objective/non_score_reward"]
+            metrics["objective/entropy"] = (-logprobs * mask).sum(1).mean()
+            metrics["objective/scores"] = scores.mean()
+            metrics["objective/loss"] = metrics["loss/policy_avg"] + args.beta * metrics.get("loss/kl_avg", 0.0)
+            metrics["val/zero_variance_groups"] = (groups.amax(1) == groups.amin(1)).sum()
+            metrics |= {"val/num_stop_token_ids": stopped.sum(), "val/stop_rate": stopped.float().mean()}
+            metrics["val/sequence_lengths"] = mask.sum(1).mean()
+            metrics["mismatch/logprob_diff_mean"] = masked_mean(difference.abs(), mask)
+            metrics["mismatch/logprob_diff_max"] = difference.abs().max()
+            metrics["mismatch/kl"] = masked_mean(kl_penalty(sampler, logprobs, "kl3"), mask)
+            metrics["mismatch/ess"] = trust.sum() ** 2 / (trust**2).sum() / len(trust)
+            metrics["mismatch/tis_clipfrac"] = (trust > (args.tis_cap or math.inf)).float().mean()
+            metrics["optim/grad_norm"] = torch.stack(grad_norms).mean()
+            metrics |= {"perf/padding_fraction": padding, "perf/memory_gib": memory / 2**30}
+            metrics["perf/episodes_per_second"] = len(rows) / training_time
+            metrics["perf/response_tokens_per_second"] = mask.sum() / training_time
+            metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+            right = [value > 0 for value in scored["verifiable"]]
+            metrics |= mean_by_source("objective/verifiable_correct_rate", rows, right)
+            # ---- 9. The evaluation after the last update
+            if eval_rows and training_step == args.num_training_steps:
+                send(step=training_step + 1, version=training_step)
+                evaluations.append(report_evaluation(accelerator, args, score, receive()))
+                metrics |= evaluations[-1]
+            metrics = {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+            accelerator.log(metrics, step=training_step)
+            if is_main:
+                with open(run_dir / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(metrics) + "\n")
+                shown = ("objective/scores", "policy/entropy_avg", "val/sequence_lengths", "perf/episodes_per_second")
+                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown)
+                progress.update(task, advance=1, figures=figures)
+                if not console.is_terminal and training_step % max(1, args.num_training_steps // 20) == 0:
+                    console.print(f"step {training_step}/{args.num_training_steps}  {figures}")
+            metrics = {}
+        save_model(accelerator, policy, tokenizer, run_dir / "model")
+    finally:
+        gc.unfreeze()
+        progress.stop()
+        if engine:
+            stop_vllm(engine)
+
+    # ---- What came out
+    if is_main:
+        subprocess.run([sys.executable, Path(__file__).parent / "scripts" / "plot_runs.py", run_dir], check=False)
+        if evaluations:
+            rates = [f"{evaluation['eval/verifiable_correct_rate']:.1%}" for evaluation in evaluations]
+            console.print(f"Held-out prompts answered right: {rates[0]} before training, {rates[-1]} after")
+        learner, generator = (waits[f"wait_for_{name}"] / waits["training"] for name in ("generation", "prompts"))
+        found = f"generation-bound: the learner waited for vLLM {learner:.0%} of the time; more --vllm_gpus"
+        if learner < generator:
+            found = f"training-bound: vLLM waited for the learner {generator:.0%} of the time; more learners"
+        console.print(f"{found} or shorter responses help")
+        console.print(f"Model, metrics, samples and pictures: {run_dir}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        sys.exit(130)

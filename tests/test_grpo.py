@@ -1,0 +1,290 @@
+import doctest
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import REPO
+from rollouts import PAD, SIZES, STOP, make_rollout, tiny_args, tiny_policy
+from transformers import AutoModelForCausalLM
+
+import grpo_vllm_async as grpo
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def test_doctests_are_right():
+    result = doctest.testmod(grpo)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
+# ---------------------------------------------------------------------------------------------------- group advantages
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [("standard", [-0.5, -0.5, -0.5, 1.5, 0.0, 0.0, 0.0, 0.0]), ("centered", [-1, -1, -1, 3, 0, 0, 0, 0])],
+)
+def test_golden_advantages(normalization, expected):
+    scores = torch.tensor([0.0, 0.0, 0.0, 4.0, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
+    advantages = grpo.group_advantages(scores, 4, normalization)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_groups_are_normalized_each_on_its_own():
+    scores = torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 5 + 3
+    advantages = grpo.group_advantages(scores, 6, "standard")
+    for i in range(0, 24, 6):
+        group = scores[i : i + 6]
+        torch.testing.assert_close(advantages[i : i + 6], (group - group.mean()) / group.std(correction=1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 100])
+@pytest.mark.parametrize("score", [0.0, 0.1, 3.3, -10.0, 1e6])
+@pytest.mark.parametrize("normalization", ["standard", "centered"])
+def test_constant_group_is_exactly_zero(size, score, normalization):
+    # In float32 the mean of seven 3.3 is not 3.3, and the rest divided by a deviation of 0 + 1e-8 is not small.
+    assert (grpo.group_advantages(torch.full((size,), score), size, normalization) == 0).all()
+
+
+def test_group_of_one_is_an_error(monkeypatch, capsys, assets):
+    with pytest.raises(ValueError, match="at least two"):
+        grpo.group_advantages(torch.tensor([1.0, 2.0]), 1, "centered")
+    monkeypatch.setattr(sys, "argv", ["grpo_vllm_async.py", "--number_samples_per_prompt", "1"])
+    with pytest.raises(SystemExit) as stop:
+        grpo.main()
+    assert stop.value.code == 2
+    assert "--number_samples_per_prompt 1" in capsys.readouterr().err
+
+
+def test_arrival_order_of_responses_changes_nothing():
+    """An engine that finishes requests in any order: each response comes back beside its own prompt and seed."""
+    rows = [{"prompt_ids": [2 + i // 4, 9]} for i in range(12)]
+    results = []
+    for order in (list(range(12)), list(range(11, -1, -1)), [5, 0, 11, 3, 8, 1, 10, 2, 6, 4, 9, 7]):
+        requests = []
+
+        def enqueue(prompts, params, use_tqdm, requests=requests):
+            requests += zip(prompts, params, strict=True)
+
+        def wait_for_completion(use_tqdm, requests=requests, order=order):
+            return [answer(i, *requests[i]) for i in order]
+
+        def answer(i, prompt, params):
+            completion = SimpleNamespace(
+                token_ids=[params.seed, STOP], logprobs=SimpleNamespace(logprobs=[-float(params.seed), -1.0])
+            )
+            ids = prompt["prompt_token_ids"]
+            return SimpleNamespace(request_id=str(100 + i), prompt_token_ids=ids, outputs=[completion])
+
+        llm = SimpleNamespace(enqueue=enqueue, wait_for_completion=wait_for_completion)
+        llm.sleep = llm.wake_up = lambda **_: None
+        results.append(grpo.generate_vllm(llm, rows, list(range(30, 42)), 1.0, grpo_args()))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == [[30 + i, STOP] for i in range(12)]
+
+
+# ------------------------------------------------------------------------------------------------- the loss's options
+
+
+def grpo_args(**changes):
+    common = vars(tiny_args())
+    fields = grpo.Args.__dataclass_fields__
+    options = {
+        name: value for name, value in common.items() if name in fields and name not in ("beta", "kl_estimator")
+    }
+    return grpo.Args(**options | {"response_length": 12, "beta": 0.1} | changes)
+
+
+def grpo_rollout():
+    """make_rollout with what GRPO's batch has: reference, one advantage a response, responses out of the loss."""
+    batch = make_rollout()
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(batch["mask"].shape, dtype=torch.float64, generator=generator)
+    batch["ref_logprobs"] = (batch["logprobs"] + 0.3 * noise) * batch["mask"]
+    advantages = torch.randn(len(SIZES), 1, dtype=torch.float64, generator=generator)
+    return batch | {"advantages": advantages * batch["mask"], "in_loss": [True] * len(SIZES)}
+
+
+def gradient_of(policy, batch, args, accelerator):
+    policy.zero_grad()
+    sums = grpo.accumulate_gradients(accelerator, policy, batch, list(range(len(SIZES))), args)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()]), sums
+
+
+def reference_gradient(policy, batch, args):
+    """GRPO's loss as the papers write it, response by response and without padding."""
+    policy.zero_grad()
+    total, count, kept = 0.0, {"token": 0, "sequence": 0, "constant": 0}, 0
+    for row, (prompt, response) in enumerate(zip(batch["prompts"], batch["responses"], strict=True)):
+        if not batch["in_loss"][row]:
+            continue
+        size, kept = len(response), kept + 1
+        count = {"token": count["token"] + size, "sequence": kept, "constant": kept * args.response_length}
+        logits = policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / args.temperature
+        new = torch.log_softmax(logits, -1)[range(size), response]
+        old, ref, w, advantages = (
+            batch[name][row, :size] for name in ("logprobs", "ref_logprobs", "weights", "advantages")
+        )
+        token_ratio = ratio = (new - old).exp()
+        if args.importance_sampling_level == "sequence":  # GSPO, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|)
+            ratio = ((new.sum() - old.sum()) / size).exp().expand(size)
+        clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange_higher)
+        surrogate = torch.min(ratio * advantages, clipped * advantages)
+        d = new - ref
+        kl = {"kl1": d * token_ratio, "kl2": d**2 / 2, "kl3": ((-d).exp() - 1 + d) * token_ratio}[args.kl_estimator]
+        per_token = w * (args.beta * kl - surrogate)
+        total = total + (per_token.mean() if args.loss_aggregation == "sequence" else per_token.sum())
+    (total / count[args.loss_aggregation]).backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+OPTIONS = [
+    {},
+    {"beta": 0.0},
+    {"cliprange_higher": 4.0},
+    {"importance_sampling_level": "sequence"},
+    {"loss_aggregation": "sequence"},
+    {"loss_aggregation": "constant"},
+    {"mask_truncated_completions": True},
+    {"kl_estimator": "kl1"},
+    {"kl_estimator": "kl2"},
+    {"mask_truncated_completions": True, "loss_aggregation": "sequence"},
+    {"mask_truncated_completions": True, "loss_aggregation": "constant", "importance_sampling_level": "sequence"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradient_is_that_of_the_papers_formula(options, accelerator):
+    policy, batch, args = tiny_policy().double(), grpo_rollout(), grpo_args(**options)
+    if args.mask_truncated_completions:
+        batch["in_loss"] = [True, False, True, True, False, True, True, True]
+    expected = reference_gradient(policy, batch, args)
+    assert expected.norm() > 1e-3
+    for size in (8, 3, 1):
+        args.per_device_train_batch_size = size
+        found, _ = gradient_of(policy, batch, args, accelerator)
+        assert (found - expected).norm() < 1e-10 * expected.norm(), size
+
+
+def test_every_option_changes_the_gradient(accelerator):
+    found = []
+    for options in OPTIONS:
+        policy, batch, args = tiny_policy().double(), grpo_rollout(), grpo_args(**options)
+        batch["in_loss"] = [not args.mask_truncated_completions or row != 1 for row in range(len(SIZES))]
+        found.append(gradient_of(policy, batch, args, accelerator)[0])
+    for (one, i), (other, j) in itertools.combinations(zip(found, OPTIONS, strict=True), 2):
+        assert (one - other).norm() > 1e-4 * one.norm(), f"{i} as {j}"
+
+
+def test_kl_gradient_is_the_derivative_of_the_true_kl():
+    """With samples weighted by their probabilities the terms' gradients are that of KL(policy || reference)."""
+    theta = torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.1, 0.4, -0.2], dtype=torch.float64).log_softmax(0)
+    new = theta.log_softmax(0)
+    (truth,) = torch.autograd.grad((new.exp() * (new - ref)).sum(), theta)
+    probabilities = new.detach().exp()
+    for estimator in ("kl1", "kl2", "kl3"):
+        new = theta.log_softmax(0)
+        term = grpo.kl_penalty(new, ref, estimator) * (1 if estimator == "kl2" else (new - new.detach()).exp())
+        (found,) = torch.autograd.grad((probabilities * term).sum(), theta)
+        torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+def test_all_responses_out_of_the_loss_give_a_finite_zero(accelerator):
+    policy, batch = tiny_policy().double(), grpo_rollout()
+    batch["in_loss"] = [False] * len(SIZES)
+    gradient, sums = gradient_of(policy, batch, grpo_args(per_device_train_batch_size=2), accelerator)
+    assert (gradient == 0).all()
+    assert all(math.isfinite(value) for value in sums.values())
+
+
+# --------------------------------------------------------------------------------------------------------- a real run
+
+
+@pytest.fixture(scope="module")
+def grpo_run(run_script, tmp_path_factory):
+    """Four steps on policy, one update each: old and new policy agree, and metrics follow from the batch."""
+    options = {"total_episodes": 4 * 32, "local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
+    options |= {"temperature": 1.5, "beta": 0.1, "kl_estimator": "kl1", "cliprange_higher": 0.3, "async_mode": False}
+    options |= {"non_stop_penalty": True, "penalty_reward_value": -1, "mask_truncated_completions": True}
+    options |= {"lr_scheduler_type": "constant", "save_batches": True, "learning_rate": 2e-3}
+    run = run_script("grpo_vllm_async.py", tmp_path_factory.mktemp("grpo"), **options)
+    assert run.returncode == 0, run.output
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_metrics_are_recomputed_from_the_batch(grpo_run, step):
+    batch = torch.load(grpo_run.run_dir / "batches" / f"step_{step:06d}.pt", weights_only=False)
+    line, scores = grpo_run.metrics[step - 1], batch["scores"].double()
+    ends = [ids[-1] == STOP for ids in batch["responses"]]
+    assert batch["in_loss"] == ends and not all(ends)
+    prompts = batch["prompts"]
+    assert all(prompts[i] == prompts[i - i % 4] for i in range(32)) and len({str(prompt) for prompt in prompts}) == 8
+    constant, advantages = 0, []
+    for i in range(0, 32, 4):
+        group = scores[i : i + 4]
+        same = len(set(group.tolist())) == 1
+        constant += same
+        advantages += [0.0] * 4 if same else ((group - group.mean()) / (group.std() + 1e-8)).tolist()
+    assert line["val/zero_variance_groups"] == constant
+    for row, advantage in enumerate(advantages):
+        size = len(batch["responses"][row])
+        assert batch["advantages"][row, :size].tolist() == pytest.approx([advantage] * size, abs=1e-6)
+    mask = batch["mask"].bool()
+    in_loss = mask & torch.tensor(ends)[:, None]
+    kl = (batch["logprobs"] - batch["ref_logprobs"]).double()
+    policy_loss = -(batch["advantages"] * batch["weights"])[in_loss].mean().item()
+    kl_loss = (kl * batch["weights"])[in_loss].mean().item()
+    expected = {
+        "objective/scores": scores.mean().item(),
+        "objective/kl": kl.sum().item() / 32,
+        "objective/non_score_reward": -0.1 * kl.sum().item() / 32,
+        "objective/rlhf_reward": scores.mean().item() - 0.1 * kl.sum().item() / 32,
+        "loss/policy_avg": policy_loss,
+        "loss/kl_avg": kl_loss,
+        "objective/loss": policy_loss + 0.1 * kl_loss,
+        "val/stop_rate": sum(ends) / 32,
+        "val/sequence_lengths": mask.sum().item() / 32,
+        "policy/approxkl_avg": 0.0,
+        "policy/clipfrac_avg": 0.0,
+        "val/ratio": 1.0,
+    }
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert all(math.isfinite(value) for value in line.values())
+    assert line["mismatch/logprob_diff_max"] < 1e-4
+    if step > 1:
+        assert abs(line["objective/kl"]) > 1e-3
+
+
+@pytest.mark.slow
+def test_without_kl_no_reference_policy_is_loaded(run_script, tmp_path):
+    wrapped = REPO / "tests" / "wrapped_async.py"
+    loaded = {}
+    for beta in (0.0, 0.1):
+        folder = tmp_path / str(beta)
+        launcher = (str(wrapped), "grpo_vllm_async.py")
+        run = run_script("none", folder, launcher=launcher, total_episodes=2 * 32, beta=beta)
+        assert run.returncode == 0, run.output
+        loaded[beta] = run.stdout.count("A model is loaded")
+        assert all(("objective/kl" in line) == (beta > 0) for line in run.metrics)
+    assert loaded == {0.0: 1, 0.1: 2}
+
+
+@pytest.mark.slow
+def test_final_model_loads(grpo_run, assets):
+    model = AutoModelForCausalLM.from_pretrained(grpo_run.run_dir / "model")
+    start = AutoModelForCausalLM.from_pretrained(assets / "model").state_dict()
+    assert all((value != start[name]).any() for name, value in model.state_dict().items())
+    assert json.loads((grpo_run.run_dir / "args.json").read_text())["pad_token_id"] == PAD
