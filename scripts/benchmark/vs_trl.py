@@ -1,21 +1,23 @@
 """grpo_vllm_async.py against TRL's GRPOTrainer: the same model, prompts, reward, batches and updates, on this machine.
 
-    python scripts/benchmark/vs_trl.py                  # throughput and memory, two workloads, three pairs each
-    python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time on the debug task, with a picture
+    python scripts/benchmark/vs_trl.py                  # throughput and memory: two workloads, three pairs each
+    python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time on the debug task, and a picture
 
-Throughput: float32, learning rate 0, no KL term, one update a step, both sides with all cores. "varied": a random
-model whose responses end by themselves, of a third of 256 tokens on average. "equal": the debug model with an end token
-that it never says, 64 tokens each. Sides alternate. Episodes a second are counted from the end of step WARM_UP to the
-end of the last step but one (the last async step overlaps with nothing). Memory is the growth of the trainer process's
-resident set over what it was before the first step. A pair counts only if both sides made as many updates on as many
-response tokens, within 2%.
+Throughput: float32, learning rate 0, no KL term, one update a step, all cores for either side, no gradient
+checkpointing. "varied": a random model whose responses end by themselves, after a third of 256 tokens on average.
+"equal": the debug model with an end token that it never says, 64 tokens each. The sides take turns. Episodes a second
+are counted from the end of step WARM_UP to the end of the last step but one (the last async step overlaps with
+nothing). Memory is the growth of the trainer process's resident set over what it was before the first step. A pair
+counts only if both sides made the same number of updates on as many response tokens, within 2%.
 
 TRL runs in .venv_trl, which the first call makes.
 """
 
 import argparse
+import itertools
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -28,7 +30,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent.parent
 TRL_VERSION = "1.16.0"
 WARM_UP = 3
-PROMPTS, GROUP, MICRO_BATCH = 16, 8, 32
+PROMPTS, GROUP = 16, 8
 WORKLOADS = {"varied": 256, "equal": 64}  # response caps
 REWARD = "def score(data_source, response, ground_truth, extra_info=None):\n    return float(len(response) % 2)\n"
 
@@ -112,7 +114,7 @@ def run_trl(folder, settings):
     class Log(TrainerCallback):
         def on_train_begin(self, *_, **__):
             self.growth, self.start, self.paused = watch_memory(), time.perf_counter(), 0.0
-            self.file = open(folder / "metrics.jsonl", "w")
+            self.lines = []
             if held_out:
                 self.evaluate({"training_step": 0, "seconds": 0.0})
 
@@ -120,7 +122,7 @@ def run_trl(folder, settings):
             before = time.perf_counter()
             line["eval/verifiable_correct_rate"] = correct_rate()
             self.paused += time.perf_counter() - before
-            self.file.write(json.dumps(line) + "\n")
+            self.lines.append(json.dumps(line))
 
         def on_log(self, args, state, control, logs, **_):
             if "completions/mean_length" not in logs:
@@ -130,23 +132,263 @@ def run_trl(folder, settings):
             if held_out and state.global_step % settings["eval_every"] == 0:
                 self.evaluate(line)
             else:
-                self.file.write(json.dumps(line) + "\n")
+                self.lines.append(json.dumps(line))
 
         def on_train_end(self, *_, **__):
-            self.file.close()
+            (folder / "metrics.jsonl").write_text("\n".join(self.lines))
             (folder / "memory.json").write_text(json.dumps(self.growth()))
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, seed=settings["seed"],
-        per_device_train_batch_size=settings["micro_batch"], num_generations=settings["group"],
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=settings["seed"],
+        per_device_train_batch_size=settings["micro_batch"],
         gradient_accumulation_steps=settings["mini_batch"] // settings["micro_batch"],
         steps_per_generation=settings["episodes"] // settings["micro_batch"],
-        max_completion_length=settings["response_length"], max_steps=settings["updates"],
-        temperature=1.0, top_p=1.0, top_k=0, beta=settings["beta"], epsilon=0.2, loss_type="dapo",
-        learning_rate=settings["learning_rate"], lr_scheduler_type="linear", warmup_steps=settings["warm_up"],
-        weight_decay=0.0, max_grad_norm=1.0,
-    )  # fmt: skip
+        num_generations=settings["group"],
+        max_completion_length=settings["response_length"],
+        max_steps=settings["updates"],
+        temperature=1.0,
+        beta=settings["beta"],
+        learning_rate=settings["learning_rate"],
+        warmup_steps=settings["warm_up"],
+    )
     trainer = GRPOTrainer(model, reward, args=config, train_dataset=train, processing_class=tokenizer)
     trainer.add_callback(Log())
     trainer.train()
+
+
+# -------------------------------------------------------------------------------------------------- the comparison
+
+
+def trl_python():
+    """The interpreter of .venv_trl; makes it if it is not there, with this environment's torch and transformers."""
+    from importlib.metadata import version
+
+    home = REPO / ".venv_trl"
+    python, done = home / "bin" / "python", home / ".complete"
+    if not done.exists():
+        print(f"Making {home.name} with TRL {TRL_VERSION}, some minutes ...", flush=True)
+        shutil.rmtree(home, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", home], check=True)
+        names = ("torch", "transformers", "accelerate", "datasets", "psutil")
+        pins = [f"trl=={TRL_VERSION}", *(f"{name}=={version(name)}" for name in names)]
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins]
+        if subprocess.run(install, stderr=subprocess.DEVNULL).returncode:  # PyPI has no CPU builds of torch
+            subprocess.run([*install, "--extra-index-url", "https://download.pytorch.org/whl/cpu"], check=True)
+        done.touch()
+    return python
+
+
+def make_assets(folder):
+    """Model, training prompts and response cap of each workload."""
+    sys.path.insert(0, str(REPO / "scripts"))
+    import make_debug_assets
+    import torch
+    from datasets import Dataset
+
+    subprocess.run([sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True)
+    shutil.copytree(REPO / "debug_assets" / "model", folder / "equal" / "model")
+    for name in ("config.json", "generation_config.json"):
+        path = folder / "equal" / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 5}))
+    path = folder / "equal" / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|unknown|>"}))
+    shutil.copy(REPO / "debug_assets" / "train.parquet", folder / "equal" / "train.parquet")
+
+    torch.manual_seed(1)
+    make_debug_assets.CHARACTERS = "".join(chr(33 + i) for i in range(84))  # with 6 special tokens: 90
+    tokenizer = make_debug_assets.make_tokenizer()
+    model = make_debug_assets.make_model(tokenizer, {"hidden_size": 128, "num_layers": 2})
+    model.config.max_position_embeddings = 512
+    (folder / "varied").mkdir()
+    model.save_pretrained(folder / "varied" / "model")
+    tokenizer.save_pretrained(folder / "varied" / "model")
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20))) for _ in range(4000)]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "data_source": "none", "reward_model": {"ground_truth": "0"}}
+        for text in texts
+    ]
+    Dataset.from_list(rows).to_parquet(str(folder / "varied" / "train.parquet"))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def run_side(side, settings, threads):
+    """One run in a process of its own; returns the lines of its metrics and the growth of its memory in MiB."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        python = trl_python() if side == "trl" else sys.executable
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        result = subprocess.run(
+            [python, __file__, "--side", side, "--folder", name], capture_output=True, text=True, env=environment
+        )
+        if result.returncode:
+            sys.exit(result.stdout + result.stderr)
+        path = folder / ("metrics.jsonl" if side == "trl" else "run/metrics.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return lines, json.loads((folder / "memory.json").read_text())
+
+
+def flags_of(settings, folder):
+    """The flags of grpo_vllm_async.py for these settings."""
+    episodes, group = settings["episodes"], settings["group"]
+    steps = settings["updates"] * settings["mini_batch"] // episodes
+    flags = {
+        "model_name_or_path": settings["model"],
+        "dataset": settings["dataset"],
+        "dtype": "float32",
+        "output_dir": folder,
+        "run_name": "run",
+        "seed": settings["seed"],
+        "response_length": settings["response_length"],
+        "total_episodes": steps * episodes,
+        "local_rollout_batch_size": episodes // group,
+        "number_samples_per_prompt": group,
+        "local_mini_batch_size": settings["mini_batch"],
+        "per_device_train_batch_size": settings["micro_batch"],
+        "local_rollout_forward_batch_size": settings["micro_batch"],
+        "beta": settings["beta"],
+        "learning_rate": settings["learning_rate"],
+        "warm_up_steps": settings["warm_up"],
+    }
+    if settings["reward"] == "parity":
+        flags["reward_fn"] = f"{Path(settings['dataset']).parent.parent / 'reward.py'}:score"
+    else:
+        flags |= {"eval_dataset": settings["eval_dataset"], "penalty_reward_value": -1}
+        flags["num_evals"] = settings["updates"] // settings["eval_every"]
+    extra = [] if settings["reward"] == "parity" else ["--non_stop_penalty"]
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))] + extra
+
+
+def speed(lines):
+    """Episodes a second after the first WARM_UP steps and without the last."""
+    seconds = [line.get("seconds", line.get("time/from_scratch")) for line in lines]
+    return PROMPTS * GROUP * (len(lines) - 1 - WARM_UP) / (seconds[-2] - seconds[WARM_UP - 1])
+
+
+def compare_throughput(args):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_assets(folder)
+        for workload in args.workloads:
+            settings = {
+                "model": str(folder / workload / "model"),
+                "dataset": str(folder / workload / "train.parquet"),
+                "reward": "parity",
+                "response_length": WORKLOADS[workload],
+                "episodes": PROMPTS * GROUP,
+                "mini_batch": PROMPTS * GROUP,
+                "micro_batch": args.micro_batch,
+                "group": GROUP,
+                "updates": args.steps,
+                "learning_rate": 0.0,
+                "warm_up": 0,
+                "beta": 0.0,
+            }
+            ratios, memory = [], []
+            for pair in range(1, args.pairs + 1):
+                found = {}
+                for side in ("tandem", "trl"):
+                    lines, growth = run_side(
+                        side, settings | {"seed": pair}, args.threads if side == "tandem" else None
+                    )
+                    tokens = PROMPTS * GROUP * sum(line["val/sequence_lengths"] for line in lines)
+                    found[side] = (speed(lines), growth, len(lines), tokens)
+                (ours, our_memory, *_), (theirs, their_memory, *_) = found["tandem"], found["trl"]
+                same = found["tandem"][2] == found["trl"][2] == args.steps
+                token_ratio = found["tandem"][3] / found["trl"][3]
+                if not same or abs(token_ratio - 1) > 0.02:
+                    sys.exit(f"not the same work: {found}")
+                ratios.append(ours / theirs)
+                memory.append(our_memory / their_memory)
+                print(
+                    f"{workload}, pair {pair}: {ours:.1f} against {theirs:.1f} episodes/s: {ratios[-1]:.2f} times; "
+                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB more; {args.steps} updates, "
+                    f"{found['trl'][3] / args.steps / PROMPTS / GROUP:.1f} tokens a response, ratio {token_ratio:.3f}",
+                    flush=True,
+                )
+            print(
+                f"{workload}: median {statistics.median(ratios):.2f} times the episodes/s, "
+                f"{statistics.median(memory):.2f} times the memory"
+            )
+
+
+def compare_learning(args):
+    from matplotlib.figure import Figure
+
+    subprocess.run([sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True)
+    assets = REPO / "debug_assets"
+    settings = {
+        "model": str(assets / "model"),
+        "dataset": str(assets / "train.parquet"),
+        "eval_dataset": str(assets / "test.parquet"),
+        "reward": "debug",
+        "response_length": 8,
+        "episodes": 512,
+        "mini_batch": 256,
+        "micro_batch": 128,
+        "group": 8,
+        "updates": 100,
+        "eval_every": 4,
+        "learning_rate": 5e-4,
+        "warm_up": 10,
+        "beta": 0.01,
+        "seed": args.seed,
+    }
+    axes, key = (figure := Figure(figsize=(7, 4))).subplots(), "eval/verifiable_correct_rate"
+    for side, label in (("tandem", "grpo_vllm_async.py"), ("trl", f"TRL {TRL_VERSION} GRPOTrainer")):
+        lines, _ = run_side(side, settings, args.threads if side == "tandem" else None)
+        if side == "tandem":
+            after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]  # so many steps
+            points = [(after[line["eval/policy_version"]], line[key]) for line in lines if key in line]
+        else:
+            points = [(line["seconds"], line[key]) for line in lines if key in line]
+        reached = next((seconds for seconds, rate in points if rate >= 0.9), None)
+        when = f"0.9 after {reached:.1f} s" if reached is not None else "0.9 not reached"
+        (_, first), (end, last) = points[0], points[-1]
+        print(f"{label}: held-out rate {first:.3f} at first, {when}, {last:.3f} after {end:.1f} s", flush=True)
+        axes.plot(*zip(*points, strict=True), marker=".", label=label)
+    axes.set(xlabel="seconds of training (evaluation left out)", ylabel="held-out prompts answered right", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(args.output, dpi=120, bbox_inches="tight")
+    print(f"Picture: {args.output}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=["throughput", "learning"], default="throughput")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--micro_batch", type=int, default=32)
+    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of our script; default: all cores, as for TRL")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("vs_trl.png"))
+    parser.add_argument("--side", choices=["tandem", "trl"], help=argparse.SUPPRESS)  # the process of one run
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        settings = json.loads((args.folder / "settings.json").read_text())
+        if args.side == "trl":
+            run_trl(args.folder, settings)
+        else:
+            run_tandem(args.folder, flags_of(settings, args.folder))
+    elif args.what == "learning":
+        compare_learning(args)
+    else:
+        compare_throughput(args)
+
+
+if __name__ == "__main__":
+    main()
