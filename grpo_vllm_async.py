@@ -16,9 +16,9 @@ Training step g:
 
 Weights travel between receiving one batch and asking for the next: vLLM is idle then and the learner not updating, so
 there is nothing to lock. Batches 1 and 2 come from the initial policy, later ones from the policy one training step
-before the one that trains on them (2410.18252). Two things keep that sound: the ratio is against log-probabilities of
-the learner's own, and what these differ from the sampler's by is a truncated importance weight. With --no-async_mode
-weights and prompts go out after the update instead of before: on-policy.
+before the one that trains on them (2410.18252). Two things keep that sound: the learner computes the denominator of
+the ratio itself, and a truncated importance weight makes up for what the sampler's log-probabilities differ by. With
+--no-async_mode weights and prompts go out after the update instead of before: on-policy.
 
 There is no value model: each prompt is answered several times, and a response's advantage is how much better it scored
 than the others of its group. The KL to the reference policy is a term of the loss, not of the reward.
@@ -30,7 +30,7 @@ Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or minimum lengths would change the distribution sampled from.
  2. One reward per response; one turn, no tools; prompts are padded, not packed.
 
-References: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476 (cliprange_higher,
+arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476 (cliprange_higher,
 mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence).
 """
 
@@ -120,7 +120,7 @@ class Args:
     local_rollout_batch_size: int = 64  # prompts of a training step
     local_mini_batch_size: int = 64  # responses of an optimizer update
     per_device_train_batch_size: int = 8  # responses of a forward and backward pass (micro-batch)
-    local_rollout_forward_batch_size: int = 32  # responses of a forward pass of the reference policy
+    local_rollout_forward_batch_size: int = 32  # responses of a forward pass that trains nothing (reference policy)
     num_epochs: int = 1  # passes over each batch of responses
     num_evals: int = 10  # evaluations, the one before the first update among them; one more follows the last update
     eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
@@ -130,8 +130,8 @@ class Args:
     response_length: int = 256  # most tokens in a response
     stop_token: str | None = None  # a further token that ends a response, beside the model's own; eos: the tokenizer's
     stop_token_id: int | None = None  # the same, as an id
-    temperature: float = 1.0  # log-probabilities are of the distribution at this temperature as well
-    vllm_gpus: tuple[int, ...] = ()  # GPUs for vLLM alone, after the learners' in order; none: it shares rank 0's
+    temperature: float = 1.0  # of sampling; log-probabilities are those of the distribution at this temperature
+    vllm_gpus: tuple[int, ...] = ()  # indices of those for vLLM alone, after the learners'; none: it shares rank 0's
     vllm_tensor_parallel_size: int = 1  # GPUs that share one copy of the model in vLLM
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU's memory for vLLM (weights and KV cache)
     vllm_enforce_eager: bool = False  # run vLLM without CUDA graphs: starts faster, generates slower
@@ -148,10 +148,10 @@ class Args:
     beta: float = 0.01  # weight of the KL term in the loss; 0: no reference policy is loaded
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"  # of that KL (http://joschu.net/blog/kl-approx.html)
     cliprange: float = 0.2  # the policy ratio is clipped to 1 +- cliprange
-    cliprange_higher: float = 0.2  # ... but from above to 1 + cliprange_higher (DAPO: 0.28)
-    advantage_normalization: Literal["standard", "centered"] = "standard"  # centered: not by the deviation (Dr. GRPO)
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the policy ratio (sequence: GSPO)
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over what (constant: Dr. GRPO)
+    cliprange_higher: float = 0.2  # the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)
+    advantage_normalization: Literal["standard", "centered"] = "standard"  # (score - mean) / std, or score - mean
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # of ratios and weights (sequence: GSPO)
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over what
     mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
     tis_cap: float = 2.0  # cap of the importance weight learner/sampler on the policy loss; 0: no weight
     # -- Output
@@ -164,7 +164,7 @@ class Args:
     episodes_per_step: FilledIn[int] = 0  # responses per training step, over all ranks
     num_training_steps: FilledIn[int] = 0  # training steps of the run
     num_updates: FilledIn[int] = 0  # optimizer updates of the run
-    eval_versions: FilledIn[tuple[int, ...]] = ()  # policy versions (steps completed) to evaluate, beside the last
+    eval_steps: FilledIn[tuple[int, ...]] = ()  # steps completed when an evaluation is due, beside the last
     stop_token_ids: FilledIn[tuple[int, ...]] = ()  # ids that end a response
     pad_token_id: FilledIn[int] = 0  # id that fills rows up; any would do, since masks come from lengths
 
@@ -189,10 +189,8 @@ def fill_in(args: Args) -> Args:
     at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
     at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
     for name, value in vars(args).items():
-        if name == "world_size":
-            break  # what follows is not given but computed
         if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
-            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"
+            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"  # default 0: may be 0
             good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
             good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
             what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
@@ -218,7 +216,7 @@ def fill_in(args: Args) -> Args:
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
     args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
     eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
-    args.eval_versions = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
     return args
 
 
@@ -420,9 +418,9 @@ def collate(prompts: list[list[int]], responses: list[list[int]], pad_token_id: 
 
 
 def policy_forward(model, inputs: dict, response_length: int, temperature: float) -> tuple:
-    """Log-probabilities of the response tokens and (with gradients) entropies: (batch, response_length), float32.
+    """Log-probabilities of the response tokens and entropies (detached): (batch, response_length), in float32.
 
-    Only the response's logits, the largest tensors here, and their softmax in chunks, again in the backward pass.
+    Saves memory: logits of the response alone, their softmax in chunks that the backward pass computes again.
     """
     # Logits predict the next token: (batch, response_length, vocabulary)
     logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]
@@ -443,7 +441,7 @@ def policy_forward(model, inputs: dict, response_length: int, temperature: float
 
 
 def deal_rows(rows: list[int], lengths: list[tuple[int, int]], size: int, world_size: int) -> list[list[list[int]]]:
-    """Cuts rows into micro-batches of `size`, like lengths (response, prompt) together: [rank][micro-batch] -> rows.
+    """Rows as micro-batches of `size`, alike in length (response, prompt), shared out: [rank][micro-batch] -> rows.
 
     >>> deal_rows([0, 1, 2, 3], lengths=[(9, 1), (2, 1), (8, 1), (3, 1)], size=2, world_size=1)
     [[[1, 3], [2, 0]]]
@@ -492,7 +490,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     0.5
     """
     d = logprobs - ref_logprobs
-    return {"kl1": lambda: d, "kl2": lambda: d**2 / 2, "kl3": lambda: torch.expm1(-d) + d}[estimator]()
+    return {"kl1": d, "kl2": d**2 / 2, "kl3": torch.expm1(-d) + d}[estimator]
 
 
 def group_advantages(scores: Tensor, number_samples_per_prompt: int, normalization: str) -> Tensor:
@@ -540,9 +538,9 @@ def policy_loss(
     return torch.max(plain, clipped) * weights, clipped > plain
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """min(exp(old - sampler), cap) per token, 1 for cap 0 (truncated: https://fengyao.notion.site/off-policy-rl)."""
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap) if cap else torch.ones_like(old_logprobs)
+def importance_weights(log_ratio: Tensor, cap: float) -> Tensor:
+    """min(exp(learner - sampler), cap), or 1 for cap 0: truncated, see https://fengyao.notion.site/off-policy-rl."""
+    return log_ratio.exp().clamp(max=cap) if cap else torch.ones_like(log_ratio)
 
 
 def lr_multiplier(update: int, args: Args) -> float:
@@ -587,7 +585,8 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
     if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    # Forked processes would hold the watcher's pipe open; CUDA IPC handles go pickled to vLLM's own worker process.
+    # spawn: forked processes would hold the watcher's pipe open. SPT_NOENV: renaming a process must not overwrite its
+    # environment, where the watcher looks. Serialization: CUDA IPC handles, to vLLM's own worker process.
     own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(cuda))
     outer, earlier = dict(os.environ), set(multiprocessing.active_children())
@@ -738,28 +737,28 @@ def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, a
 def generation_thread(llm, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args) -> None:
     """Answers each request in prompts_Q with a rollout in response_Q, or with the exception that stopped it.
 
-    A request is {step, version (of vLLM's weights), rows, seeds, held_out (rows to evaluate)}; the answer is a Future
-    of a rollout: the request with responses, logprobs, answers (to held_out) and times. It never touches weights.
+    A request is {step, version (of vLLM's weights), rows, seeds, eval_rows (may be none)}; the answer is a Future
+    of a rollout: the request with responses, logprobs, eval_responses and times. It never touches weights.
     """
     while True:
-        times, answer = {}, Future()
+        times, future = {}, Future()
         with timed(times, "wait_for_prompts"):
             request = prompts_Q.get()
         try:
             with timed(times, "generation"):
                 responses, logprobs = generate_vllm(llm, request["rows"], request["seeds"], args.temperature, args)
             with timed(times, "evaluation"):
-                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["held_out"]))]
-                answers, _ = generate_vllm(llm, request["held_out"], seeds, args.eval_temperature, args)
-            rollout = {"responses": responses, "logprobs": logprobs, "answers": answers, "times": times}
-            answer.set_result(request | rollout)
+                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["eval_rows"]))]
+                eval_responses, _ = generate_vllm(llm, request["eval_rows"], seeds, args.eval_temperature, args)
+            rollout = {"responses": responses, "logprobs": logprobs, "eval_responses": eval_responses, "times": times}
+            future.set_result(request | rollout)
         except BaseException as error:
-            answer.set_exception(error)
-        response_Q.put(answer)
+            future.set_exception(error)
+        response_Q.put(future)
 
 
 def probe_sync(accelerator: Accelerator, policy, engine: dict, rows: list[dict], args: Args) -> float:
-    """Largest difference between vLLM's and the learner's log-probabilities in a short generation; raises if large."""
+    """Largest log-probability difference, vLLM to learner, in a short generation; raises if the mean is large."""
     short = replace(args, response_length=min(16, args.response_length))
     request = (engine.get("llm"), rows, list(range(1, len(rows) + 1)), args.temperature, short)
     responses, sampler_logprobs = on_main_process(accelerator, call_engine, engine, generate_vllm, *request)
@@ -799,8 +798,8 @@ def accumulate_gradients(accelerator, policy, batch: dict, mini_batch: list[int]
     is cut. Returns sums over this rank's tokens; `tokens`, `real` and `computed` (with padding) count them.
     """
     counted = [row for row in mini_batch if batch["in_loss"][row]]
-    normalizers = {"token": sum(batch["lengths"][row][0] for row in counted), "sequence": len(counted)}
-    normalizer = max(1, (normalizers | {"constant": len(counted) * args.response_length})[args.loss_aggregation])
+    tokens, longest = sum(batch["lengths"][row][0] for row in counted), len(counted) * args.response_length
+    normalizer = max(1, {"token": tokens, "sequence": len(counted), "constant": longest}[args.loss_aggregation])
     shares = deal_rows(mini_batch, batch["lengths"], args.per_device_train_batch_size, accelerator.num_processes)
     micro_batches, sums = shares[accelerator.process_index], Counter()
     for i, rows in enumerate(micro_batches):
@@ -818,7 +817,7 @@ def accumulate_gradients(accelerator, policy, batch: dict, mini_batch: list[int]
             if args.importance_sampling_level == "sequence":
                 log_ratio = sequence_mean(log_ratio, mask)
             pg_loss, clipped = policy_loss(log_ratio, advantages, weights, args.cliprange, args.cliprange_higher)
-            # Times the token's ratio, the gradient of kl1 and kl3 is that of the reverse KL (2510.01555); kl2's is so.
+            # kl2 as it stands has the reverse KL's gradient, kl1 and kl3 have it times the token's ratio (2510.01555).
             kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * weights
             kl = kl if args.kl_estimator == "kl2" else kl * token_log_ratio.exp()
             # Ranks average their gradients; times the number of ranks, that is the sum.
@@ -830,7 +829,8 @@ def accumulate_gradients(accelerator, policy, batch: dict, mini_batch: list[int]
             per_token |= {"policy/approxkl_avg": token_log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
             per_token |= {"loss/kl_avg": kl} if args.beta > 0 else {}
             sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
-            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": inputs["input_ids"] >= 0}
+            computed = torch.ones_like(inputs["input_ids"])
+            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": computed}
             sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
     return dict(sums)
 
@@ -860,7 +860,7 @@ def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str
 
 def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rollout: dict) -> dict[str, float]:
     """Writes a rollout's answers to the held-out prompts to samples.jsonl, shows a few, and returns eval/* metrics."""
-    rows, responses, version = rollout["held_out"], rollout["answers"], rollout["version"]
+    rows, responses, version = rollout["eval_rows"], rollout["eval_responses"], rollout["version"]
     scored = score(rows, responses)
     right = [value > 0 for value in scored["verifiable"]]
     metrics = mean_by_source("eval/verifiable_correct_rate", rows, right)
@@ -905,7 +905,7 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     tokens = args.episodes_per_step * (longest + args.response_length)
     frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
     free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
-    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free / 2**30:.2f} GiB free; the model needs more")
+    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free >> 20} MiB free, {size >> 18} are needed")
     print(f"""Plan
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
   steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
@@ -953,8 +953,8 @@ def main() -> None:
         return
 
     # ---- Models, optimizers, the run's folder
-    tracker, patience = "wandb" if args.with_tracking else None, InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    accelerator = Accelerator(log_with=tracker, kwargs_handlers=[patience])
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # a long generation must not look like a hang
+    accelerator = Accelerator(log_with="wandb" if args.with_tracking else None, kwargs_handlers=[group])
     device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True)
     if is_main:
         run_dir.mkdir(parents=True)
@@ -968,7 +968,7 @@ def main() -> None:
         ref_policy = ref_policy.to(device)
     adamw = partial(torch.optim.AdamW, eps=args.eps, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, adamw(policy.parameters()))
-    per_step = args.num_updates // args.num_training_steps
+    updates_per_step = args.num_updates // args.num_training_steps
     score = partial(on_main_process, accelerator, score_responses, args, reward_fn, tokenizer)
 
     def send(step: int, version: int) -> None:
@@ -980,12 +980,13 @@ def main() -> None:
         if is_main:
             size = args.rollout_batch_size if step <= args.num_training_steps else 0
             drawn = draw_prompts(len(train_rows), (step - 1) * args.rollout_batch_size, size, args.seed)
-            rows, first = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)], step - 1
-            seeds = [stable_hash(args.seed, "episode", first * args.episodes_per_step + i) for i in range(len(rows))]
-            held_out = eval_rows if step - 1 in (*args.eval_versions, args.num_training_steps) else []
-            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "held_out": held_out})
+            rows = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
+            episode = (step - 1) * args.episodes_per_step
+            seeds = [stable_hash(args.seed, "episode", episode + i) for i in range(len(rows))]
+            due = eval_rows if step - 1 in (*args.eval_steps, args.num_training_steps) else []
+            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "eval_rows": due})
 
-    engine, sender, evaluations, waits = {}, None, [], Counter()
+    engine, sender, evaluations, waits = {}, None, [], Counter()  # engine: filled on rank 0 alone
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
     progress = Progress(*Progress.get_default_columns(), "{task.fields[figures]}", console=console)
     progress.disable = not (is_main and console.is_terminal)
@@ -1009,12 +1010,12 @@ def main() -> None:
             with timed(times, "wait_for_generation"):
                 rollout = receive()
             assert rollout["step"] == training_step, "a rollout of another step"
-            rows, responses, sampler_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
+            rows, responses, token_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
             prompts = [row["prompt_ids"] for row in rows]
             # ---- 2. vLLM is idle: it gets the current policy and the next prompts, and generates while we train
             if args.async_mode and training_step < args.num_training_steps:
                 send(step=training_step + 1, version=version)
-            if rollout["held_out"]:
+            if rollout["eval_rows"]:
                 evaluations.append(report_evaluation(accelerator, args, score, rollout))
                 metrics |= evaluations[-1]
             # ---- 3. Scores
@@ -1023,22 +1024,22 @@ def main() -> None:
             scores = torch.tensor(scored["scores"], dtype=torch.float32, device=device)  # (episodes,)
             stopped = torch.tensor([ids[-1] in args.stop_token_ids for ids in responses], device=device)
             # ---- 4. Log-probabilities, (episodes, response_length). The old ones are computed in the very
-            # micro-batches of the first epoch: in another shape the last bits differ, and the first ratio from 1
-            sizes = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
-            mask = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).float()
+            # micro-batches of the first epoch: any other shape changes the last bits, and the first ratio must be 1
+            ends = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
+            mask = (torch.arange(int(ends.max()), device=device) < ends[:, None]).float()
             lengths = [(len(response), len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
             batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "scores": scores, "mask": mask}
             mini_batches = draw_mini_batches(len(rows), training_step, args)
             deal = partial(deal_rows, lengths=lengths, world_size=args.world_size)
-            first = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
-            every = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
+            epoch_0 = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
+            ref_batches = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
             with timed(times, "forward"):
                 forward = partial(policy_forward, temperature=args.temperature)
-                ref_logprobs = logprobs = forward_batch(accelerator, partial(forward, policy), first, batch, args)
+                ref_logprobs = logprobs = forward_batch(accelerator, partial(forward, policy), epoch_0, batch, args)
                 if args.beta > 0:
-                    ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), every, batch, args)
+                    ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), ref_batches, batch, args)
             sampler = torch.zeros_like(mask)
-            sampler[mask.bool()] = torch.tensor(list(chain(*sampler_logprobs)), device=device)
+            sampler[mask.bool()] = torch.tensor(list(chain(*token_logprobs)), device=device)
             # ---- 5. Advantages: one for all tokens of a response, on the whole batch
             advantages = group_advantages(scores, args.number_samples_per_prompt, args.advantage_normalization)
             groups = scores.view(-1, args.number_samples_per_prompt)
@@ -1046,23 +1047,23 @@ def main() -> None:
             in_loss = [not args.mask_truncated_completions or ids[-1] in args.stop_token_ids for ids in responses]
             batch |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler}
             batch |= {"advantages": advantages[:, None] * mask, "in_loss": in_loss}
-            batch["weights"] = importance_weights(logprobs, sampler, args.tis_cap)
+            log_weights = (logprobs - sampler) * mask
             if args.importance_sampling_level == "sequence":
-                mean = sequence_mean(logprobs - sampler, mask)
-                batch["weights"] = importance_weights(mean, torch.zeros_like(mean), args.tis_cap)
+                log_weights = sequence_mean(log_weights, mask)
+            batch["weights"] = importance_weights(log_weights, args.tis_cap)
             # ---- 7. Updates
             sums, grad_norms = Counter(), []
             with timed(times, "update"):
-                for update, mini_batch in enumerate(chain(*mini_batches), version * per_step):
+                for update, mini_batch in enumerate(chain(*mini_batches), version * updates_per_step):
                     sums.update(accumulate_gradients(accelerator, policy, batch, mini_batch, args))
                     grad_norms.append(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-                    if not torch.isfinite(grad_norms[-1]):  # the same on every rank
+                    if not torch.isfinite(grad_norms[-1]).all():  # the same on every rank
                         if is_main:
                             torch.save(batch, run_dir / "bad_batch.pt")
                         raise FloatingPointError(f"gradient not finite in step {training_step}; batch in {run_dir}")
-                    lr = lr_multiplier(update, args)
+                    lr_scale = lr_multiplier(update, args)
                     for group in optimizer.param_groups:
-                        group["lr"] = lr * args.learning_rate
+                        group["lr"] = lr_scale * args.learning_rate
                     optimizer.step()
                     optimizer.zero_grad()
             if not args.async_mode and training_step < args.num_training_steps:
@@ -1074,14 +1075,14 @@ def main() -> None:
             metrics |= {name: value / tokens for name, value in sums.items()}
             metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
             difference = (logprobs - sampler) * mask
-            trust = difference.exp()[mask.bool()]  # importance weights before they are cut off
+            trust = log_weights.exp()[mask.bool()]  # importance weights before they are cut off
             times |= rollout["times"] | {"from_scratch": time.time() - start_time}
             evaluating = min(times.pop("evaluation"), times["wait_for_generation"])  # left out, as is waiting for it
             training_time = times["training"] = time.perf_counter() - step_start - evaluating
             times["wait_for_generation"] -= evaluating
             waits.update(times)
             memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-            metrics |= {"training_step": training_step, "lr": lr * args.learning_rate, "policy/version": version}
+            metrics |= {"training_step": training_step, "lr": lr_scale * args.learning_rate, "policy/version": version}
             metrics["episode"] = training_step * args.episodes_per_step
             metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
             metrics["policy/staleness"] = version - rollout["version"]
@@ -1118,8 +1119,8 @@ def main() -> None:
             if is_main:
                 with open(run_dir / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(metrics) + "\n")
-                shown = ("objective/scores", "policy/entropy_avg", "val/sequence_lengths", "perf/episodes_per_second")
-                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown)
+                shown = ("objective/scores", "objective/kl", "val/sequence_lengths", "perf/episodes_per_second")
+                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics)
                 progress.update(task, advance=1, figures=figures)
                 if not console.is_terminal and training_step % max(1, args.num_training_steps // 20) == 0:
                     console.print(f"step {training_step}/{args.num_training_steps}  {figures}")

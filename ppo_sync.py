@@ -19,7 +19,7 @@ Deliberate simplifications:
  2. Sampling is by temperature alone: top-p, top-k or minimum lengths would change the distribution sampled from.
  3. One reward per response, on its last token; one turn, no tools; prompts are padded, not packed.
 
-References: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; the N implementation details 2403.17031.
+arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; the N implementation details 2403.17031.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Args:
     local_rollout_batch_size: int = 64  # prompts of a training step
     local_mini_batch_size: int = 64  # responses of an optimizer update
     per_device_train_batch_size: int = 8  # responses of a forward and backward pass (micro-batch)
-    local_rollout_forward_batch_size: int = 32  # responses of a forward pass of the reference policy
+    local_rollout_forward_batch_size: int = 32  # responses of a forward pass that trains nothing (reference policy)
     num_epochs: int = 1  # passes over each batch of responses
     num_evals: int = 10  # evaluations, the one before the first update among them; one more follows the last update
     eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
@@ -119,8 +119,8 @@ class Args:
     response_length: int = 256  # most tokens in a response
     stop_token: str | None = None  # a further token that ends a response, beside the model's own; eos: the tokenizer's
     stop_token_id: int | None = None  # the same, as an id
-    temperature: float = 1.0  # log-probabilities are of the distribution at this temperature as well
-    vllm_gpus: tuple[int, ...] = ()  # GPUs for vLLM alone, after the learners' in order; none: it shares rank 0's
+    temperature: float = 1.0  # of sampling; log-probabilities are those of the distribution at this temperature
+    vllm_gpus: tuple[int, ...] = ()  # indices of those for vLLM alone, after the learners'; none: it shares rank 0's
     vllm_tensor_parallel_size: int = 1  # GPUs that share one copy of the model in vLLM
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU's memory for vLLM (weights and KV cache)
     vllm_enforce_eager: bool = False  # run vLLM without CUDA graphs: starts faster, generates slower
@@ -153,7 +153,7 @@ class Args:
     episodes_per_step: FilledIn[int] = 0  # responses per training step, over all ranks
     num_training_steps: FilledIn[int] = 0  # training steps of the run
     num_updates: FilledIn[int] = 0  # optimizer updates of the run
-    eval_versions: FilledIn[tuple[int, ...]] = ()  # policy versions (steps completed) to evaluate, beside the last
+    eval_steps: FilledIn[tuple[int, ...]] = ()  # steps completed when an evaluation is due, beside the last
     stop_token_ids: FilledIn[tuple[int, ...]] = ()  # ids that end a response
     pad_token_id: FilledIn[int] = 0  # id that fills rows up; any would do, since masks come from lengths
 
@@ -178,10 +178,8 @@ def fill_in(args: Args) -> Args:
     at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
     at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
     for name, value in vars(args).items():
-        if name == "world_size":
-            break  # what follows is not given but computed
         if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
-            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"
+            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"  # default 0: may be 0
             good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
             good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
             what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
@@ -207,7 +205,7 @@ def fill_in(args: Args) -> Args:
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
     args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
     eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
-    args.eval_versions = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
     return args
 
 
@@ -389,7 +387,7 @@ def load_model(auto_class: type, path: str, args: Args, trained: bool, **config_
 
 
 class ValueModel(torch.nn.Module):
-    """A sequence classifier of one label, of which the head is read at every position, not where it pools."""
+    """A one-label sequence classifier whose head is read at every position, not only at the last token."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -434,9 +432,9 @@ def collate(prompts: list[list[int]], responses: list[list[int]], pad_token_id: 
 
 
 def policy_forward(model, inputs: dict, response_length: int, temperature: float) -> tuple:
-    """Log-probabilities of the response tokens and (with gradients) entropies: (batch, response_length), float32.
+    """Log-probabilities of the response tokens and entropies (detached): (batch, response_length), in float32.
 
-    Only the response's logits, the largest tensors here, and their softmax in chunks, again in the backward pass.
+    Saves memory: logits of the response alone, their softmax in chunks that the backward pass computes again.
     """
     # Logits predict the next token: (batch, response_length, vocabulary)
     logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]
@@ -457,7 +455,7 @@ def policy_forward(model, inputs: dict, response_length: int, temperature: float
 
 
 def deal_rows(rows: list[int], lengths: list[tuple[int, int]], size: int, world_size: int) -> list[list[list[int]]]:
-    """Cuts rows into micro-batches of `size`, like lengths (response, prompt) together: [rank][micro-batch] -> rows.
+    """Rows as micro-batches of `size`, alike in length (response, prompt), shared out: [rank][micro-batch] -> rows.
 
     >>> deal_rows([0, 1, 2, 3], lengths=[(9, 1), (2, 1), (8, 1), (3, 1)], size=2, world_size=1)
     [[[1, 3], [2, 0]]]
@@ -518,7 +516,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     0.5
     """
     d = logprobs - ref_logprobs
-    return {"kl1": lambda: d, "kl2": lambda: d**2 / 2, "kl3": lambda: torch.expm1(-d) + d}[estimator]()
+    return {"kl1": d, "kl2": d**2 / 2, "kl3": torch.expm1(-d) + d}[estimator]
 
 
 def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -564,15 +562,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
     """
-    limit = cliprange_value or math.inf
     loss = (values - returns) ** 2 / 2
-    clipped_loss = (old_values + (values - old_values).clamp(-limit, limit) - returns) ** 2 / 2
-    return (torch.max(loss, clipped_loss), clipped_loss > loss) if cliprange_value else (loss, loss < 0)
+    clipped_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    clipped_loss = (clipped_values - returns) ** 2 / 2 if cliprange_value else loss
+    return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """min(exp(old - sampler), cap) per token, 1 for cap 0 (truncated: https://fengyao.notion.site/off-policy-rl)."""
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap) if cap else torch.ones_like(old_logprobs)
+def importance_weights(log_ratio: Tensor, cap: float) -> Tensor:
+    """min(exp(learner - sampler), cap), or 1 for cap 0: truncated, see https://fengyao.notion.site/off-policy-rl."""
+    return log_ratio.exp().clamp(max=cap) if cap else torch.ones_like(log_ratio)
 
 
 def lr_multiplier(update: int, args: Args) -> float:
@@ -617,7 +615,8 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
     if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    # Forked processes would hold the watcher's pipe open; CUDA IPC handles go pickled to vLLM's own worker process.
+    # spawn: forked processes would hold the watcher's pipe open. SPT_NOENV: renaming a process must not overwrite its
+    # environment, where the watcher looks. Serialization: CUDA IPC handles, to vLLM's own worker process.
     own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(cuda))
     outer, earlier = dict(os.environ), set(multiprocessing.active_children())
@@ -770,7 +769,7 @@ def generate_transformers(
 ) -> list[list[int]]:
     """Samples a response to each row with the learner's own model; every rank a part, the whole returned to all.
 
-    What generate() is not told it takes from the model's generation config, then top_k = 50: so all of it is said.
+    generate() takes what it is not told from the model's generation config (else top_k = 50), so every option is set.
     """
     rank, world_size, size = accelerator.process_index, args.world_size, args.local_rollout_forward_batch_size
     mine = [row["prompt_ids"] for row in rows[rank * len(rows) // world_size : (rank + 1) * len(rows) // world_size]]
@@ -781,9 +780,8 @@ def generate_transformers(
     torch.manual_seed(stable_hash(seed, rank))
     responses = []
     for i in range(0, len(mine), size):
-        inputs, _ = collate(
-            mine[i : i + size], [[] for _ in mine[i : i + size]], args.pad_token_id, accelerator.device
-        )
+        part = mine[i : i + size]
+        inputs, _ = collate(part, [[]] * len(part), args.pad_token_id, accelerator.device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.no_grad(), autocast(args, accelerator):
             output = accelerator.unwrap_model(policy).generate(ids, attention_mask=mask, generation_config=config)
@@ -835,15 +833,16 @@ def accumulate_gradients(accelerator, policy, value_model, batch: dict, mini_bat
             pg_loss, clipped = policy_loss(log_ratio, advantages, weights, args.cliprange, args.cliprange)
             vf_loss, values_clipped = value_loss(values, old_values, returns, args.cliprange_value)
             # Ranks average their gradients; times the number of ranks, that is the sum.
-            accelerator.backward((pg_loss * mask).sum() / num_tokens * accelerator.num_processes)
-            accelerator.backward((vf_loss * mask).sum() / num_tokens * accelerator.num_processes)
+            loss = ((pg_loss + vf_loss) * mask).sum() / num_tokens
+            accelerator.backward(loss * accelerator.num_processes)
         with torch.no_grad():
             ratio = log_ratio.exp()
             per_token = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "policy/entropy_avg": entropy}
             per_token |= {"policy/approxkl_avg": log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
             per_token |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": values_clipped}
             sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
-            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": inputs["input_ids"] >= 0}
+            computed = torch.ones_like(inputs["input_ids"])
+            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": computed}
             sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
     return dict(sums)
 
@@ -873,7 +872,7 @@ def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str
 
 def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rollout: dict) -> dict[str, float]:
     """Writes a rollout's answers to the held-out prompts to samples.jsonl, shows a few, and returns eval/* metrics."""
-    rows, responses, version = rollout["held_out"], rollout["answers"], rollout["version"]
+    rows, responses, version = rollout["eval_rows"], rollout["eval_responses"], rollout["version"]
     scored = score(rows, responses)
     right = [value > 0 for value in scored["verifiable"]]
     metrics = mean_by_source("eval/verifiable_correct_rate", rows, right)
@@ -918,7 +917,7 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     tokens = args.episodes_per_step * (longest + args.response_length)
     frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
     free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
-    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free / 2**30:.2f} GiB free; the model needs more")
+    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free >> 20} MiB free, {size >> 18} are needed")
     print(f"""Plan
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
   steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
@@ -969,8 +968,8 @@ def main() -> None:
         return
 
     # ---- Models, optimizers, the run's folder
-    tracker, patience = "wandb" if args.with_tracking else None, InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    accelerator = Accelerator(log_with=tracker, kwargs_handlers=[patience])
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # a long generation must not look like a hang
+    accelerator = Accelerator(log_with="wandb" if args.with_tracking else None, kwargs_handlers=[group])
     device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True)
     if is_main:
         run_dir.mkdir(parents=True)
@@ -984,7 +983,7 @@ def main() -> None:
     adamw = partial(torch.optim.AdamW, eps=args.eps, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, adamw(policy.parameters()))
     value_model, value_optimizer = accelerator.prepare(value_model, adamw(value_model.parameters()))
-    per_step = args.num_updates // args.num_training_steps
+    updates_per_step = args.num_updates // args.num_training_steps
     trained = [(policy, optimizer, args.learning_rate), (value_model, value_optimizer, args.value_learning_rate)]
     score = partial(on_main_process, accelerator, score_responses, args, reward_fn, tokenizer)
 
@@ -998,11 +997,11 @@ def main() -> None:
     def evaluate(version: int) -> dict:
         """Answers the held-out prompts with the policy, of this version; returns the eval/* metrics."""
         seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_rows))]
-        answers, _ = generate(eval_rows, seeds, args.eval_temperature)
-        rollout = {"held_out": eval_rows, "answers": answers, "version": version}
+        eval_responses, _ = generate(eval_rows, seeds, args.eval_temperature)
+        rollout = {"eval_rows": eval_rows, "eval_responses": eval_responses, "version": version}
         return report_evaluation(accelerator, args, score, rollout)
 
-    engine, sender, evaluations = {}, None, []
+    engine, sender, evaluations = {}, None, []  # engine: filled on rank 0 alone
     progress = Progress(*Progress.get_default_columns(), "{task.fields[figures]}", console=console)
     progress.disable = not (is_main and console.is_terminal)
     try:
@@ -1028,8 +1027,8 @@ def main() -> None:
             with timed(times, "generation"):
                 episode = version * args.episodes_per_step
                 seeds = [stable_hash(args.seed, "episode", episode + i) for i in range(len(rows))]
-                responses, sampler_logprobs = generate(rows, seeds, args.temperature)
-            if eval_rows and version in args.eval_versions:
+                responses, token_logprobs = generate(rows, seeds, args.temperature)
+            if eval_rows and version in args.eval_steps:
                 with timed(times, "evaluation"):
                     evaluations.append(evaluate(version))
                 metrics |= evaluations[-1]
@@ -1039,27 +1038,27 @@ def main() -> None:
             scores = torch.tensor(scored["scores"], dtype=torch.float32, device=device)  # (episodes,)
             stopped = torch.tensor([ids[-1] in args.stop_token_ids for ids in responses], device=device)
             # ---- 4. Log-probabilities and values, (episodes, response_length). The old ones are computed in the very
-            # micro-batches of the first epoch: in another shape the last bits differ, and the first ratio from 1
-            sizes = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
-            mask = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).float()
+            # micro-batches of the first epoch: any other shape changes the last bits, and the first ratio must be 1
+            ends = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
+            mask = (torch.arange(int(ends.max()), device=device) < ends[:, None]).float()
             lengths = [(len(response), len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
             batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "scores": scores, "mask": mask}
             mini_batches = draw_mini_batches(len(rows), training_step, args)
             deal = partial(deal_rows, lengths=lengths, world_size=args.world_size)
-            first = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
-            every = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
+            epoch_0 = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
+            ref_batches = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
             with timed(times, "forward"):
                 forward = partial(policy_forward, temperature=args.temperature)
-                logprobs = forward_batch(accelerator, partial(forward, policy), first, batch, args)
-                values = forward_batch(accelerator, value_model, first, batch, args)
-                ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), every, batch, args)
+                logprobs = forward_batch(accelerator, partial(forward, policy), epoch_0, batch, args)
+                values = forward_batch(accelerator, value_model, epoch_0, batch, args)
+                ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), ref_batches, batch, args)
             sampler = logprobs.clone()  # where the learner samples by itself
-            if sampler_logprobs is not None:
-                sampler[mask.bool()] = torch.tensor(list(chain(*sampler_logprobs)), device=device)
+            if token_logprobs is not None:
+                sampler[mask.bool()] = torch.tensor(list(chain(*token_logprobs)), device=device)
             # ---- 5. Rewards per token: the KL penalty everywhere, the score on the last token
             kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
             rewards = -args.beta * kl
-            rewards[torch.arange(len(rows), device=device), sizes - 1] += scores
+            rewards[torch.arange(len(rows), device=device), ends - 1] += scores
             if args.whiten_rewards:
                 rewards = masked_whiten(rewards, mask, shift_mean=False)
             # ---- 6. Advantages and value targets, on the whole batch
@@ -1069,11 +1068,11 @@ def main() -> None:
             advantages = masked_whiten(advantages, mask)
             batch |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler}
             batch |= {"values": values, "rewards": rewards, "advantages": advantages, "returns": returns}
-            batch["weights"] = importance_weights(logprobs, sampler, args.tis_cap)
+            batch["weights"] = importance_weights(logprobs - sampler, args.tis_cap)
             # ---- 7. Updates
             sums, grad_norms = Counter(), []
             with timed(times, "update"):
-                for update, mini_batch in enumerate(chain(*mini_batches), version * per_step):
+                for update, mini_batch in enumerate(chain(*mini_batches), version * updates_per_step):
                     sums.update(accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, args))
                     norms = [accelerator.clip_grad_norm_(m.parameters(), args.max_grad_norm) for m, _, _ in trained]
                     grad_norms.append(torch.stack(norms))
@@ -1081,10 +1080,10 @@ def main() -> None:
                         if is_main:
                             torch.save(batch, run_dir / "bad_batch.pt")
                         raise FloatingPointError(f"gradient not finite in step {training_step}; batch in {run_dir}")
-                    lr = lr_multiplier(update, args)
+                    lr_scale = lr_multiplier(update, args)
                     for model, optimizer, base_lr in trained:
                         for group in optimizer.param_groups:
-                            group["lr"] = lr * base_lr
+                            group["lr"] = lr_scale * base_lr
                         if model is value_model or training_step > args.value_warmup_steps:
                             optimizer.step()
                         optimizer.zero_grad()
@@ -1094,17 +1093,17 @@ def main() -> None:
             padding, tokens = 1 - sums.pop("real") / sums.pop("computed"), max(1, sums.pop("tokens"))
             metrics |= {name: value / tokens for name, value in sums.items()}
             metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
-            non_score_reward = (-args.beta * kl).sum(1)
             training_time = time.perf_counter() - step_start - times.pop("evaluation", 0.0)
             times |= {"training": training_time, "from_scratch": time.time() - start_time}
             memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-            metrics |= {"training_step": training_step, "lr": lr * args.learning_rate, "policy/version": version}
+            metrics |= {"training_step": training_step, "lr": lr_scale * args.learning_rate, "policy/version": version}
             metrics["episode"] = training_step * args.episodes_per_step
             metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
             metrics["objective/kl"] = ((logprobs - ref_logprobs) * mask).sum(1).mean()
             metrics["objective/entropy"] = (-logprobs * mask).sum(1).mean()
-            metrics |= {"objective/scores": scores.mean(), "objective/non_score_reward": non_score_reward.mean()}
-            metrics["objective/rlhf_reward"] = (scores + non_score_reward).mean()
+            metrics["objective/scores"] = scores.mean()
+            metrics["objective/non_score_reward"] = (-args.beta * kl).sum(1).mean()
+            metrics["objective/rlhf_reward"] = scores.mean() + metrics["objective/non_score_reward"]
             metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
             metrics |= {"val/num_stop_token_ids": stopped.sum(), "val/stop_rate": stopped.float().mean()}
             metrics["val/sequence_lengths"] = mask.sum(1).mean()
@@ -1118,7 +1117,7 @@ def main() -> None:
             right = [value > 0 for value in scored["verifiable"]]
             metrics |= mean_by_source("objective/verifiable_correct_rate", rows, right)
 
-            if sampler_logprobs is not None:
+            if token_logprobs is not None:
                 difference = (logprobs - sampler) * mask
                 trust = difference.exp()[mask.bool()]  # importance weights before they are cut off
                 metrics["mismatch/logprob_diff_mean"] = masked_mean(difference.abs(), mask)
@@ -1141,7 +1140,7 @@ def main() -> None:
                 with open(run_dir / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(metrics) + "\n")
                 shown = ("objective/scores", "objective/kl", "val/sequence_lengths", "perf/episodes_per_second")
-                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown)
+                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics)
                 progress.update(task, advance=1, figures=figures)
                 if not console.is_terminal and training_step % max(1, args.num_training_steps // 20) == 0:
                     console.print(f"step {training_step}/{args.num_training_steps}  {figures}")

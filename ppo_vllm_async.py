@@ -16,9 +16,9 @@ Training step g:
 
 Weights travel between receiving one batch and asking for the next: vLLM is idle then and the learner not updating, so
 there is nothing to lock. Batches 1 and 2 come from the initial policy, later ones from the policy one training step
-before the one that trains on them (2410.18252). Two things keep that sound: the ratio is against log-probabilities of
-the learner's own, and what these differ from the sampler's by is a truncated importance weight. With --no-async_mode
-weights and prompts go out after the update instead of before: on-policy.
+before the one that trains on them (2410.18252). Two things keep that sound: the learner computes the denominator of
+the ratio itself, and a truncated importance weight makes up for what the sampler's log-probabilities differ by. With
+--no-async_mode weights and prompts go out after the update instead of before: on-policy.
 
 Every rank sees the whole batch (ids and a few floats a token: small), so whitening, advantages and minibatches are
 those of the whole batch, and one rank or eight compute the same; only forward and backward passes are shared out.
@@ -28,7 +28,7 @@ Deliberate simplifications:
  2. Sampling is by temperature alone: top-p, top-k or minimum lengths would change the distribution sampled from.
  3. One reward per response, on its last token; one turn, no tools; prompts are padded, not packed.
 
-References: asynchronous RLHF 2410.18252; PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325, 2403.17031.
+arXiv: asynchronous RLHF 2410.18252; PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325, 2403.17031.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class Args:
     local_rollout_batch_size: int = 64  # prompts of a training step
     local_mini_batch_size: int = 64  # responses of an optimizer update
     per_device_train_batch_size: int = 8  # responses of a forward and backward pass (micro-batch)
-    local_rollout_forward_batch_size: int = 32  # responses of a forward pass of the reference policy
+    local_rollout_forward_batch_size: int = 32  # responses of a forward pass that trains nothing (reference policy)
     num_epochs: int = 1  # passes over each batch of responses
     num_evals: int = 10  # evaluations, the one before the first update among them; one more follows the last update
     eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
@@ -130,8 +130,8 @@ class Args:
     response_length: int = 256  # most tokens in a response
     stop_token: str | None = None  # a further token that ends a response, beside the model's own; eos: the tokenizer's
     stop_token_id: int | None = None  # the same, as an id
-    temperature: float = 1.0  # log-probabilities are of the distribution at this temperature as well
-    vllm_gpus: tuple[int, ...] = ()  # GPUs for vLLM alone, after the learners' in order; none: it shares rank 0's
+    temperature: float = 1.0  # of sampling; log-probabilities are those of the distribution at this temperature
+    vllm_gpus: tuple[int, ...] = ()  # indices of those for vLLM alone, after the learners'; none: it shares rank 0's
     vllm_tensor_parallel_size: int = 1  # GPUs that share one copy of the model in vLLM
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU's memory for vLLM (weights and KV cache)
     vllm_enforce_eager: bool = False  # run vLLM without CUDA graphs: starts faster, generates slower
@@ -164,7 +164,7 @@ class Args:
     episodes_per_step: FilledIn[int] = 0  # responses per training step, over all ranks
     num_training_steps: FilledIn[int] = 0  # training steps of the run
     num_updates: FilledIn[int] = 0  # optimizer updates of the run
-    eval_versions: FilledIn[tuple[int, ...]] = ()  # policy versions (steps completed) to evaluate, beside the last
+    eval_steps: FilledIn[tuple[int, ...]] = ()  # steps completed when an evaluation is due, beside the last
     stop_token_ids: FilledIn[tuple[int, ...]] = ()  # ids that end a response
     pad_token_id: FilledIn[int] = 0  # id that fills rows up; any would do, since masks come from lengths
 
@@ -189,10 +189,8 @@ def fill_in(args: Args) -> Args:
     at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
     at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
     for name, value in vars(args).items():
-        if name == "world_size":
-            break  # what follows is not given but computed
         if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
-            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"
+            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"  # default 0: may be 0
             good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
             good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
             what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
@@ -218,7 +216,7 @@ def fill_in(args: Args) -> Args:
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
     args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
     eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
-    args.eval_versions = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
     return args
 
 
@@ -400,7 +398,7 @@ def load_model(auto_class: type, path: str, args: Args, trained: bool, **config_
 
 
 class ValueModel(torch.nn.Module):
-    """A sequence classifier of one label, of which the head is read at every position, not where it pools."""
+    """A one-label sequence classifier whose head is read at every position, not only at the last token."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -445,9 +443,9 @@ def collate(prompts: list[list[int]], responses: list[list[int]], pad_token_id: 
 
 
 def policy_forward(model, inputs: dict, response_length: int, temperature: float) -> tuple:
-    """Log-probabilities of the response tokens and (with gradients) entropies: (batch, response_length), float32.
+    """Log-probabilities of the response tokens and entropies (detached): (batch, response_length), in float32.
 
-    Only the response's logits, the largest tensors here, and their softmax in chunks, again in the backward pass.
+    Saves memory: logits of the response alone, their softmax in chunks that the backward pass computes again.
     """
     # Logits predict the next token: (batch, response_length, vocabulary)
     logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]
@@ -468,7 +466,7 @@ def policy_forward(model, inputs: dict, response_length: int, temperature: float
 
 
 def deal_rows(rows: list[int], lengths: list[tuple[int, int]], size: int, world_size: int) -> list[list[list[int]]]:
-    """Cuts rows into micro-batches of `size`, like lengths (response, prompt) together: [rank][micro-batch] -> rows.
+    """Rows as micro-batches of `size`, alike in length (response, prompt), shared out: [rank][micro-batch] -> rows.
 
     >>> deal_rows([0, 1, 2, 3], lengths=[(9, 1), (2, 1), (8, 1), (3, 1)], size=2, world_size=1)
     [[[1, 3], [2, 0]]]
@@ -529,7 +527,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     0.5
     """
     d = logprobs - ref_logprobs
-    return {"kl1": lambda: d, "kl2": lambda: d**2 / 2, "kl3": lambda: torch.expm1(-d) + d}[estimator]()
+    return {"kl1": d, "kl2": d**2 / 2, "kl3": torch.expm1(-d) + d}[estimator]
 
 
 def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -575,15 +573,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
     """
-    limit = cliprange_value or math.inf
     loss = (values - returns) ** 2 / 2
-    clipped_loss = (old_values + (values - old_values).clamp(-limit, limit) - returns) ** 2 / 2
-    return (torch.max(loss, clipped_loss), clipped_loss > loss) if cliprange_value else (loss, loss < 0)
+    clipped_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    clipped_loss = (clipped_values - returns) ** 2 / 2 if cliprange_value else loss
+    return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """min(exp(old - sampler), cap) per token, 1 for cap 0 (truncated: https://fengyao.notion.site/off-policy-rl)."""
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap) if cap else torch.ones_like(old_logprobs)
+def importance_weights(log_ratio: Tensor, cap: float) -> Tensor:
+    """min(exp(learner - sampler), cap), or 1 for cap 0: truncated, see https://fengyao.notion.site/off-policy-rl."""
+    return log_ratio.exp().clamp(max=cap) if cap else torch.ones_like(log_ratio)
 
 
 def lr_multiplier(update: int, args: Args) -> float:
@@ -628,7 +626,8 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
     if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    # Forked processes would hold the watcher's pipe open; CUDA IPC handles go pickled to vLLM's own worker process.
+    # spawn: forked processes would hold the watcher's pipe open. SPT_NOENV: renaming a process must not overwrite its
+    # environment, where the watcher looks. Serialization: CUDA IPC handles, to vLLM's own worker process.
     own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(cuda))
     outer, earlier = dict(os.environ), set(multiprocessing.active_children())
@@ -779,28 +778,28 @@ def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, a
 def generation_thread(llm, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args) -> None:
     """Answers each request in prompts_Q with a rollout in response_Q, or with the exception that stopped it.
 
-    A request is {step, version (of vLLM's weights), rows, seeds, held_out (rows to evaluate)}; the answer is a Future
-    of a rollout: the request with responses, logprobs, answers (to held_out) and times. It never touches weights.
+    A request is {step, version (of vLLM's weights), rows, seeds, eval_rows (may be none)}; the answer is a Future
+    of a rollout: the request with responses, logprobs, eval_responses and times. It never touches weights.
     """
     while True:
-        times, answer = {}, Future()
+        times, future = {}, Future()
         with timed(times, "wait_for_prompts"):
             request = prompts_Q.get()
         try:
             with timed(times, "generation"):
                 responses, logprobs = generate_vllm(llm, request["rows"], request["seeds"], args.temperature, args)
             with timed(times, "evaluation"):
-                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["held_out"]))]
-                answers, _ = generate_vllm(llm, request["held_out"], seeds, args.eval_temperature, args)
-            rollout = {"responses": responses, "logprobs": logprobs, "answers": answers, "times": times}
-            answer.set_result(request | rollout)
+                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["eval_rows"]))]
+                eval_responses, _ = generate_vllm(llm, request["eval_rows"], seeds, args.eval_temperature, args)
+            rollout = {"responses": responses, "logprobs": logprobs, "eval_responses": eval_responses, "times": times}
+            future.set_result(request | rollout)
         except BaseException as error:
-            answer.set_exception(error)
-        response_Q.put(answer)
+            future.set_exception(error)
+        response_Q.put(future)
 
 
 def probe_sync(accelerator: Accelerator, policy, engine: dict, rows: list[dict], args: Args) -> float:
-    """Largest difference between vLLM's and the learner's log-probabilities in a short generation; raises if large."""
+    """Largest log-probability difference, vLLM to learner, in a short generation; raises if the mean is large."""
     short = replace(args, response_length=min(16, args.response_length))
     request = (engine.get("llm"), rows, list(range(1, len(rows) + 1)), args.temperature, short)
     responses, sampler_logprobs = on_main_process(accelerator, call_engine, engine, generate_vllm, *request)
@@ -858,15 +857,16 @@ def accumulate_gradients(accelerator, policy, value_model, batch: dict, mini_bat
             pg_loss, clipped = policy_loss(log_ratio, advantages, weights, args.cliprange, args.cliprange)
             vf_loss, values_clipped = value_loss(values, old_values, returns, args.cliprange_value)
             # Ranks average their gradients; times the number of ranks, that is the sum.
-            accelerator.backward((pg_loss * mask).sum() / num_tokens * accelerator.num_processes)
-            accelerator.backward((vf_loss * mask).sum() / num_tokens * accelerator.num_processes)
+            loss = ((pg_loss + vf_loss) * mask).sum() / num_tokens
+            accelerator.backward(loss * accelerator.num_processes)
         with torch.no_grad():
             ratio = log_ratio.exp()
             per_token = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "policy/entropy_avg": entropy}
             per_token |= {"policy/approxkl_avg": log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
             per_token |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": values_clipped}
             sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
-            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": inputs["input_ids"] >= 0}
+            computed = torch.ones_like(inputs["input_ids"])
+            counts = {"tokens": mask, "real": inputs["attention_mask"], "computed": computed}
             sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
     return dict(sums)
 
@@ -896,7 +896,7 @@ def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str
 
 def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rollout: dict) -> dict[str, float]:
     """Writes a rollout's answers to the held-out prompts to samples.jsonl, shows a few, and returns eval/* metrics."""
-    rows, responses, version = rollout["held_out"], rollout["answers"], rollout["version"]
+    rows, responses, version = rollout["eval_rows"], rollout["eval_responses"], rollout["version"]
     scored = score(rows, responses)
     right = [value > 0 for value in scored["verifiable"]]
     metrics = mean_by_source("eval/verifiable_correct_rate", rows, right)
@@ -941,7 +941,7 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     tokens = args.episodes_per_step * (longest + args.response_length)
     frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
     free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
-    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free / 2**30:.2f} GiB free; the model needs more")
+    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free >> 20} MiB free, {size >> 18} are needed")
     print(f"""Plan
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
   steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
@@ -991,8 +991,8 @@ def main() -> None:
         return
 
     # ---- Models, optimizers, the run's folder
-    tracker, patience = "wandb" if args.with_tracking else None, InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    accelerator = Accelerator(log_with=tracker, kwargs_handlers=[patience])
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # a long generation must not look like a hang
+    accelerator = Accelerator(log_with="wandb" if args.with_tracking else None, kwargs_handlers=[group])
     device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True)
     if is_main:
         run_dir.mkdir(parents=True)
@@ -1006,7 +1006,7 @@ def main() -> None:
     adamw = partial(torch.optim.AdamW, eps=args.eps, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, adamw(policy.parameters()))
     value_model, value_optimizer = accelerator.prepare(value_model, adamw(value_model.parameters()))
-    per_step = args.num_updates // args.num_training_steps
+    updates_per_step = args.num_updates // args.num_training_steps
     trained = [(policy, optimizer, args.learning_rate), (value_model, value_optimizer, args.value_learning_rate)]
     score = partial(on_main_process, accelerator, score_responses, args, reward_fn, tokenizer)
 
@@ -1019,12 +1019,13 @@ def main() -> None:
         if is_main:
             size = args.rollout_batch_size if step <= args.num_training_steps else 0
             drawn = draw_prompts(len(train_rows), (step - 1) * args.rollout_batch_size, size, args.seed)
-            rows, first = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)], step - 1
-            seeds = [stable_hash(args.seed, "episode", first * args.episodes_per_step + i) for i in range(len(rows))]
-            held_out = eval_rows if step - 1 in (*args.eval_versions, args.num_training_steps) else []
-            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "held_out": held_out})
+            rows = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
+            episode = (step - 1) * args.episodes_per_step
+            seeds = [stable_hash(args.seed, "episode", episode + i) for i in range(len(rows))]
+            due = eval_rows if step - 1 in (*args.eval_steps, args.num_training_steps) else []
+            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "eval_rows": due})
 
-    engine, sender, evaluations, waits = {}, None, [], Counter()
+    engine, sender, evaluations, waits = {}, None, [], Counter()  # engine: filled on rank 0 alone
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
     progress = Progress(*Progress.get_default_columns(), "{task.fields[figures]}", console=console)
     progress.disable = not (is_main and console.is_terminal)
@@ -1048,12 +1049,12 @@ def main() -> None:
             with timed(times, "wait_for_generation"):
                 rollout = receive()
             assert rollout["step"] == training_step, "a rollout of another step"
-            rows, responses, sampler_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
+            rows, responses, token_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
             prompts = [row["prompt_ids"] for row in rows]
             # ---- 2. vLLM is idle: it gets the current policy and the next prompts, and generates while we train
             if args.async_mode and training_step < args.num_training_steps:
                 send(step=training_step + 1, version=version)
-            if rollout["held_out"]:
+            if rollout["eval_rows"]:
                 evaluations.append(report_evaluation(accelerator, args, score, rollout))
                 metrics |= evaluations[-1]
             # ---- 3. Scores
@@ -1062,26 +1063,26 @@ def main() -> None:
             scores = torch.tensor(scored["scores"], dtype=torch.float32, device=device)  # (episodes,)
             stopped = torch.tensor([ids[-1] in args.stop_token_ids for ids in responses], device=device)
             # ---- 4. Log-probabilities and values, (episodes, response_length). The old ones are computed in the very
-            # micro-batches of the first epoch: in another shape the last bits differ, and the first ratio from 1
-            sizes = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
-            mask = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).float()
+            # micro-batches of the first epoch: any other shape changes the last bits, and the first ratio must be 1
+            ends = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
+            mask = (torch.arange(int(ends.max()), device=device) < ends[:, None]).float()
             lengths = [(len(response), len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
             batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "scores": scores, "mask": mask}
             mini_batches = draw_mini_batches(len(rows), training_step, args)
             deal = partial(deal_rows, lengths=lengths, world_size=args.world_size)
-            first = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
-            every = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
+            epoch_0 = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
+            ref_batches = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
             with timed(times, "forward"):
                 forward = partial(policy_forward, temperature=args.temperature)
-                logprobs = forward_batch(accelerator, partial(forward, policy), first, batch, args)
-                values = forward_batch(accelerator, value_model, first, batch, args)
-                ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), every, batch, args)
+                logprobs = forward_batch(accelerator, partial(forward, policy), epoch_0, batch, args)
+                values = forward_batch(accelerator, value_model, epoch_0, batch, args)
+                ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), ref_batches, batch, args)
             sampler = torch.zeros_like(mask)
-            sampler[mask.bool()] = torch.tensor(list(chain(*sampler_logprobs)), device=device)
+            sampler[mask.bool()] = torch.tensor(list(chain(*token_logprobs)), device=device)
             # ---- 5. Rewards per token: the KL penalty everywhere, the score on the last token
             kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
             rewards = -args.beta * kl
-            rewards[torch.arange(len(rows), device=device), sizes - 1] += scores
+            rewards[torch.arange(len(rows), device=device), ends - 1] += scores
             if args.whiten_rewards:
                 rewards = masked_whiten(rewards, mask, shift_mean=False)
             # ---- 6. Advantages and value targets, on the whole batch
@@ -1091,11 +1092,11 @@ def main() -> None:
             advantages = masked_whiten(advantages, mask)
             batch |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler}
             batch |= {"values": values, "rewards": rewards, "advantages": advantages, "returns": returns}
-            batch["weights"] = importance_weights(logprobs, sampler, args.tis_cap)
+            batch["weights"] = importance_weights(logprobs - sampler, args.tis_cap)
             # ---- 7. Updates
             sums, grad_norms = Counter(), []
             with timed(times, "update"):
-                for update, mini_batch in enumerate(chain(*mini_batches), version * per_step):
+                for update, mini_batch in enumerate(chain(*mini_batches), version * updates_per_step):
                     sums.update(accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, args))
                     norms = [accelerator.clip_grad_norm_(m.parameters(), args.max_grad_norm) for m, _, _ in trained]
                     grad_norms.append(torch.stack(norms))
@@ -1103,10 +1104,10 @@ def main() -> None:
                         if is_main:
                             torch.save(batch, run_dir / "bad_batch.pt")
                         raise FloatingPointError(f"gradient not finite in step {training_step}; batch in {run_dir}")
-                    lr = lr_multiplier(update, args)
+                    lr_scale = lr_multiplier(update, args)
                     for model, optimizer, base_lr in trained:
                         for group in optimizer.param_groups:
-                            group["lr"] = lr * base_lr
+                            group["lr"] = lr_scale * base_lr
                         if model is value_model or training_step > args.value_warmup_steps:
                             optimizer.step()
                         optimizer.zero_grad()
@@ -1118,7 +1119,6 @@ def main() -> None:
             padding, tokens = 1 - sums.pop("real") / sums.pop("computed"), max(1, sums.pop("tokens"))
             metrics |= {name: value / tokens for name, value in sums.items()}
             metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
-            non_score_reward = (-args.beta * kl).sum(1)
             difference = (logprobs - sampler) * mask
             trust = difference.exp()[mask.bool()]  # importance weights before they are cut off
             times |= rollout["times"] | {"from_scratch": time.time() - start_time}
@@ -1127,14 +1127,15 @@ def main() -> None:
             times["wait_for_generation"] -= evaluating
             waits.update(times)
             memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-            metrics |= {"training_step": training_step, "lr": lr * args.learning_rate, "policy/version": version}
+            metrics |= {"training_step": training_step, "lr": lr_scale * args.learning_rate, "policy/version": version}
             metrics["episode"] = training_step * args.episodes_per_step
             metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
             metrics["policy/staleness"] = version - rollout["version"]
             metrics["objective/kl"] = ((logprobs - ref_logprobs) * mask).sum(1).mean()
             metrics["objective/entropy"] = (-logprobs * mask).sum(1).mean()
-            metrics |= {"objective/scores": scores.mean(), "objective/non_score_reward": non_score_reward.mean()}
-            metrics["objective/rlhf_reward"] = (scores + non_score_reward).mean()
+            metrics["objective/scores"] = scores.mean()
+            metrics["objective/non_score_reward"] = (-args.beta * kl).sum(1).mean()
+            metrics["objective/rlhf_reward"] = scores.mean() + metrics["objective/non_score_reward"]
             metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
             metrics |= {"val/num_stop_token_ids": stopped.sum(), "val/stop_rate": stopped.float().mean()}
             metrics["val/sequence_lengths"] = mask.sum(1).mean()
@@ -1163,7 +1164,7 @@ def main() -> None:
                 with open(run_dir / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(metrics) + "\n")
                 shown = ("objective/scores", "objective/kl", "val/sequence_lengths", "perf/episodes_per_second")
-                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown)
+                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics)
                 progress.update(task, advance=1, figures=figures)
                 if not console.is_terminal and training_step % max(1, args.num_training_steps // 20) == 0:
                     console.print(f"step {training_step}/{args.num_training_steps}  {figures}")

@@ -172,8 +172,8 @@ def test_value_loss_clips_around_the_old_values(value, old, target, cliprange, l
 def test_importance_weights_are_cut_at_the_cap():
     old = torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)
     sampler = torch.tensor([math.log(4), math.log(1 / 1.5), math.log(1 / 8)], dtype=torch.float64)
-    assert ppo_sync.importance_weights(old, sampler, 2.0).tolist() == pytest.approx([0.25, 1.5, 2.0])
-    assert ppo_sync.importance_weights(old, sampler, 0.0).tolist() == [1.0, 1.0, 1.0]
+    assert ppo_sync.importance_weights(old - sampler, 2.0).tolist() == pytest.approx([0.25, 1.5, 2.0])
+    assert ppo_sync.importance_weights(old - sampler, 0.0).tolist() == [1.0, 1.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------- learning rate

@@ -44,7 +44,7 @@ def run_toy(async_mode, iterations=7, seconds=1.0):
     worker.start()
 
     def send(step, version):
-        prompts_Q.put({"step": step, "version": version, "rows": [{}], "seeds": [1], "held_out": []})
+        prompts_Q.put({"step": step, "version": version, "rows": [{}], "seeds": [1], "eval_rows": []})
 
     start = time.perf_counter()
     send(1, 0)
