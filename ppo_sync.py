@@ -174,11 +174,11 @@ def stable_hash(*parts: Any) -> int:
 
 def fill_in(args: Args) -> Args:
     """Checks the numbers in args and fills in those that follow from them."""
-    may_be_0 = ("learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "verification_reward")
+    may_be_0 = ("seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "verification_reward")
     at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
-    at_most |= dict.fromkeys(("temperature", "eval_temperature"), 2)  # vLLM's limit
+    at_most |= {"seed": 2**32 - 1, "temperature": 2, "eval_temperature": 2}  # vLLM's limits
     for name, value in vars(args).items():
-        if type(value) in (int, float) and name not in ("seed", "stop_token_id"):
+        if type(value) in (int, float) and name != "stop_token_id":
             least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"  # default 0: may be 0
             good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
             good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
@@ -200,8 +200,8 @@ def fill_in(args: Args) -> Args:
     gpus, learners, visible = args.vllm_gpus, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     what = f"must come after the learners' {learners} and be among the {visible} visible ones"
     bad_input(any(not learners <= gpu < visible for gpu in gpus), f"--vllm_gpus {gpus} {what}")
-    wrong = args.vllm_tensor_parallel_size not in (1, len(gpus))
-    bad_input(wrong, "--vllm_tensor_parallel_size must be the number of --vllm_gpus, or 1")
+    wrong = args.vllm_tensor_parallel_size != max(1, len(set(gpus)))
+    bad_input(wrong, "--vllm_tensor_parallel_size must be the number of --vllm_gpus")
     args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
     args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
     eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
@@ -222,7 +222,7 @@ def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif suffix == ".jsonl":
-            rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+            rows = [dict(json.loads(line)) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
         else:
             rows = datasets.load_dataset(path, split=split).to_list()
     except Exception as error:
@@ -236,14 +236,14 @@ def prepare_prompts(path: str, split: str, tokenizer, args: Args) -> list[dict]:
         truth = truth.get("ground_truth") if isinstance(truth, dict) else None
         what = "`reward_model.ground_truth` is missing, and the verifiable reward needs it"
         bad_input(args.apply_verifiable_reward and truth is None, f"{where}: {what}")
-        chat = isinstance(prompt, list) and all(m and m.get("role") and m.get("content") for m in prompt)
-        what = "must be a string or a list of messages with role and content"
-        bad_input(not prompt or not (chat or isinstance(prompt, str)), f"{where}: `prompt` {what}")
-        what = "holds messages, and the tokenizer has no chat template; give a --chat_template"
-        bad_input(chat and not tokenizer.chat_template, f"{where}: `prompt` {what}")
-        if chat:  # rendered first, then tokenized without special tokens: the template writes its own BOS
-            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
+        try:
+            # Messages are rendered, then tokenized without special tokens: the template writes its own BOS.
+            if chat := isinstance(prompt, list) and all(m["role"] and m["content"] for m in prompt):
+                prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
+        except Exception as error:
+            what = "must be a string, or messages with role and content that the --chat_template takes"
+            bad_input(True, f"{where}: `prompt` {what} ({error!r})")
         if 0 < len(ids) <= args.max_prompt_token_length:
             kept = {"index": index, "prompt": prompt, "prompt_ids": ids, "ground_truth": truth}
             prompts.append({**kept, "data_source": row.get("data_source"), "extra_info": row.get("extra_info")})
@@ -316,15 +316,15 @@ def check_rewards(args: Args, reward_fn: Callable, rows: list[dict]) -> dict[str
 
 
 def score_responses(args: Args, reward_fn: Callable, tokenizer, rows: list[dict], responses: list[list[int]]) -> dict:
-    """Scores a response to each row: lists scores, verifiable (the reward function's, before penalties) and texts."""
+    """Scores a response to each row: lists scores, texts and verifiable (the reward function's, if it is used)."""
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     r1_format = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-    scores, verifiable = [], [0.0] * len(rows)
-    for i, (row, ids, text) in enumerate(zip(rows, responses, texts, strict=True)):
+    scores, verifiable = [], []
+    for row, ids, text in zip(rows, responses, texts, strict=True):
+        score, extra = 0.0, row["extra_info"]
         if args.apply_verifiable_reward:
-            extra = row["extra_info"]
-            verifiable[i] = float(reward_fn(row["data_source"], text, row["ground_truth"], extra_info=extra))
-        score = verifiable[i] * args.verification_reward
+            verifiable.append(float(reward_fn(row["data_source"], text, row["ground_truth"], extra_info=extra)))
+            score = verifiable[-1] * args.verification_reward
         if args.add_r1_style_format_reward and r1_format.fullmatch(text):
             score += args.r1_style_format_reward
         if args.non_stop_penalty and (ids[-1] not in args.stop_token_ids or len(ids) < args.min_response_length):
@@ -341,9 +341,9 @@ def load_tokenizer_and_config(args: Args) -> tuple:
         path = getattr(args, name, None) or args.model_name_or_path
         loader = AutoTokenizer if name == "tokenizer_name_or_path" else AutoConfig
         try:
-            if not Path(path).is_dir() and not try_to_load_from_cache(path, "config.json"):
-                model_info(path, timeout=10)  # transformers would ask a hub out of reach for half a minute
             revision = args.model_revision if path == args.model_name_or_path else None
+            if not Path(path).is_dir() and not try_to_load_from_cache(path, "config.json", revision=revision):
+                model_info(path, timeout=10)  # transformers would ask a hub out of reach for half a minute
             loaded[name] = loader.from_pretrained(path, revision=revision)
         except Exception as error:
             bad_input(True, f"--{name} {path}: there is no such model or tokenizer ({error})")
@@ -351,22 +351,23 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     if args.chat_template:
         bad_input(not Path(args.chat_template).is_file(), f"--chat_template {args.chat_template}: no such file")
         tokenizer.chat_template = Path(args.chat_template).read_text()
-    size = config.vocab_size
+    size, value = config.get_text_config().vocab_size, loaded["value_model_path"]
     bad_input(len(tokenizer) > size, f"the tokenizer has {len(tokenizer)} tokens and the model only {size}")
-    try:
-        path, revision = args.model_name_or_path, args.model_revision
-        eos = transformers.GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
-    except OSError:
-        eos = config.eos_token_id
+    labels = value.num_labels if "SequenceClassification" in str(value.architectures) else 1
+    fits = labels == 1 and value.get_text_config().vocab_size == size
+    bad_input(not fits, f"--value_model_path needs one label (it has {labels}) and the policy's vocabulary of {size}")
+    eos, path, revision = config.get_text_config().eos_token_id, args.model_name_or_path, args.model_revision
+    with contextlib.suppress(OSError):
+        eos = transformers.GenerationConfig.from_pretrained(path, revision=revision).eos_token_id or eos
     stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
     stop_id = tokenizer.get_vocab().get(stop_token)
     unknown = args.stop_token is not None and stop_id is None
     bad_input(unknown, f"--stop_token {args.stop_token!r} is not a token of the tokenizer; or give a --stop_token_id")
     stop_ids = {*(eos if isinstance(eos, list) else [eos]), args.stop_token_id, stop_id} - {None}
     args.stop_token_ids = tuple(sorted(stop_ids))
-    bad_input(not args.stop_token_ids, "the model names no eos token; give a --stop_token or --stop_token_id")
-    outside = not 0 <= args.stop_token_ids[0] <= args.stop_token_ids[-1] < size
-    bad_input(outside, f"the stop tokens {args.stop_token_ids} are not all in the vocabulary of {size}")
+    good = stop_ids and 0 <= min(stop_ids) <= max(stop_ids) < size
+    what = f"there must be one at least, in the vocabulary of {size}; see --stop_token and --stop_token_id"
+    bad_input(not good, f"stop tokens {args.stop_token_ids}: {what}")
     args.pad_token_id = args.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return tokenizer, config
 
@@ -603,10 +604,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def start_vllm(args: Args, config, max_length: int) -> dict:
-    """Starts vLLM in processes of its own, with random weights: a tensor that the sync does not bring must show.
-
-    Returns the engine: {llm, processes (vLLM's, to watch), sync_dir (memory-backed folder for weights), watcher}.
-    """
+    """Starts vLLM with random weights, so that a missed sync shows: {llm, processes, sync_dir (memory), watcher}."""
     cuda = torch.cuda.is_available()
     sync_dir = tempfile.mkdtemp(prefix="tandem_", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     watch = [sys.executable, "-c", WATCHER, sync_dir]
@@ -724,7 +722,7 @@ def connect_weight_sync(accelerator: Accelerator, policy, llm, args: Args) -> An
 def sync_weights(accelerator: Accelerator, policy, engine: dict, sender: Any) -> None:
     """Brings the policy's weights to vLLM, which must be idle, and empties its prefix cache. Called on every rank."""
     if sender is not None:
-        sender.send_weights()
+        call_engine(engine, sender.send_weights) if engine else sender.send_weights()
     state = None if sender else accelerator.get_state_dict(policy)
 
     def reload_weights():
@@ -757,8 +755,7 @@ def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, a
     outputs = sorted(llm.wait_for_completion(use_tqdm=False), key=lambda output: int(output.request_id))
     responses, logprobs = [], []
     for output, row in zip(outputs, rows, strict=True):
-        if output.prompt_token_ids != row["prompt_ids"]:
-            raise RuntimeError(f"vLLM's request {output.request_id} holds another prompt than the one it was given")
+        assert output.prompt_token_ids == row["prompt_ids"], "vLLM answered another prompt"
         responses.append(truncate_response(list(output.outputs[0].token_ids), args.stop_token_ids))
         logprobs.append(list(output.outputs[0].logprobs.logprobs)[: len(responses[-1])])
     return responses, logprobs
@@ -778,14 +775,15 @@ def generate_transformers(
     ends = {"eos_token_id": list(args.stop_token_ids), "pad_token_id": args.pad_token_id}
     config = transformers.GenerationConfig(max_new_tokens=args.response_length, **sampling, **ends)
     torch.manual_seed(stable_hash(seed, rank))
-    responses = []
+    responses, model = [], accelerator.unwrap_model(policy).eval()  # checkpointing in training mode drops the KV cache
     for i in range(0, len(mine), size):
         part = mine[i : i + size]
         inputs, _ = collate(part, [[]] * len(part), args.pad_token_id, accelerator.device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.no_grad(), autocast(args, accelerator):
-            output = accelerator.unwrap_model(policy).generate(ids, attention_mask=mask, generation_config=config)
+            output = model.generate(ids, attention_mask=mask, generation_config=config)
         responses += [truncate_response(row, args.stop_token_ids) for row in output[:, ids.shape[1] :].tolist()]
+    model.train()
     return gather_object(responses)
 
 
@@ -794,9 +792,7 @@ def autocast(args: Args, accelerator: Accelerator):
     return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-def forward_batch(
-    accelerator: Accelerator, forward: Callable, micro_batches: list[list[int]], batch: dict, args: Args
-) -> Tensor:
+def forward_batch(accelerator, forward: Callable, micro_batches: list[list[int]], batch: dict, args: Args) -> Tensor:
     """What forward(inputs, width) gives per token, without gradients: (episodes, response_length), on every rank."""
     whole = torch.zeros_like(batch["mask"])
     with torch.no_grad(), autocast(args, accelerator):
@@ -864,8 +860,8 @@ def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str
     >>> mean_by_source("eval/scores", [{"data_source": "a"}, {"data_source": "b"}], [1.0, 0.0])
     {'eval/scores': 0.5, 'eval/scores/a': 1.0, 'eval/scores/b': 0.0}
     """
-    groups = {name: values}
-    for row, value in zip(rows, values, strict=True):
+    groups = {name: values} if values else {}
+    for row, value in zip(rows, values, strict=bool(values)):
         groups.setdefault(f"{name}/{row['data_source']}", []).append(value)
     return {key: sum(group) / len(group) for key, group in groups.items() if key == name or len(groups) > 2}
 
@@ -881,7 +877,7 @@ def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rol
     metrics["eval/stop_rate"] = sum(ids[-1] in args.stop_token_ids for ids in responses) / len(responses)
     if accelerator.is_main_process:
         columns = ["prompt", "response", "ground_truth", "score", "data_source", "policy_version"]
-        title = f"Held-out prompts, policy version {version}: {metrics['eval/verifiable_correct_rate']:.1%} right"
+        title = f"Held-out prompts, policy version {version}: score {metrics['eval/scores']:.3f}"
         table, data = Table(*columns[:4], title=title, title_justify="left"), []
         for row, text, value in zip(rows, scored["texts"], scored["scores"], strict=True):
             data.append([row["prompt"], text, row["ground_truth"], value, row["data_source"], version])
@@ -892,7 +888,7 @@ def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rol
         with open(Path(args.output_dir) / args.run_name / "samples.jsonl", "a") as file:
             file.writelines(json.dumps(dict(zip(columns, sample, strict=True))) + "\n" for sample in data)
         for tracker in accelerator.trackers:
-            tracker.log_table("sample_completions", columns, [[str(value) for value in sample] for sample in data])
+            tracker.log_table("sample_completions", columns, [[*map(str, sample)] for sample in data], commit=False)
     return metrics
 
 
@@ -902,7 +898,9 @@ def save_model(accelerator: Accelerator, policy, tokenizer, path: Path) -> None:
 
     def write():
         unfinished = path.with_name(path.name + ".unfinished")
-        accelerator.unwrap_model(policy).save_pretrained(unfinished, state_dict=state)
+        model = accelerator.unwrap_model(policy)
+        model.generation_config.do_sample = True  # or else transformers refuses to save its temperature and friends
+        model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(path)
 
@@ -916,7 +914,8 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
     longest, steps = max(len(row["prompt_ids"]) for row in train_rows), args.num_training_steps
     tokens = args.episodes_per_step * (longest + args.response_length)
     frozen = size * (4 if args.dtype == "float32" else 2) / 2**30
-    free = shutil.disk_usage(next(p for p in Path(args.output_dir).absolute().parents if p.exists())).free
+    folders = Path(args.output_dir, args.run_name).absolute().parents
+    free = shutil.disk_usage(next(filter(Path.exists, folders))).free
     bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free >> 20} MiB free, {size >> 18} are needed")
     print(f"""Plan
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
@@ -953,11 +952,11 @@ def main() -> None:
         eval_rows = prepare_prompts(args.eval_dataset, args.eval_dataset_split, tokenizer, args)
     examples = check_rewards(args, reward_fn, train_rows + eval_rows)
     max_length = max(len(row["prompt_ids"]) for row in train_rows + eval_rows) + args.response_length
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     bad_input(max_length > limit, f"prompts with --response_length take {max_length} positions; the model has {limit}")
     is_main, run_dir = os.environ.get("RANK", "0") == "0", Path(args.output_dir) / args.run_name
     bad_input(is_main and run_dir.exists(), f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    login = os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai")
+    login = os.environ.get("WANDB_API_KEY") or get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     login = login or os.environ.get("WANDB_MODE") in ("offline", "disabled")
     bad_input(args.with_tracking and not login, "--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
     if is_main:
@@ -969,14 +968,17 @@ def main() -> None:
 
     # ---- Models, optimizers, the run's folder
     group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # a long generation must not look like a hang
-    accelerator = Accelerator(log_with="wandb" if args.with_tracking else None, kwargs_handlers=[group])
+    accelerator = Accelerator(mixed_precision="no", log_with=["wandb"] * args.with_tracking, kwargs_handlers=[group])
     device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True)
+    lengths = [len(row["prompt_ids"]) for row in train_rows]
     if is_main:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        (run_dir / "token_length.json").write_text(json.dumps([len(row["prompt_ids"]) for row in train_rows]))
+        (run_dir / "token_length.json").write_text(json.dumps(lengths))
     names = {"name": args.run_name, "entity": args.wandb_entity}
     accelerator.init_trackers(args.wandb_project_name, config=asdict(args), init_kwargs={"wandb": names})
+    for tracker in accelerator.trackers:
+        tracker.log({"token_length": importlib.import_module("wandb").Histogram(lengths)}, step=0)
     policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     ref_policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
     ref_policy, value_model = ref_policy.to(device), load_value_model(args)
@@ -1100,8 +1102,7 @@ def main() -> None:
             metrics["episode"] = training_step * args.episodes_per_step
             metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
             metrics["objective/kl"] = ((logprobs - ref_logprobs) * mask).sum(1).mean()
-            metrics["objective/entropy"] = (-logprobs * mask).sum(1).mean()
-            metrics["objective/scores"] = scores.mean()
+            metrics |= {"objective/scores": scores.mean(), "objective/entropy": (-logprobs * mask).sum(1).mean()}
             metrics["objective/non_score_reward"] = (-args.beta * kl).sum(1).mean()
             metrics["objective/rlhf_reward"] = scores.mean() + metrics["objective/non_score_reward"]
             metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
@@ -1154,7 +1155,7 @@ def main() -> None:
     # ---- What came out
     if is_main:
         subprocess.run([sys.executable, Path(__file__).parent / "scripts" / "plot_runs.py", run_dir], check=False)
-        if evaluations:
+        if evaluations and args.apply_verifiable_reward:
             rates = [f"{evaluation['eval/verifiable_correct_rate']:.1%}" for evaluation in evaluations]
             console.print(f"Held-out prompts answered right: {rates[0]} before training, {rates[-1]} after")
         console.print(f"Model, metrics, samples and pictures: {run_dir}")

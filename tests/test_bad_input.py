@@ -52,6 +52,15 @@ def model_with_a_wider_tokenizer(folder, assets):
     return folder / "model"
 
 
+def value_model(folder, assets, **changes):
+    config = json.loads((assets / "model" / "config.json").read_text())
+    labels = changes.pop("num_labels", 1)
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {i: str(i) for i in range(labels)}}
+    (folder / "value").mkdir()
+    (folder / "value" / "config.json").write_text(json.dumps(config | changes))
+    return folder / "value"
+
+
 BAD_REWARD = "def f(*arguments, extra_info):\n    return 1 / 0\n"
 NOT_PYTHON = "def f(:\n"
 
@@ -97,6 +106,24 @@ TABLE = {
         lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "prompt": [{"role": "user"}]}])},
         ["data.jsonl", "row 0", "content"],
     ),
+    "prompt is a list of texts": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "prompt": ["53812="]}])},
+        ["data.jsonl", "row 0", "`prompt`", "messages"],
+    ),
+    "row is a text": (lambda tmp, _: {"dataset": file_with(tmp, '"53812="\n', "x.jsonl")}, ["x.jsonl", "read"]),
+    "template that refuses": (
+        lambda tmp, _: {"chat_template": file_with(tmp, "{{ raise_exception('no system role') }}", "t.jinja")},
+        ["row 0", "`prompt`", "--chat_template", "no system role"],
+    ),
+    "value model with two labels": (
+        lambda tmp, assets: {"value_model_path": value_model(tmp, assets, num_labels=2)},
+        ["--value_model_path", "one label", "has 2"],
+    ),
+    "value model with another vocabulary": (
+        lambda tmp, assets: {"value_model_path": value_model(tmp, assets, vocab_size=99)},
+        ["--value_model_path", "vocabulary of 17"],
+    ),
+    "seed that vLLM refuses": (lambda *_: {"seed": -1}, ["--seed", "-1", "0 or more"]),
     "unknown data source": (
         lambda tmp, _: {"dataset": rows_file(tmp, [ROW, {**ROW, "data_source": "no/such"}])},
         ["row 1", "no/such", "openai/gsm8k", "--reward_fn"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import REPO
-from rollouts import PAD, SIZES, STOP, make_rollout, tiny_args, tiny_policy
+from rollouts import PAD, SIZES, STOP, VOCAB, make_rollout, tiny_args, tiny_policy
 from transformers import AutoModelForCausalLM
 
 import grpo_vllm_async as grpo
@@ -197,6 +197,23 @@ def test_kl_gradient_is_the_derivative_of_the_true_kl():
         term = grpo.kl_penalty(new, ref, estimator) * (1 if estimator == "kl2" else (new - new.detach()).exp())
         (found,) = torch.autograd.grad((probabilities * term).sum(), theta)
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_padding_that_the_policy_finds_impossible_is_no_nan(beta, accelerator):
+    # exp(88.8) is infinite in float32, and infinity times a mask of 0 is not 0.
+    policy, batch = tiny_policy(), grpo_rollout()
+    batch = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    bias = torch.zeros(VOCAB)
+    bias[PAD] = -100.0
+
+    def lower(module, args, output):
+        output.logits = output.logits + bias
+
+    policy.register_forward_hook(lower)
+    gradient, sums = gradient_of(policy, batch, grpo_args(beta=beta), accelerator)
+    assert torch.isfinite(gradient).all() and gradient.norm() > 0
+    assert all(math.isfinite(value) for value in sums.values())
 
 
 def test_all_responses_out_of_the_loss_give_a_finite_zero(accelerator):

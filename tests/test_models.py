@@ -443,6 +443,42 @@ def test_jsonl_is_read_as_well(bos_tokenizer, tmp_path):
     assert (row["prompt_ids"], row["ground_truth"], row["extra_info"]) == ([2, 6], "1", {"k": 4})
 
 
+def test_line_separators_inside_json_are_not_line_ends(bos_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    row = prompt_row("a\u2028b") | {"extra_info": {"text": "c\u0085d"}}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    (row,) = ppo_sync.prepare_prompts(str(path), "train", bos_tokenizer, tiny_args())
+    assert row["extra_info"]["text"] == "c\u0085d"
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.9}, {"do_sample": False, "temperature": 0.6}])
+def test_model_with_sampling_parameters_is_saved(accelerator, sampling, assets, tmp_path):
+    import shutil
+
+    # transformers loads such a generation config with a warning, and refuses to save it.
+    shutil.copytree(assets / "model", tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sampling))
+    args = tiny_args(model_name_or_path=str(tmp_path / "model"))
+    policy, _ = ppo_sync.load_model(ppo_sync.AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    ppo_sync.save_model(accelerator, policy, tokenizer, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_transformers_backend_samples_alike_with_gradient_checkpointing(accelerator, assets):
+    # In training mode, checkpointing would drop the cache of keys and values, and with it all but the last token.
+    answers = []
+    for checkpointing in (False, True):
+        args = tiny_args(model_name_or_path=str(assets / "model"), gradient_checkpointing=checkpointing)
+        ppo_sync.load_tokenizer_and_config(args)
+        policy, _ = ppo_sync.load_model(ppo_sync.AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+        rows = [{"prompt_ids": [3, *digits, 16, 4]} for digits in ([7, 9, 8, 6, 10], [15, 6, 6, 11, 7])]
+        answers.append(ppo_sync.generate_transformers(accelerator, policy, rows, 1, 0.0, args))
+        assert policy.training
+    assert answers[0] == answers[1] and len(set(answers[0][0])) > 3
+
+
 def test_stop_tokens_are_those_of_the_generation_config_and_the_users(assets):
     model = str(assets / "model")
     ids = {}

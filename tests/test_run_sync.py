@@ -496,11 +496,14 @@ def tireless_model(assets, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"])
+SCRIPTS = ["ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"]
+
+
+@pytest.fixture(params=SCRIPTS)
 def generating(request, start_script, tireless_model, tmp_path):
     """A run that has made a step and generates for the next, which takes it most of its time."""
     process = start_script(
-        request.param, tmp_path, model_name_or_path=tireless_model, response_length=240, total_episodes=32_000
+        request.param, tmp_path, model_name_or_path=tireless_model, response_length=160, total_episodes=32_000
     )
     metrics = process.run_dir / "metrics.jsonl"
     wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), 240, "a first step")
@@ -532,24 +535,34 @@ def test_dead_engine_ends_the_run(generating):
     assert not (generating.run_dir / "model").exists()
 
 
+@pytest.mark.parametrize("generating", SCRIPTS[1:], indirect=True)
 def test_killed_script_leaves_no_engine(generating):
     generating.kill()
     generating.wait()
     check_nothing_left(generating)
 
 
-def test_ctrl_c_leaves_no_engine(generating):
+@pytest.mark.parametrize(
+    ("generating", "kill"),
+    # A terminal sends it to everyone in the foreground, vLLM's processes too; others to the script alone.
+    [(SCRIPTS[0], os.killpg), (SCRIPTS[1], os.kill), (SCRIPTS[2], os.killpg)],
+    indirect=["generating"],
+)
+def test_ctrl_c_leaves_no_engine(generating, kill):
     started_at = time.monotonic()
-    os.killpg(generating.pid, signal.SIGINT)  # as a terminal does: everyone in the foreground gets it
+    kill(generating.pid, signal.SIGINT)
     run = finish(generating, 20, started_at)
     assert run.returncode == 130
     assert run.stderr.strip().splitlines()[-1] == "Interrupted"
     check_nothing_left(generating)
 
 
-def test_terminated_script_leaves_no_engine(generating):
+@pytest.mark.parametrize(
+    ("generating", "kill"), [(SCRIPTS[1], os.killpg), (SCRIPTS[2], os.kill)], indirect=["generating"]
+)
+def test_terminated_script_leaves_no_engine(generating, kill):
     started_at = time.monotonic()
-    generating.terminate()
+    kill(generating.pid, signal.SIGTERM)
     run = finish(generating, 20, started_at)
     assert run.returncode == 143
     check_nothing_left(generating)
