@@ -592,9 +592,8 @@ def lr_multiplier(update: int, args: Args) -> float:
 # what is left of vLLM's processes ends (they carry TANDEM_ENGINE), and the folder in shared memory goes.
 WATCHER = """
 import contextlib, psutil, shutil, sys
-from itertools import chain
 sys.stdin.read()
-for process in chain(psutil.process_iter(), psutil.process_iter()):  # again: one may have been starting another
+for process in (p for _ in range(2) for p in psutil.process_iter()):  # twice: one may have been starting another
     with contextlib.suppress(psutil.Error, OSError):
         ours = process.environ().get("TANDEM_ENGINE") == sys.argv[1]
         if ours and "resource_tracker" not in " ".join(process.cmdline()):  # which frees shared memory, and then ends
@@ -611,8 +610,8 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
-    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
-        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s; cores are for the learner too
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     # spawn: forked processes would hold the watcher's pipe open. SPT_NOENV: renaming a process must not overwrite its
     # environment, where the watcher looks. Serialization: CUDA IPC handles, to vLLM's own worker process.
     own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -628,11 +627,11 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     os.environ.update(defaults | dict(os.environ) | own)
     try:
         from vllm import LLM, __version__
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         if not __version__.startswith("0.32."):
             print(f"Warning: this script was tested with vLLM 0.32, and {__version__} is installed")
-        # Token ids go in and come out; the model's own top-k and friends are left out; log-probabilities are of the
-        # distribution at the sampling temperature.
+        # Token ids in and out; without the model's own top-k; log-probabilities at the sampling temperature.
         options = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
         options |= {"dtype": args.dtype, "seed": args.seed, "max_model_len": max_length, "use_tqdm_on_load": False}
         options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
@@ -640,10 +639,10 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
         if cuda:
             options |= {"model": args.model_name_or_path, "revision": args.model_revision, "load_format": "dummy"}
             options |= {"weight_transfer_config": {"backend": "nccl" if args.vllm_gpus else "ipc"}}
-        else:  # vLLM 0.32 cannot reload what began as "dummy", and dies of seeded requests prefilled in two parts
+        else:  # vLLM 0.32 cannot reload "dummy" weights, dies of a seeded prefill in two parts, polls a worker apart
             AutoModelForCausalLM.from_config(config).save_pretrained(sync_dir)
-            options |= {"model": sync_dir, "enforce_eager": True, "enable_chunked_prefill": False}
-            options |= {"max_num_batched_tokens": max(8192, max_length)}
+            options |= {"model": sync_dir, "enforce_eager": True, "max_num_batched_tokens": max(8192, max_length)}
+            options |= {"enable_chunked_prefill": False, "distributed_executor_backend": UniProcExecutor}
         llm = LLM(**options)
     finally:
         for name in ("TANDEM_ENGINE", "CUDA_VISIBLE_DEVICES"):
@@ -975,8 +974,8 @@ def main() -> None:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         (run_dir / "token_length.json").write_text(json.dumps(lengths))
-    names = {"name": args.run_name, "entity": args.wandb_entity}
-    accelerator.init_trackers(args.wandb_project_name, config=asdict(args), init_kwargs={"wandb": names})
+    names = {"wandb": {"name": args.run_name, "entity": args.wandb_entity}}
+    accelerator.init_trackers(args.wandb_project_name, asdict(args), names)
     for tracker in accelerator.trackers:
         tracker.log({"token_length": importlib.import_module("wandb").Histogram(lengths)}, step=0)
     policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
