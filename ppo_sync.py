@@ -610,12 +610,13 @@ def start_vllm(args: Args, config, max_length: int) -> dict:
     watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     defaults |= {"PYTHONWARNINGS": "ignore:resource_tracker,ignore::FutureWarning"}
-    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s; cores are for the learner too
-        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     # spawn: forked processes would hold the watcher's pipe open. SPT_NOENV: renaming a process must not overwrite its
     # environment, where the watcher looks. Serialization: CUDA IPC handles, to vLLM's own worker process.
     own = {"TANDEM_ENGINE": sync_dir, "SPT_NOENV": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(cuda))
+    own |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": str(int(cuda))}
+    own["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // 2))  # on a CPU the learner wants some, too
     outer, earlier = dict(os.environ), set(multiprocessing.active_children())
     if args.vllm_gpus:
         visible = outer.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
