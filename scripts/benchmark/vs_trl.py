@@ -4,8 +4,10 @@
     python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time on the debug task, and a picture
 
 Throughput: float32, learning rate 0, no KL term, one update a step, all cores for either side, no gradient
-checkpointing. "varied": a random model whose responses end by themselves, after a third of 256 tokens on average.
-"equal": the debug model with an end token that it never says, 64 tokens each. The sides take turns. Episodes a second
+checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves, after a third of 256 tokens
+on average. "equal": the end token is out of the model's reach, 64 tokens each. Our learner has one thread, as
+`accelerate launch` gives it, and micro-batches of 8 rows of like length; TRL has all threads and micro-batches of 32,
+which it does not sort (--trl_micro_batch to try others). The sides take turns. Episodes a second
 are counted from the end of step WARM_UP to the end of the last step but one (the last async step overlaps with
 nothing). Memory is the growth of the trainer process's resident set over what it was before the first step. A pair
 counts only if both sides made the same number of updates on as many response tokens, within 2%.
@@ -193,30 +195,28 @@ def make_assets(folder):
     import torch
     from datasets import Dataset
 
-    subprocess.run([sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True)
-    shutil.copytree(REPO / "debug_assets" / "model", folder / "equal" / "model")
-    for name in ("config.json", "generation_config.json"):
-        path = folder / "equal" / "model" / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 5}))
-    path = folder / "equal" / "model" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|unknown|>"}))
-    shutil.copy(REPO / "debug_assets" / "train.parquet", folder / "equal" / "train.parquet")
-
     torch.manual_seed(1)
     make_debug_assets.CHARACTERS = "".join(chr(33 + i) for i in range(84))  # with 6 special tokens: 90
     tokenizer = make_debug_assets.make_tokenizer()
     model = make_debug_assets.make_model(tokenizer, {"hidden_size": 128, "num_layers": 2})
     model.config.max_position_embeddings = 512
-    (folder / "varied").mkdir()
     model.save_pretrained(folder / "varied" / "model")
-    tokenizer.save_pretrained(folder / "varied" / "model")
+    # One dimension of the residual stream is the same large number everywhere, and speaks against the end token.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = -100.0
+    model.save_pretrained(folder / "equal" / "model")
     rng = random.Random(1)
     texts = ["".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20))) for _ in range(4000)]
     rows = [
         {"prompt": [{"role": "user", "content": text}], "data_source": "none", "reward_model": {"ground_truth": "0"}}
         for text in texts
     ]
-    Dataset.from_list(rows).to_parquet(str(folder / "varied" / "train.parquet"))
+    for workload in WORKLOADS:
+        tokenizer.save_pretrained(folder / workload / "model")
+        Dataset.from_list(rows).to_parquet(str(folder / workload / "train.parquet"))
     (folder / "reward.py").write_text(REWARD)
 
 
@@ -226,9 +226,7 @@ def run_side(side, settings, threads):
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(settings))
         python = trl_python() if side == "trl" else sys.executable
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads if side == "tandem" else os.cpu_count())}
         result = subprocess.run(
             [python, __file__, "--side", side, "--folder", name], capture_output=True, text=True, env=environment
         )
@@ -288,7 +286,6 @@ def compare_throughput(args):
                 "response_length": WORKLOADS[workload],
                 "episodes": PROMPTS * GROUP,
                 "mini_batch": PROMPTS * GROUP,
-                "micro_batch": args.micro_batch,
                 "group": GROUP,
                 "updates": args.steps,
                 "learning_rate": 0.0,
@@ -299,9 +296,9 @@ def compare_throughput(args):
             for pair in range(1, args.pairs + 1):
                 found = {}
                 for side in ("tandem", "trl"):
-                    lines, growth = run_side(
-                        side, settings | {"seed": pair}, args.threads if side == "tandem" else None
-                    )
+                    micro_batch = args.micro_batch if side == "tandem" else args.trl_micro_batch
+                    run = settings | {"seed": pair, "micro_batch": micro_batch}
+                    lines, growth = run_side(side, run, args.threads)
                     tokens = PROMPTS * GROUP * sum(line["val/sequence_lengths"] for line in lines)
                     found[side] = (speed(lines), growth, len(lines), tokens)
                 (ours, our_memory, *_), (theirs, their_memory, *_) = found["tandem"], found["trl"]
@@ -347,7 +344,7 @@ def compare_learning(args):
     }
     axes, key = (figure := Figure(figsize=(7, 4))).subplots(), "eval/verifiable_correct_rate"
     for side, label in (("tandem", "grpo_vllm_async.py"), ("trl", f"TRL {TRL_VERSION} GRPOTrainer")):
-        lines, _ = run_side(side, settings, args.threads if side == "tandem" else None)
+        lines, _ = run_side(side, settings, args.threads)
         if side == "tandem":
             after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]  # so many steps
             points = [(after[line["eval/policy_version"]], line[key]) for line in lines if key in line]
@@ -371,8 +368,9 @@ def main():
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--micro_batch", type=int, default=32)
-    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of our script; default: all cores, as for TRL")
+    parser.add_argument("--micro_batch", type=int, default=8, help="of our side")
+    parser.add_argument("--trl_micro_batch", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of our learner")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("vs_trl.png"))
     parser.add_argument("--side", choices=["tandem", "trl"], help=argparse.SUPPRESS)  # the process of one run
