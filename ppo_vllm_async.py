@@ -944,8 +944,8 @@ def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict]
   data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
   steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
   updates  {args.num_updates // steps} a step, {args.num_updates:,} in all
-  memory   {size * 16 / 2**30:.2f} GiB a rank for each model that is trained ({size:,} parameters: weights, gradients,
-           AdamW), {frozen:.2f} GiB for the reference policy and as much for vLLM, and activations""")
+  memory   {size * 16 / 2**30:.3g} GiB a rank for each model that is trained ({size:,} parameters: weights, gradients,
+           AdamW), {frozen:.3g} GiB for the reference policy and as much for vLLM, and activations""")
     for source, score in examples.items():
         print(f"  reward   the ground truth of a row of {source} scores {score:g}")
 
