@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import queue
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,8 +23,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-
-import vs_trl
 
 REPO = Path(__file__).resolve().parent.parent.parent
 WARM_UP = 3  # steps left out: the first ones of a run
@@ -69,11 +68,14 @@ def run_real(async_mode, threads, steps, flags):
             "--async_mode" if async_mode else "--no-async_mode",
         ]
         command += ["--output_dir", folder, "--run_name", "run", "--dtype", "float32", "--seed", "1"]
-        vs_trl.make_assets(Path(folder))  # a random model of 0.5 M parameters that never says its end token
-        command += ["--dataset", f"{folder}/equal/train.parquet", "--model_name_or_path", f"{folder}/equal/model"]
-        command += ["--reward_fn", f"{folder}/reward.py:score"]
-        sizes = {"local_rollout_batch_size": 32, "local_mini_batch_size": 16, "per_device_train_batch_size": 16}
-        sizes |= {"local_rollout_forward_batch_size": 32, "response_length": 128, "max_prompt_token_length": 32}
+        # The debug model with another end token, one it does not know: every response has response_length tokens.
+        shutil.copytree(REPO / "debug_assets" / "model", Path(folder) / "model")
+        for name in ("config.json", "generation_config.json"):
+            config = json.loads((Path(folder) / "model" / name).read_text()) | {"eos_token_id": 5}
+            (Path(folder) / "model" / name).write_text(json.dumps(config))
+        command += ["--dataset", "debug_assets/train.parquet", "--model_name_or_path", f"{folder}/model"]
+        sizes = {"local_rollout_batch_size": 128, "local_mini_batch_size": 64, "per_device_train_batch_size": 32}
+        sizes |= {"local_rollout_forward_batch_size": 32, "response_length": 64, "max_prompt_token_length": 16}
         for name, value in zip(flags[::2], flags[1::2], strict=True):
             sizes[name.removeprefix("--")] = value
         sizes["total_episodes"] = (steps + WARM_UP) * int(sizes["local_rollout_batch_size"])
