@@ -1,42 +1,68 @@
-"""GRPO for language models, asynchronous: vLLM generates the next batch while the learner trains on the last.
+r"""GRPO for language models, asynchronous: vLLM generates the next batch while we train.
 
-    bash scripts/train/debug/grpo.sh                                            # no GPU: installs, learns in minutes
-    accelerate launch --num_processes 1 grpo_vllm_async.py --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
-    accelerate launch --num_processes 6 grpo_vllm_async.py --vllm_gpus 6 7 --vllm_tensor_parallel_size 2 ...  # 8 GPUs
+No GPU needed, sets itself up, learns in minutes:
+
+    bash scripts/train/debug/grpo.sh
+
+One GPU, which vLLM shares:
+
+    accelerate launch --num_processes 1 grpo_vllm_async.py \
+        --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
+
+Eight GPUs, of which six train and two generate:
+
+    accelerate launch --num_processes 6 grpo_vllm_async.py \
+        --vllm_gpus 6 7 --vllm_tensor_parallel_size 2 ...
+
+Two nodes of eight GPUs, the same command on each but for the rank; vLLM shares rank 0's GPU:
+
+    accelerate launch --num_machines 2 --machine_rank 0 --num_processes 16 \
+        --main_process_ip HOST --main_process_port 29500 grpo_vllm_async.py ...
 
 Training step g:
 
-    rank 0, main thread                       generation thread                vLLM (processes of its own)
-    get batch g from response_Q    <--------  put responses
-    [vLLM is idle] sync weights    ---------------------------------------->   weights of version g - 1
-    put prompts g + 1 in prompts_Q -------->  get prompts; generate  ------>   sample
-    score, train on batch g, with the other ranks    ...                       ...
+    rank 0, main thread                   generation thread           vLLM (its own process)
+    get batch g from response_Q  <------  put the responses
+    [vLLM is idle] sync weights  ---------------------------------->  weights of version g - 1
+    put prompts g+1 in prompts_Q ------>  get prompts, generate --->  sample
+    score, train on batch g,                ...                         ...
+      together with the other ranks
 
-Weights travel between receiving one batch and asking for the next: vLLM is idle then and the learner not updating, so
-there is nothing to lock. Batches 1 and 2 come from the initial policy, later ones from the policy one training step
-before the one that trains on them (2410.18252). Two things keep that sound: the learner computes the denominator of
-the ratio itself, and a truncated importance weight makes up for what the sampler's log-probabilities differ by. With
---no-async_mode weights and prompts go out after the update instead of before: on-policy.
+Weights travel between the receipt of one batch and the request for the next. vLLM is idle then
+and the learner does not update, so nothing has to be locked. Batch g comes from the
+policy of version max(0, g - 2), where a version is the number of completed training steps. From
+batch 2 on it is one training step older than the policy that trains on it (2410.18252). Two things
+keep that sound: the learner itself computes the log-probabilities that the PPO ratio divides by,
+and a truncated importance weight corrects for the older policy that sampled. With --no-async_mode
+weights and prompts go out after the update instead of before it, and every batch is on-policy.
 
-There is no value model: each prompt is answered several times, and a response's advantage is how much better it scored
-than the others of its group. The KL to the reference policy is a term of the loss, not of the reward.
+Every rank holds the whole batch (token ids and a few floats per token: small). So advantages and
+minibatches are the same for one rank and for eight; forward and backward passes are shared out.
 
-Every rank sees the whole batch (ids and a few floats a token: small), so advantages and minibatches are those of the
-whole batch, and one rank or eight compute the same; only forward and backward passes are shared out.
+There is no value model: each prompt is answered several times, and the advantage of a response is
+how much better it scored than the others of its group. The KL to the reference policy is a term of
+the loss, not of the reward.
 
 Deliberate simplifications:
- 1. Sampling is by temperature alone: top-p, top-k or minimum lengths would change the distribution sampled from.
+ 1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
+    distribution that is sampled from.
  2. One reward per response; one turn, no tools; prompts are padded, not packed.
-arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476 (cliprange_higher,
-mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence).
+
+Where to start reading: `Rollout` and `Batch` are the data, the loop in `main()` is the algorithm.
+Everything else is called from there.
+
+arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476
+(cliprange_higher, mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO
+2507.18071 (sequence).
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.util
+import itertools
 import json
-import logging
 import math
 import multiprocessing as mp
 import os
@@ -51,17 +77,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
-from itertools import chain
 from operator import methodcaller
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from unittest import mock
 
 import psutil
@@ -80,392 +102,785 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-FilledIn = tyro.conf.Suppress  # not an option of the command line
-run_once = cache(runpy.run_path)  # the file of --reward_fn, once in each process
+FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
+
+# Logits whose softmax is taken at once: 64 MiB in float32, or one row where that is more
+SOFTMAX_CHUNK = 2**24
 
 
 @dataclass
 class Args:
     # -- The run
-    exp_name: str = "grpo_vllm_async"  # name of the experiment
-    seed: int = 1  # of everything random: the order of prompts, sampling, minibatches, new weights
-    run_name: str | None = None  # folder of the run below output_dir; None: exp_name, seed and the time
-    output_dir: str = "output"  # where runs are written
-    dry_run: bool = False  # check everything that needs no model, print the plan and stop
+    exp_name: str = Path(__file__).stem
+    """name of the experiment"""
+    seed: int = 1
+    """seed of everything random: order of prompts, sampling, minibatches, a new value head"""
+    run_name: str | None = None
+    """folder of the run below output_dir; None: exp_name, seed and the time"""
+    output_dir: str = "output"
+    """where runs are written"""
+    dry_run: bool = False
+    """check everything that needs no model, print the plan and stop"""
+
     # -- Data
-    dataset: str = "debug_assets/train.parquet"  # training prompts: a .parquet or .jsonl file, or a dataset on the hub
-    dataset_split: str = "train"  # its split, when it is on the hub
-    eval_dataset: str | None = None  # held-out prompts, in the same form; None: no evaluation
-    eval_dataset_split: str = "test"  # its split, when it is on the hub
-    max_prompt_token_length: int = 256  # longer prompts are dropped, and counted
+    dataset: str = "debug_assets/train.parquet"
+    """training prompts: a .parquet or .jsonl file, or a dataset on the hub"""
+    dataset_split: str = "train"
+    """split of the training prompts, when they are on the hub"""
+    eval_dataset: str | None = None
+    """held-out prompts, in the same form; None: no evaluation"""
+    eval_dataset_split: str = "test"
+    """split of the held-out prompts, when they are on the hub"""
+    max_prompt_token_length: int = 256
+    """longer prompts are dropped, and counted"""
+
     # -- Models
-    model_name_or_path: str = "debug_assets/model"  # policy and reference policy: a folder or a name on the hub
-    model_revision: str | None = None  # its revision on the hub
-    tokenizer_name_or_path: str | None = None  # None: the policy's
-    chat_template: str | None = None  # file with a Jinja chat template; None: the tokenizer's own
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of forward passes and vLLM; trained weights stay float32
-    attn_implementation: str = "sdpa"  # attention of the learner's models: sdpa, eager, flash_attention_2, ...
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory, a third slower
-    reward_model_path: str | None = None  # one-label classifier with the policy's tokenizer; None: no reward model
-    reward_model_revision: str | None = None  # its revision on the hub
+    model_name_or_path: str = "debug_assets/model"
+    """policy and reference policy: a folder or a name on the hub"""
+    model_revision: str | None = None
+    """revision of the policy on the hub"""
+    tokenizer_name_or_path: str | None = None
+    """tokenizer; None: the policy's"""
+    chat_template: str | None = None
+    """file with a Jinja chat template; None: the tokenizer's own"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """precision of forward passes and of vLLM; trained weights stay float32"""
+    attn_implementation: str = "sdpa"
+    """attention of the learner's models: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass: less memory, a third slower"""
+    reward_model_path: str | None = None
+    """one-label classifier with the policy's tokenizer; None: no reward model"""
+    reward_model_revision: str | None = None
+    """revision of the reward model on the hub"""
+
     # -- Optimization
-    learning_rate: float = 1e-6  # of the policy
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after its warm-up
-    warm_up_steps: int = 0  # optimizer updates in which the learning rate rises
-    warmup_ratio: float = 0.0  # the same as a share of all updates; used when warm_up_steps is 0
-    eps: float = 1e-8  # AdamW's (2403.17031 has 1e-5, but gradients of large models are near that: steps would halve)
-    weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm, those of each model on their own
-    # -- Batches: local_rollout_batch_size counts prompts, the three after it responses, all per rank
-    total_episodes: int = 100_000  # responses to train on in the whole run
-    number_samples_per_prompt: int = 8  # responses sampled for each prompt: a group
-    local_rollout_batch_size: int = 64  # prompts of a training step
-    local_mini_batch_size: int = 64  # responses of an optimizer update
-    per_device_train_batch_size: int = 8  # responses of a forward and backward pass (micro-batch)
-    local_rollout_forward_batch_size: int = 32  # responses of a forward pass that trains nothing (reference, reward)
-    num_epochs: int = 1  # passes over each batch of responses
-    num_evals: int = 10  # evaluations, the one before the first update among them; one more follows the last update
-    eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """how the learning rate changes after its warm-up"""
+    warm_up_steps: int = 0
+    """optimizer updates in which the learning rate rises"""
+    warmup_ratio: float = 0.0
+    """the same, as a share of all updates; used when warm_up_steps is 0"""
+    eps: float = 1e-8
+    """AdamW's (2403.17031 has 1e-5, but gradients of large models are as small as that)"""
+    weight_decay: float = 0.0
+    """AdamW's weight decay"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, separately for each model"""
+
+    # -- Batches
+    total_episodes: int = 100_000
+    """responses to train on in the whole run"""
+    number_samples_per_prompt: int = 8
+    """responses sampled for each prompt: a group"""
+    local_rollout_batch_size: int = 64
+    """prompts per training step and rank"""
+    local_mini_batch_size: int = 64
+    """responses per optimizer update and rank"""
+    per_device_train_batch_size: int = 8
+    """responses per forward and backward pass (micro-batch) of a rank"""
+    local_rollout_forward_batch_size: int = 32
+    """responses per forward pass of a rank that trains nothing (reference policy, reward model)"""
+    num_epochs: int = 1
+    """passes over each batch of responses"""
+    num_evals: int = 10
+    """about this many evaluations, the first before any update; one more follows the last update"""
+    eval_temperature: float = 0.0
+    """sampling temperature of evaluations; 0: greedy"""
+
     # -- Generation
-    async_mode: bool = True  # generate the next batch while training on the last; --no-async_mode: on-policy
-    response_length: int = 256  # most tokens in a response
-    stop_token: str | None = None  # a further token that ends a response, beside the model's own; eos: the tokenizer's
-    stop_token_id: int | None = None  # the same, as an id
-    temperature: float = 1.0  # of sampling; log-probabilities are those of the distribution at this temperature
-    vllm_gpus: tuple[int, ...] = ()  # indices of those for vLLM alone, after the learners'; none: it shares rank 0's
-    vllm_tensor_parallel_size: int = 1  # GPUs that share one copy of the model in vLLM
-    vllm_gpu_memory_utilization: float = 0.3  # share of the GPU's memory for vLLM (weights and KV cache)
-    vllm_enforce_eager: bool = False  # run vLLM without CUDA graphs: starts faster, generates slower
+    async_mode: bool = True
+    """generate the next batch while training on the last; --no-async_mode: on-policy"""
+    response_length: int = 256
+    """most tokens in a response"""
+    stop_token: str | None = None
+    """another token that also ends a response; "eos" means the tokenizer's end token"""
+    stop_token_id: int | None = None
+    """another token that also ends a response, as an id"""
+    temperature: float = 1.0
+    """sampling temperature; log-probabilities are those of the distribution at this temperature"""
+    vllm_gpus: tuple[int, ...] = ()
+    """indices of the GPUs reserved for vLLM, after the learners'; none: it shares rank 0's GPU"""
+    vllm_tensor_parallel_size: int = 1
+    """GPUs that share one copy of the model in vLLM"""
+    vllm_gpu_memory_utilization: float = 0.3
+    """share of the GPU's memory for vLLM (weights and KV cache)"""
+    vllm_enforce_eager: bool = False
+    """run vLLM without CUDA graphs: starts faster, generates slower"""
+
     # -- Reward
-    reward_model_multiplier: float = 1.0  # the reward model's score is multiplied by this
-    apply_verifiable_reward: bool = True  # score responses with compute_score, or with reward_fn
-    verification_reward: float = 1.0  # the verifiable score is multiplied by this
-    reward_fn: str | None = None  # path/to/file.py:function for compute_score; gets extra_info by keyword as well
-    reward_workers: int = 2  # processes that call it
-    reward_timeout: float = 10.0  # seconds for a response; where it fails or takes longer, the response scores 0
-    add_r1_style_format_reward: bool = False  # reward the form <think>...</think><answer>...</answer>
-    r1_style_format_reward: float = 1.0  # what that form is worth
-    non_stop_penalty: bool = False  # a response without a stop token scores penalty_reward_value, whatever it earned
-    penalty_reward_value: float = -10.0  # the score of such a response
-    min_response_length: int = 0  # with non_stop_penalty: responses of fewer tokens are penalized as well
+    reward_model_multiplier: float = 1.0
+    """the reward model's score is multiplied by this"""
+    apply_verifiable_reward: bool = True
+    """score responses with compute_score, or with reward_fn"""
+    verification_reward: float = 1.0
+    """the verifiable score is multiplied by this"""
+    reward_fn: str | None = None
+    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
+    reward_workers: int = 2
+    """processes that call reward_fn"""
+    reward_timeout: float = 10.0
+    """seconds for a call of reward_fn; where it fails or takes longer, the response scores 0"""
+    add_r1_style_format_reward: bool = False
+    """reward the form <think>...</think><answer>...</answer>"""
+    r1_style_format_reward: float = 1.0
+    """what the form <think>...</think><answer>...</answer> is worth"""
+    non_stop_penalty: bool = False
+    """a response without a stop token scores penalty_reward_value, whatever it earned"""
+    penalty_reward_value: float = -10.0
+    """with non_stop_penalty: the score of a response without a stop token"""
+    min_response_length: int = 0
+    """with non_stop_penalty: responses of fewer tokens are penalized as well"""
+
     # -- GRPO
-    beta: float = 0.01  # weight of the KL term in the loss; 0: no reference policy is loaded
-    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"  # of that KL (http://joschu.net/blog/kl-approx.html)
-    cliprange: float = 0.2  # the policy ratio is clipped to 1 +- cliprange
-    cliprange_higher: float = 0.2  # the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)
-    advantage_normalization: Literal["standard", "centered"] = "standard"  # (score - mean) / std, or score - mean
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # of ratios and weights (sequence: GSPO)
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over what
-    mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
-    tis_cap: float = 2.0  # cap of the importance weight learner/sampler on the policy loss; 0: no weight
+    beta: float = 0.01
+    """weight of the KL term in the loss; 0: no reference policy is loaded"""
+    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
+    """estimator of that KL (http://joschu.net/blog/kl-approx.html)"""
+    cliprange: float = 0.2
+    """the policy ratio is clipped to 1 +- cliprange"""
+    cliprange_higher: float = 0.2
+    """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
+    advantage_normalization: Literal["standard", "centered"] = "standard"
+    """(score - mean) / std, or score - mean"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """level of ratios and importance weights; sequence: GSPO"""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """the loss is a mean over tokens, over responses of their token means, or over
+    responses x response_length (Dr. GRPO)"""
+    mask_truncated_completions: bool = False
+    """leave responses without a stop token out of the loss (DAPO)"""
+    tis_cap: float = 2.0
+    """cap of the importance weight learner/sampler on the policy loss; 0: no weights"""
+
     # -- Output
-    with_tracking: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "tandem"  # its project
-    wandb_entity: str | None = None  # its entity (user or team)
-    # -- Filled in at run time (fill_in)
-    world_size: FilledIn[int] = 1  # learner processes
-    rollout_batch_size: FilledIn[int] = 0  # prompts per training step, over all ranks
-    episodes_per_step: FilledIn[int] = 0  # responses per training step, over all ranks
-    num_training_steps: FilledIn[int] = 0  # training steps of the run
-    num_updates: FilledIn[int] = 0  # optimizer updates of the run
-    eval_steps: FilledIn[tuple[int, ...]] = ()  # steps completed when an evaluation is due, beside the last
-    stop_token_ids: FilledIn[tuple[int, ...]] = ()  # ids that end a response
-    pad_token_id: FilledIn[int] = 0  # id that fills rows up; any would do, since masks come from lengths
+    with_tracking: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project_name: str = "tandem"
+    """project in Weights & Biases"""
+    wandb_entity: str | None = None
+    """owner of that project (user or team)"""
+
+    # -- Filled in at run time
+    world_size: FilledIn[int] = 1
+    """learner processes"""
+    rollout_batch_size: FilledIn[int] = 0
+    """prompts per training step, over all ranks"""
+    episodes_per_step: FilledIn[int] = 0
+    """responses per training step, over all ranks"""
+    num_training_steps: FilledIn[int] = 0
+    """training steps of the run"""
+    num_updates: FilledIn[int] = 0
+    """optimizer updates of the run"""
+    eval_steps: FilledIn[tuple[int, ...]] = ()
+    """completed steps at which an evaluation is requested, beside the one after the last"""
+    stop_token_ids: FilledIn[tuple[int, ...]] = ()
+    """ids that end a response"""
+    pad_token_id: FilledIn[int] = 0
+    """id of padding; any id would do, since masks come from lengths"""
 
 
-def bad_input(found: bool, message: str) -> None:
-    """Where something bad was found: ends the script with one line (what, where, what to do) and exit status 2."""
-    if found:
-        hint = "; scripts/make_debug_assets.py makes debug_assets" if "debug_assets/" in message else ""
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())[:400]}{hint}", file=sys.stderr)
-        sys.exit(2)
+@dataclass
+class Prompt:
+    """A row of the dataset."""
+
+    row: str  # file and row number, for messages
+    text: str
+    token_ids: list[int]
+    reward_model_token_ids: list[int]  # the same by the reward model's own chat template
+    data_source: str | None  # chooses the verifiable reward
+    ground_truth: Any  # None: there is no verifiable reward
+    extra_info: dict | None  # for --reward_fn
+
+
+@dataclass
+class Request:
+    """What the learner asks generation for: the responses of one training step."""
+
+    training_step: int
+    prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
+    seeds: list[int]  # (episodes,)
+    eval_prompts: list[Prompt]  # held-out prompts; empty where no evaluation is due
+    eval_seeds: list[int]
+
+
+@dataclass
+class Rollout:
+    """What generation hands over: the answer to a Request."""
+
+    training_step: int
+    policy_version: int  # of the policy that sampled: the training steps it had completed
+    prompts: list[Prompt]  # (episodes,)
+    responses: list[list[int]]  # (episodes,), sampled token ids; a stop token is the last one
+    sampler_logprobs: list[list[float]]  # (episodes,), the sampler's, one for each of those ids
+    eval_prompts: list[Prompt]
+    eval_responses: list[list[int]]
+    times: dict[str, float]  # seconds that its generation took, by part
+
+
+@dataclass
+class Scores:
+    """What responses earned; each list is (episodes,)."""
+
+    scores: list[float]  # the sum of all rewards, or the penalty: what is trained on
+    texts: list[str]
+    correct: list[bool | None]  # by the verifiable reward; None: there is no ground truth
+    model_scores: list[float | None]  # by the reward model; None: there is none
+    failures: int  # responses whose verifiable reward failed; they score 0
+
+
+@dataclass
+class Batch:
+    """What a training step works on. `width` is the length of its longest response.
+
+    Tensors with a width have one element per response token, and 0 after the end of a response.
+    """
+
+    prompt_ids: list[list[int]]  # (episodes,), token ids
+    responses: list[list[int]]  # (episodes,), token ids
+    mask: Tensor  # (episodes, width), 1.0 where there is a response token
+    scores: Tensor  # (episodes,)
+    sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
+    logprobs: Tensor | None  # (episodes, width), by the policy before this step's updates; None
+    # where the step has a single one, whose own forward pass gives them
+    ref_logprobs: Tensor | None  # (episodes, width), by the reference policy; None with beta 0
+    advantages: Tensor  # (episodes, width)
+    in_loss: Tensor  # (episodes,), 0.0 where a response is left out of the loss, else 1.0
+
+
+# ---------------------------------------------------------------------------------- small helpers
+
+
+def is_rank_0() -> bool:
+    """Whether this process is the first of all; known before there is an Accelerator."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def bad_input(message: str) -> NoReturn:
+    """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
+    if "debug_assets/" in message:
+        message += "; scripts/make_debug_assets.py makes debug_assets"
+    if is_rank_0():
+        line = " ".join(message.split())[:450]
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    sys.exit(2)
 
 
 def stable_hash(*parts: Any) -> int:
     """A 63-bit integer from its arguments, the same in every process and on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
-def fill_in(args: Args) -> Args:
-    """Checks the numbers in args and fills in those that follow from them."""
-    may_be_0 = ("seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "verification_reward")
-    at_most = dict.fromkeys(("warmup_ratio", "gamma", "lam", "value_lam", "vllm_gpu_memory_utilization"), 1)
-    at_most |= {"seed": 2**32 - 1, "temperature": 2, "eval_temperature": 2}  # vLLM's limits
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and name != "stop_token_id":
-            least = "0 or more" if name in may_be_0 or not getattr(Args, name) else "above 0"  # default 0: may be 0
-            good = value > 0 or (value == 0 and least != "above 0") or name == "penalty_reward_value"
-            good = good and math.isfinite(value) and value <= at_most.get(name, math.inf)
-            what = f"{least}, and at most {at_most[name]}" if name in at_most else f"finite and {least}"
-            bad_input(not good, f"--{name} is {value}; it must be {what}")
-    args.run_name = args.run_name or f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
-    args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
-    args.episodes_per_step = args.rollout_batch_size * args.number_samples_per_prompt
-    local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
-    parts = {"local_mini_batch_size": (local_episodes, "local_rollout_batch_size * number_samples_per_prompt")}
-    parts["per_device_train_batch_size"] = (args.local_mini_batch_size, "local_mini_batch_size")
-    for name, (size, whole) in parts.items():
-        bad_input(size % (part := getattr(args, name)) != 0, f"{whole} ({size}) must be a multiple of {name} ({part})")
-    args.num_training_steps = args.total_episodes // args.episodes_per_step
-    few = f"--total_episodes {args.total_episodes} is less than the {args.episodes_per_step} of one step"
-    bad_input(args.num_training_steps == 0, few)
-    free = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())  # GPUs without a learner
-    size = args.vllm_tensor_parallel_size
-    wrong = not {*args.vllm_gpus} <= {*free} or size != max(1, len({*args.vllm_gpus}))
-    what = f"must be --vllm_tensor_parallel_size ({size}) of those without a learner, {[*free]}"
-    bad_input(wrong, f"--vllm_gpus {args.vllm_gpus} {what}")
-    args.num_updates = args.num_training_steps * args.num_epochs * (local_episodes // args.local_mini_batch_size)
-    args.warm_up_steps = args.warm_up_steps or round(args.warmup_ratio * args.num_updates)
-    eval_every = max(1, args.num_training_steps // args.num_evals) if args.num_evals else args.num_training_steps
-    args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
-    return args
+def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
+    """Runs function on rank 0 and returns its result on every rank; if it raises, all raise."""
+    result, error, message = None, None, None
+    if accelerator.is_main_process:
+        try:
+            result = function(*args)
+        except Exception as raised:
+            error = raised
+            message = f"rank 0 failed: {type(raised).__name__}: {raised}"
+    result, message = broadcast_object_list([result, message])
+    if error is not None:
+        raise error
+    if message is not None:
+        raise RuntimeError(message)
+    return result
 
 
-# ---------------------------------------------------------------------------------------------------------- data
-def prepare_prompts(path: str, split: str, tokenizer, reward_tokenizer, args: Args) -> list[dict]:
-    """Loads and tokenizes prompts: rows {where, prompt, {reward_,}prompt_ids, data_source, ground_truth, extra_info}.
+@contextlib.contextmanager
+def timed(times: dict[str, float], name: str):
+    """Adds the seconds spent inside to times[name]."""
+    start = time.perf_counter()
+    yield
+    # The generation thread has nothing to do with the learner's kernels, so it does not wait
+    if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
+        torch.cuda.synchronize()
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
 
-    path: a file or a dataset on the hub with verl's columns: `prompt` (a string, or messages), `data_source`,
-    `reward_model: {style, ground_truth}`, `extra_info`; or open-instruct's: `messages`, `ground_truth`, `dataset`.
-    """
-    suffix, prompts = Path(path).suffix, []
-    bad_input(suffix in (".parquet", ".jsonl") and not Path(path).is_file(), f"{path}: no such file")
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def read_rows(path: str, split: str) -> list[dict]:
+    """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
+    suffix = Path(path).suffix
+    if suffix in (".parquet", ".jsonl") and not Path(path).is_file():
+        bad_input(f"{path}: no such file")
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif suffix == ".jsonl":
-            rows = [dict(json.loads(line)) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
+            lines = Path(path).read_text("utf-8").split("\n")
+            rows = [dict(json.loads(line)) for line in lines if line.strip()]
         else:
-            rows = importlib.import_module("datasets").load_dataset(path, split=split).to_list()
+            import datasets
+
+            rows = datasets.load_dataset(path, split=split).to_list()
     except Exception as error:
-        bad_input(True, f"{path}: cannot be read; .parquet, .jsonl, or the name of a dataset on the hub? ({error})")
-    bad_input(not rows, f"{path}: the dataset is empty")
-    if {"messages", "ground_truth", "dataset"} <= set(rows[0]):
-        rows = [r | {"prompt": r.get("messages"), "data_source": r.get("dataset"), "reward_model": r} for r in rows]
-    bad_input("prompt" not in rows[0], f"{path}: there is no column `prompt`; the columns are {', '.join(rows[0])}")
-    verify = args.apply_verifiable_reward or path == args.eval_dataset  # evaluations always, where there is a truth
-    needed = args.apply_verifiable_reward and not args.reward_fn and "data_source" not in rows[0]
-    bad_input(needed, f"{path}: there is no column `data_source`, which chooses the reward; or name a --reward_fn")
+        bad_input(
+            f"{path}: cannot be read; .parquet, .jsonl, or the name of a dataset on the hub? "
+            f"({error})"
+        )
+    if not rows:
+        bad_input(f"{path}: the dataset is empty")
+    return rows
+
+
+def ground_truth_of(row: dict) -> Any:
+    """What a rule compares a response to; None where a row has nothing for a rule."""
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, dict):
+        return None
+    # Style "model" means no rule, except in verl's HellaSwag rows, recognized by their `eval`
+    if reward_model.get("style") == "model" and not reward_model.get("eval"):
+        return None
+    return reward_model.get("ground_truth")
+
+
+def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]]:
+    """The text of a prompt and its token ids.
+
+    Messages are rendered with the chat template; an answer that ends them is left out.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer(prompt)["input_ids"]
+    for message in prompt:
+        if not message["role"] or not message["content"]:
+            raise ValueError("a message without role or content")
+    if prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    # The template has written the special tokens already
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def prepare_prompts(
+    path: str, split: str, tokenizer, reward_tokenizer, args: Args, is_eval: bool = False
+) -> list[Prompt]:
+    """Loads, checks and tokenizes prompts.
+
+    path: a file or a dataset on the hub with verl's columns: `prompt` (a string, or messages),
+    `data_source`, `reward_model: {style, ground_truth}`, `extra_info`; or with open-instruct's:
+    `messages`, `ground_truth`, `dataset`.
+    """
+    rows = read_rows(path, split)
+    if {"messages", "ground_truth", "dataset"} <= rows[0].keys():
+        # open-instruct's columns, renamed to verl's
+        rows = [
+            {
+                "prompt": row.get("messages"),
+                "data_source": row.get("dataset"),
+                "reward_model": {"ground_truth": row.get("ground_truth")},
+                "extra_info": row.get("extra_info"),
+            }
+            for row in rows
+        ]
+    if "prompt" not in rows[0]:
+        bad_input(f"{path}: there is no column `prompt`; the columns are {', '.join(rows[0])}")
+    if args.apply_verifiable_reward and not args.reward_fn and "data_source" not in rows[0]:
+        bad_input(
+            f"{path}: there is no column `data_source`, which chooses the reward; "
+            f"or name a --reward_fn"
+        )
+
+    # Held-out prompts are always scored by a rule where there is one
+    keep_ground_truth = args.apply_verifiable_reward or is_eval
+    prompts = []
     for index, row in enumerate(rows):
-        where, prompt, truth = f"{path}, row {index}", row.get("prompt"), row.get("reward_model")
-        rule = isinstance(truth, dict) and (truth.get("style") != "model" or truth.get("eval"))  # verl's hellaswag
-        truth = truth.get("ground_truth") if rule else None
-        what = "`reward_model.ground_truth` is missing, and the verifiable reward needs it"
-        bad_input(args.apply_verifiable_reward and truth is None, f"{where}: {what}")
-        bad_input(not isinstance(row.get("data_source") or "", str), f"{where}: `data_source` must be a string")
+        where = f"{path}, row {index}"
+        ground_truth = ground_truth_of(row)
+        data_source = row.get("data_source")
+        if args.apply_verifiable_reward and ground_truth is None:
+            bad_input(
+                f"{where}: `reward_model.ground_truth` is missing, and the verifiable reward "
+                f"needs it"
+            )
+        if not isinstance(data_source or "", str):
+            bad_input(f"{where}: `data_source` must be a string")
         try:
-            # Messages, without an answer, are rendered; no special tokens then: the template writes its own BOS.
-            if chat := isinstance(prompt, list) and all(m["role"] and m["content"] for m in prompt):
-                prompt = prompt[: len(prompt) - (prompt[-1]["role"] == "assistant")]
-                render = {"conversation": prompt, "tokenize": False, "add_generation_prompt": True}
-            text, seen = ((t.apply_chat_template(**render) if chat else prompt) for t in (tokenizer, reward_tokenizer))
-            ids, seen_ids = (tokenizer(part, add_special_tokens=not chat)["input_ids"] for part in (text, seen))
+            text, token_ids = tokenize_prompt(row.get("prompt"), tokenizer)
+            _, reward_model_token_ids = tokenize_prompt(row.get("prompt"), reward_tokenizer)
         except Exception as error:
-            what = "must be a string, or messages with role and content that the --chat_template takes"
-            bad_input(True, f"{where}: `prompt` {what} ({error!r})")
-        if 0 < len(ids) <= args.max_prompt_token_length:
-            kept = {"where": where, "prompt": text, "prompt_ids": ids, "reward_prompt_ids": seen_ids}
-            kept["ground_truth"] = truth if verify else None
-            prompts.append({**kept, "data_source": row.get("data_source"), "extra_info": row.get("extra_info")})
-    limit = f"--max_prompt_token_length {args.max_prompt_token_length}"
-    bad_input(not prompts, f"{path}: none of its {len(rows)} prompts has between 1 token and {limit}")
-    if len(prompts) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(f"{path}: dropped {len(rows) - len(prompts)} of {len(rows)} prompts, empty or longer than {limit}")
+            bad_input(
+                f"{where}: `prompt` must be a string, or messages with role and content that "
+                f"the --chat_template takes ({error!r})"
+            )
+        if 0 < len(token_ids) <= args.max_prompt_token_length:
+            prompt = Prompt(
+                row=where,
+                text=text,
+                token_ids=token_ids,
+                reward_model_token_ids=reward_model_token_ids,
+                data_source=data_source,
+                ground_truth=ground_truth if keep_ground_truth else None,
+                extra_info=row.get("extra_info"),
+            )
+            prompts.append(prompt)
+
+    dropped = (
+        f"{len(rows) - len(prompts)} of {len(rows)} prompts, empty or longer than "
+        f"--max_prompt_token_length {args.max_prompt_token_length}"
+    )
+    if not prompts:
+        bad_input(f"{path}: none is left; dropped {dropped}")
+    if len(prompts) < len(rows) and is_rank_0():
+        print(f"{path}: dropped {dropped}")
     return prompts
 
 
 def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
-    """Indices of prompts `start` to `start + count` of the run, of which each pass is one seeded permutation.
+    """Indices of the prompts from `start` to `start + count`, counted over the whole run.
+
+    Each pass over the dataset is one seeded permutation of it.
 
     >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
     [0, 1, 2, 3, 4]
     """
     indices = []
-    while count > len(indices):
-        passes, offset = divmod(start + len(indices), num_prompts)
-        generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", passes))
-        indices += torch.randperm(num_prompts, generator=generator)[offset:].tolist()
+    while len(indices) < count:
+        pass_index, offset = divmod(start + len(indices), num_prompts)
+        generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", pass_index))
+        permutation = torch.randperm(num_prompts, generator=generator).tolist()
+        indices += permutation[offset:]
     return indices[:count]
 
 
-# ------------------------------------------------------------------------------------------------------- rewards
-def compute_score(data_source: str, response: str, ground_truth: str) -> float:
-    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise.
+def make_request(
+    training_step: int, train_prompts: list[Prompt], eval_prompts: list[Prompt], args: Args
+) -> Request:
+    """The request for a training step, or after the last step for the last evaluation alone.
 
-    >>> compute_score("openai/gsm8k", "6 * 200 is 1,200. #### $1,200.", "1200")
+    It is a function of the step alone. The samples of a prompt stand side by side. Each response
+    has a seed of its own, a hash: neighbouring seeds would repeat one another's samples.
+    """
+    completed_steps = training_step - 1
+    prompts = []
+    if completed_steps < args.num_training_steps:
+        start = completed_steps * args.rollout_batch_size
+        drawn = draw_prompts(len(train_prompts), start, args.rollout_batch_size, args.seed)
+        for index in drawn:
+            prompts += [train_prompts[index]] * args.number_samples_per_prompt
+    first_episode = completed_steps * args.episodes_per_step
+    seeds = [stable_hash(args.seed, "episode", first_episode + i) for i in range(len(prompts))]
+
+    if completed_steps not in (*args.eval_steps, args.num_training_steps):
+        eval_prompts = []
+    eval_seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_prompts))]
+    return Request(training_step, prompts, seeds, eval_prompts, eval_seeds)
+
+
+# ---------------------------------------------------------------------------------------- rewards
+
+
+def grade_gsm8k(response: str, ground_truth: str) -> float:
+    """1.0 if the answer equals the ground truth.
+
+    The answer is the first number after the last "####", or else the last number.
+
+    >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
+    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
+    number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
+    answers = re.findall(number, response)
+    if "####" in response:
+        numbers_after_it = re.findall(number, response.rpartition("####")[2])
+        answers = numbers_after_it[:1] or answers
+    if not answers:
+        return 0.0
+    answer = float(re.sub(r"[$,]", "", answers[-1]))
+    return float(answer == truth)
+
+
+def compute_score(data_source: str, response: str, ground_truth: str) -> float:
+    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise."""
     if data_source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
-    tail = response.rpartition("####")[2]
-    if "gsm8k" in data_source:  # the number after the last "####", else the last number
-        number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
-        answers = re.findall(number, tail)[: 1 if "####" in response else None] or re.findall(number, response)
-        answer, truth = (re.sub(r"[$,\s]", "", str(t)).rstrip(".") for t in ((answers or ["nan"])[-1], ground_truth))
-        return float(float(answer) == float(truth))
-    if "hellaswag" in data_source:  # the ending's index, or its letter
-        answers = re.findall(r"\b(?:[0-3]|[A-D](?=[.):]|\W*$))\b", tail)[: 1 if "####" in response else None]
-        return float(answers[-1:] in ([str(ground_truth)], ["ABCD"[int(ground_truth)]]))
-    if "math" in data_source.lower():  # what the last box holds, else the last formula or number; equals are found
-        import math_verify as mv
-
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # its time limits need the main thread; ours holds
-        truth, answer = f"\\boxed{{{ground_truth}}}", response[max(0, response.rfind("\\boxed")) :]
-        forms = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
-        read = partial(mv.parse, extraction_config=forms, parsing_timeout=None)
-        pairs = ((truth, answer), (truth.replace("\\%", ""), answer.replace("\\%", "")))  # 12.5 where it is 12.5\%
-        return float(any(mv.verify(*map(read, pair), timeout_seconds=None) for pair in pairs))
-    raise NotImplementedError(f"{data_source!r} is no debug/sorting, *gsm8k*, *math*, *hellaswag*: use --reward_fn")
+    if "gsm8k" in data_source:
+        return grade_gsm8k(response, ground_truth)
+    raise NotImplementedError(
+        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math* and *hellaswag* use "
+        f"--reward_fn scripts/rewards/graders.py:compute_score, for others one of your own"
+    )
 
 
-def verifiable_score(spec: str | None, row: dict, text: str) -> float:
-    """What compute_score, or path/to/file.py:function, says of a response; raises unless that is a finite number."""
-    path, _, name = (spec or "").rpartition(":")
+@functools.cache
+def load_reward_file(path: str) -> dict[str, Any]:
+    """What the Python file of --reward_fn defines, by name. It is run once in each process."""
+    return runpy.run_path(path)
+
+
+def verifiable_reward(reward_fn: str | None, prompt: Prompt, response: str) -> float:
+    """What compute_score, or path/to/file.py:function, says of a response.
+
+    Raises RuntimeError where that fails or is no finite number. Workers call it too, and not
+    every exception survives the way back from another process; this one does.
+    """
     try:
-        reward_fn = partial(run_once(path)[name], extra_info=row["extra_info"]) if spec else compute_score
-        value = reward_fn(row["data_source"], text, row["ground_truth"])
-        if not math.isfinite(value):
-            raise ValueError(f"it returned {value}")
-        return float(value)
-    except Exception as error:  # not every exception survives the way from a worker; this one does
+        if reward_fn is None:
+            score = compute_score(prompt.data_source, response, prompt.ground_truth)
+        else:
+            path, _, name = reward_fn.rpartition(":")
+            score = load_reward_file(path)[name](
+                prompt.data_source, response, prompt.ground_truth, extra_info=prompt.extra_info
+            )
+        if not math.isfinite(score):
+            raise ValueError(f"it returned {score}")
+        return float(score)
+    except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-def check_rewards(args: Args, rows: list[dict]) -> dict[str, float]:
-    """Scores the ground truth of one row of each data source; a reward that cannot do that is bad input."""
-    examples, name = {}, f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
-    for source, row in {row["data_source"]: row for row in reversed(rows) if row["ground_truth"] is not None}.items():
-        try:
-            truth = str(row["ground_truth"])  # as it stands, or in a box
-            examples[source] = max(verifiable_score(args.reward_fn, row, t) for t in (truth, f"\\boxed{{{truth}}}"))
-        except Exception as error:
-            bad_input(True, f"{name} (path/to/file.py:function) fails on {row['where']} with {truth!r}: {error}")
-    return examples
+def die_with_script() -> None:
+    """Makes Linux kill this process, a reward worker, when the script ends.
+
+    The sentinel is a pipe whose other end closes when the script ends, in whatever way. Linux
+    then sends SIGIO, which kills a process that does not handle it, even one that holds the GIL.
+    """
+    pipe = mp.parent_process().sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-# -------------------------------------------------------------------------------------------------------- models
-def load_tokenizer_and_config(args: Args) -> tuple:
-    """Policy's and reward model's tokenizer, policy's config; fills in the ids that end a response, and the pad id."""
-    revisions = {args.reward_model_path: args.reward_model_revision, args.model_name_or_path: args.model_revision}
-
-    def load(flag: str, loader: type):
-        path = getattr(args, flag) or args.model_name_or_path
-        try:
-            revision = revisions.get(path)
-            if not Path(path).is_dir() and not try_to_load_from_cache(path, "config.json", revision=revision):
-                model_info(path, timeout=10)  # transformers would ask a hub out of reach for half a minute
-            return loader.from_pretrained(path, revision=revision)
-        except Exception as error:
-            bad_input(True, f"--{flag} {path}: there is no such model or tokenizer ({error})")
-
-    config, tokenizer = load("model_name_or_path", AutoConfig), load("tokenizer_name_or_path", AutoTokenizer)
-    reward_tokenizer = load("reward_model_path", AutoTokenizer) if args.reward_model_path else tokenizer
-    if args.chat_template:
-        bad_input(not Path(args.chat_template).is_file(), f"--chat_template {args.chat_template}: no such file")
-        tokenizer.chat_template = Path(args.chat_template).read_text()
-    reward_tokenizer.chat_template = reward_tokenizer.chat_template or tokenizer.chat_template
-    size = config.get_text_config().vocab_size
-    bad_input(len(tokenizer) > size, f"the tokenizer has {len(tokenizer)} tokens and the model only {size}")
-    for flag in ("value_model_path", "reward_model_path"):
-        if getattr(args, flag, None):
-            other = load(flag, AutoConfig)
-            headless = int(flag == "value_model_path")  # that one gets a head where it has none
-            labels = other.num_labels if "SequenceClassification" in str(other.architectures) else headless
-            fits = labels == 1 and other.get_text_config().vocab_size == size
-            bad_input(not fits, f"--{flag} needs one label (it has {labels}) and the policy's vocabulary of {size}")
-    same = len({str(t("Is 2 + 2 = 4?\n Yes.", add_special_tokens=False)) for t in (tokenizer, reward_tokenizer)}) == 1
-    bad_input(not same, f"--reward_model_path {args.reward_model_path}: its tokenizer is not the policy's")
-    eos, path = config.get_text_config().eos_token_id, args.model_name_or_path
-    with contextlib.suppress(OSError):
-        eos = transformers.GenerationConfig.from_pretrained(path, revision=args.model_revision).eos_token_id or eos
-    stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-    stop_id = tokenizer.get_vocab().get(stop_token)
-    unknown = args.stop_token is not None and stop_id is None
-    bad_input(unknown, f"--stop_token {args.stop_token!r} is not a token of the tokenizer; or give a --stop_token_id")
-    stop_ids = {*(eos if isinstance(eos, list) else [eos]), args.stop_token_id, stop_id} - {None}
-    args.stop_token_ids = tuple(sorted(stop_ids))
-    good = stop_ids and 0 <= min(stop_ids) <= max(stop_ids) < size
-    what = f"there must be one at least, in the vocabulary of {size}; see --stop_token and --stop_token_id"
-    bad_input(not good, f"stop tokens {args.stop_token_ids}: {what}")
-    args.pad_token_id = args.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return tokenizer, reward_tokenizer, config
+def start_reward_workers(args: Args) -> ProcessPool:
+    """Processes for --reward_fn, which may hang or crash. They start with the first call."""
+    # What takes long to import is imported once, and inherited by every worker
+    mp.set_forkserver_preload(["accelerate", "transformers.models.auto.modeling_auto", "tyro"])
+    return ProcessPool(
+        max_workers=args.reward_workers,
+        max_tasks=0,  # workers are never recycled
+        initializer=die_with_script,
+        context=mp.get_context("forkserver"),
+    )
 
 
-def load_model(auto_class: type, path: str, args: Args, trained: bool, **config_options) -> tuple:
-    """A model without dropout (1909.08593, p. 3), frozen in args.dtype or trained, and what its checkpoint lacks."""
-    revisions = {args.reward_model_path: args.reward_model_revision, args.model_name_or_path: args.model_revision}
-    revision = revisions.get(path)
+def verifiable_rewards(
+    workers: ProcessPool, prompts: list[Prompt], texts: list[str], args: Args
+) -> tuple[list[float | None], int]:
+    """The verifiable reward of each response (None: no ground truth), and how many failed.
+
+    One that fails or takes too long costs its response the reward and nothing else.
+    """
+    # A file of the user's may do anything, so its calls go to the workers, all at once
+    calls = {}
+    if args.reward_fn:
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            if prompt.ground_truth is not None:
+                arguments = (args.reward_fn, prompt, text)
+                calls[i] = workers.schedule(
+                    verifiable_reward, args=arguments, timeout=args.reward_timeout
+                )
+
+    verifiable_scores = []
+    failures = Counter()
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        score = None
+        if prompt.ground_truth is not None:
+            try:
+                if args.reward_fn:
+                    score = calls[i].result()
+                else:
+                    score = verifiable_reward(None, prompt, text)
+            except Exception as error:
+                score = 0.0
+                failures[f"{prompt.data_source}: {type(error).__name__}: {error}"] += 1
+        verifiable_scores.append(score)
+    for cause, count in failures.items():
+        print(
+            f"Warning: the reward failed on {count} of {len(prompts)} responses, which score 0: "
+            f"{cause[:300]}"
+        )
+    return verifiable_scores, failures.total()
+
+
+R1_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+
+def score_responses(
+    accelerator: Accelerator,
+    reward_model: torch.nn.Module | None,
+    workers: ProcessPool,
+    tokenizer,
+    prompts: list[Prompt],
+    responses: list[list[int]],
+    args: Args,
+) -> Scores:
+    """Scores a response to each prompt; every rank gets all scores."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    model_scores = [None] * len(prompts)
+    if reward_model is not None:
+        model_scores = reward_model_scores(accelerator, reward_model, prompts, responses, args)
+    verifiable_scores, failures = on_main_process(
+        accelerator, verifiable_rewards, workers, prompts, texts, args
+    )
+
+    scores = []
+    for response, text, model_score, verifiable_score in zip(
+        responses, texts, model_scores, verifiable_scores, strict=True
+    ):
+        score = 0.0
+        if model_score is not None:
+            score += model_score * args.reward_model_multiplier
+        if args.apply_verifiable_reward and verifiable_score is not None:
+            score += verifiable_score * args.verification_reward
+        if args.add_r1_style_format_reward and R1_FORMAT.fullmatch(text):
+            score += args.r1_style_format_reward
+        if args.non_stop_penalty:
+            stopped = response[-1] in args.stop_token_ids
+            if not stopped or len(response) < args.min_response_length:
+                score = args.penalty_reward_value
+        scores.append(score)
+    correct = [None if score is None else score > 0 for score in verifiable_scores]
+    return Scores(scores, texts, correct, model_scores, failures)
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+def revision_of(path: str, args: Args) -> str | None:
+    """The revision of a model on the hub."""
+    if path == args.model_name_or_path:
+        return args.model_revision
+    if path == args.reward_model_path:
+        return args.reward_model_revision
+    return None
+
+
+def load_model(
+    auto_class: type, path: str, args: Args, trained: bool, **config_options
+) -> tuple[torch.nn.Module, set[str]]:
+    """A model without dropout (1909.08593, p. 3), and the names of what its checkpoint lacks.
+
+    A trained model is float32 and needs gradients; a frozen one is of args.dtype.
+    """
+    revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
-    options = {"attn_implementation": args.attn_implementation, "output_loading_info": True, "revision": revision}
-    dtype = torch.float32 if trained else getattr(torch, args.dtype)
-    model, report = auto_class.from_pretrained(path, config=config, dtype=dtype, **options)
+    model, report = auto_class.from_pretrained(
+        path,
+        config=config,
+        revision=revision,
+        dtype=torch.float32 if trained else getattr(torch, args.dtype),
+        attn_implementation=args.attn_implementation,
+        output_loading_info=True,
+    )
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train(trained).requires_grad_(trained), report  # checkpointing works in training mode only
+    model.train(trained)  # gradient checkpointing works in training mode only
+    model.requires_grad_(trained)
+    return model, report["missing_keys"]
 
 
-def collate(prompts: list[list[int]], responses: list[list[int]], pad_token_id: int, device) -> tuple:
-    """Pads prompts on the left and responses on the right: the model's inputs, each (batch, length), and the response
-    mask (batch, response_length). Masks come from lengths: a pad token that is also the end token must not hide it.
+def token_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the labels, and entropies: each (batch, response_length), in float32.
+
+    logits: (batch, response_length, vocabulary); labels: (batch, response_length), token ids.
+    """
+    if logits.dtype != torch.float64:  # the tests use it
+        logits = logits.float()
+    logits = logits / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    label_logprobs = logprobs.gather(-1, labels[..., None]).squeeze(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return label_logprobs, entropies
+
+
+class PolicyModel(torch.nn.Module):
+    """A causal language model, read at the positions that predict the response tokens."""
+
+    def __init__(self, model: torch.nn.Module, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, inputs: dict, response_length: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the response tokens and entropies: (batch, response_length).
+
+        Both can be trained on. Only the logits of the response exist. Their softmax is taken a
+        few rows at a time, and computed again in the backward pass: it would be the largest thing
+        in memory.
+        """
+        output = self.model(**inputs, logits_to_keep=response_length + 1)
+        # The logits at a position predict the token after it: (batch, response_length, vocabulary)
+        logits = output.logits[:, :-1]
+        prompt_length = inputs["input_ids"].shape[1] - response_length
+        labels = inputs["input_ids"][:, prompt_length:]  # (batch, response_length)
+        logits_per_row = max(1, logits[0].numel())
+        rows = max(1, SOFTMAX_CHUNK // logits_per_row)
+        logprobs, entropies = [], []
+        for some_logits, some_labels in zip(logits.split(rows), labels.split(rows), strict=True):
+            some_logprobs, some_entropies = checkpoint(
+                token_logprobs, some_logits, some_labels, self.temperature, use_reentrant=False
+            )
+            logprobs.append(some_logprobs)
+            entropies.append(some_entropies)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def collate(
+    prompt_ids: list[list[int]], responses: list[list[int]], pad_token_id: int, device
+) -> tuple[dict, Tensor]:
+    """Pads prompts on the left and responses on the right.
+
+    Returns the model's inputs, with tensors (batch, prompt_length + response_length), and the
+    response mask (batch, response_length). Masks come from lengths: where a pad token is also the
+    end token, its id must not hide the end of a response.
 
     >>> inputs, mask = collate([[5], [6, 7]], [[8, 9], [9]], pad_token_id=0, device="cpu")
-    >>> inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), inputs["position_ids"].tolist(), mask.tolist()
-    ([[0, 5, 8, 9], [6, 7, 9, 0]], [[0, 1, 1, 1], [1, 1, 1, 0]], [[0, 0, 1, 2], [0, 1, 2, 2]], [[1, 1], [1, 0]])
+    >>> inputs["input_ids"].tolist()
+    [[0, 5, 8, 9], [6, 7, 9, 0]]
+    >>> inputs["attention_mask"].tolist()
+    [[0, 1, 1, 1], [1, 1, 1, 0]]
+    >>> inputs["position_ids"].tolist()
+    [[0, 0, 1, 2], [0, 1, 2, 2]]
+    >>> mask.tolist()
+    [[1, 1], [1, 0]]
     """
-    prompt_length, response_length = max(map(len, prompts)), max(map(len, responses))
-    ids, mask = [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        left, right = prompt_length - len(prompt), response_length - len(response)
-        ids.append([pad_token_id] * left + prompt + response + [pad_token_id] * right)
-        mask.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
-    input_ids, attention_mask = torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    prompt_length = max(len(prompt) for prompt in prompt_ids)
+    response_length = max(len(response) for response in responses)
+    input_ids, attention = [], []
+    for prompt, response in zip(prompt_ids, responses, strict=True):
+        left = prompt_length - len(prompt)
+        right = response_length - len(response)
+        input_ids.append([pad_token_id] * left + prompt + response + [pad_token_id] * right)
+        attention.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
+    attention_mask = torch.tensor(attention, device=device)
+    inputs = {
+        "input_ids": torch.tensor(input_ids, device=device),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "use_cache": False,
+    }
     return inputs, attention_mask[:, prompt_length:]
 
 
-def policy_forward(model, inputs: dict, response_length: int, temperature: float) -> tuple:
-    """Log-probabilities of the response tokens and entropies (detached): (batch, response_length), in float32.
+def pad(rows: list[list[float]], device) -> Tensor:
+    """Rows of numbers as one tensor, with zeros on the right.
 
-    Saves memory: logits of the response alone, their softmax in chunks that the backward pass computes again.
+    >>> pad([[1.0, 2.0], [3.0]], "cpu")
+    tensor([[1., 2.],
+            [3., 0.]])
     """
-    # Logits predict the next token: (batch, response_length, vocabulary)
-    logits = model(**inputs, logits_to_keep=response_length + 1).logits[:, :-1]
-    labels = inputs["input_ids"][:, inputs["input_ids"].shape[1] - response_length :]
-
-    def chunk_logprobs(logits, labels):
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(-1, labels[..., None]).squeeze(-1)
-        if not torch.is_grad_enabled():
-            return chosen, torch.zeros_like(chosen)
-        return chosen, -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-
-    rows = max(1, 2**24 // max(1, logits[0].numel()))  # 64 MiB in float32
-    chunks = zip(logits.split(rows), labels.split(rows), strict=True)
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
-def deal_rows(rows: list[int], lengths: list[tuple[int, int]], size: int, world_size: int) -> list[list[list[int]]]:
-    """Rows as micro-batches of `size`, alike in length (response, prompt), shared out: [rank][micro-batch] -> rows.
-
-    >>> deal_rows([0, 1, 2, 3], lengths=[(9, 1), (2, 1), (8, 1), (3, 1)], size=2, world_size=1)
-    [[[1, 3], [2, 0]]]
-    """
-    ordered = sorted(rows, key=lambda row: (lengths[row], row))
-    shares = [ordered[rank::world_size] for rank in range(world_size)]
-    return [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
+# ------------------------------------------------------------------------------------ mathematics
 
 
-# --------------------------------------------------------------------------------------------------- mathematics
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; returns a scalar.
 
@@ -476,22 +891,28 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate per token of KL(policy || reference), from tokens sampled by the policy; shape of logprobs.
+    """Estimate per token of KL(policy || reference) from tokens of the policy; logprobs' shape.
 
-    With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html).
+    With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
+    (http://joschu.net/blog/kl-approx.html).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl2").item()
     0.5
     """
     d = logprobs - ref_logprobs
-    return {"kl1": d, "kl2": d**2 / 2, "kl3": torch.expm1(-d) + d}[estimator]
+    if estimator == "kl1":
+        return d
+    if estimator == "kl2":
+        return d**2 / 2
+    return torch.expm1(-d) + d
 
 
 def group_advantages(scores: Tensor, number_samples_per_prompt: int, normalization: str) -> Tensor:
-    """Advantages (2402.03300) of scores (episodes,), the samples of a prompt side by side: score - mean of its group.
+    """How much better a response scored than its group (2402.03300): (episodes,), like scores.
 
-    "standard" divides by the group's unbiased deviation + 1e-8, "centered" does not (2503.20783). Where all scores of
-    a group are equal the advantages are exactly 0, whatever the rounding of their mean. ValueError: groups of one.
+    The samples of a prompt stand side by side. "standard" divides by the group's unbiased
+    deviation + 1e-8, "centered" does not (2503.20783). Where all scores of a group are equal the
+    advantages are exactly 0, whatever the rounding of their mean. ValueError: groups of one.
 
     >>> group_advantages(torch.tensor([1.0, 3.0, 0.1, 0.1]), 2, "standard").tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0, 0.0]
@@ -507,406 +928,926 @@ def group_advantages(scores: Tensor, number_samples_per_prompt: int, normalizati
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each response at each of its tokens, (batch, response_length): GSPO's ratio (2507.18071, eq. 7).
+    """The mean of each response at each of its tokens: (batch, response_length), like values.
 
-    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])).tolist()
-    [[2.0, 2.0], [5.0, 0.0]]
+    Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
+
+    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]))
+    tensor([[2., 2.],
+            [5., 0.]])
     """
-    return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
+    means = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return means * mask
 
 
-def policy_loss(log_ratio: Tensor, advantages: Tensor, weights: Tensor, cliprange, cliprange_higher) -> tuple:
-    """PPO's clipped surrogate (1707.06347) per token, times the importance weight; and where the clip binds.
+def importance_weights(
+    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args: Args
+) -> Tensor:
+    """Learner over sampler, not yet truncated: (batch, response_length), like logprobs.
 
-    log_ratio: new - old log-probabilities; all (batch, response_length).
+    The sampler is not the learner: its policy may be a step older, and its kernels are others
+    (https://fengyao.notion.site/off-policy-rl). At the sequence level: GSPO's (2507.18071).
+    """
+    log_ratio = (logprobs - sampler_logprobs) * mask
+    if args.importance_sampling_level == "sequence":
+        log_ratio = sequence_mean(log_ratio, mask)
+    return log_ratio.exp()
 
-    >>> loss, clipped = policy_loss(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]), torch.ones(2), 0.2, 0.2)
+
+def policy_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    importance_weights: Tensor,
+    cliprange: float,
+    cliprange_higher: float,
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (1707.06347) times the importance weight, and where the clip binds.
+
+    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], which are equal in PPO.
+    log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
+
+    >>> loss, clipped = policy_loss(
+    ...     log_ratio=torch.tensor([0.0, 1.0]),
+    ...     advantages=torch.tensor([2.0, 2.0]),
+    ...     importance_weights=torch.ones(2),
+    ...     cliprange=0.2,
+    ...     cliprange_higher=0.2,
+    ... )
     >>> loss.tolist(), clipped.tolist()
     ([-2.0, -2.4000000953674316], [False, True])
     """
-    plain = -advantages * log_ratio.exp()
-    clipped = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
-    # The weight comes after the max: it says how much a sample counts, not which branch is the pessimistic one.
-    return torch.max(plain, clipped) * weights, clipped > plain
-
-
-def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args: Args) -> Tensor:
-    """exp(learner - sampler) of tokens, or at the sequence level of responses (2507.18071); tis_cap is not applied."""
-    log_ratio = (logprobs - sampler_logprobs) * mask  # (batch, response_length)
-    return (sequence_mean(log_ratio, mask) if args.importance_sampling_level == "sequence" else log_ratio).exp()
+    plain_loss = -advantages * log_ratio.exp()
+    clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
+    # The importance weight comes after the max: it says how much a sample counts, not which
+    # branch is the pessimistic one.
+    loss = torch.max(plain_loss, clipped_loss) * importance_weights
+    return loss, clipped_loss > plain_loss
 
 
 def lr_multiplier(update: int, args: Args) -> float:
-    """Learning rate of optimizer update `update`, from 0, as a share of the base rate; above 0 to the end.
+    """Learning rate of optimizer update `update`, from 0, as a share of the base rate.
+
+    It is above 0 to the end.
 
     >>> [lr_multiplier(update, Args(warm_up_steps=2, num_updates=4)) for update in range(4)]
     [0.5, 1.0, 1.0, 0.5]
     """
     if update < args.warm_up_steps:
         return (update + 1) / args.warm_up_steps
-    done = (update - args.warm_up_steps) / max(1, args.num_updates - args.warm_up_steps)  # in [0, 1)
-    shapes = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
-    return shapes[args.lr_scheduler_type]
+    updates_left = max(1, args.num_updates - args.warm_up_steps)
+    done = (update - args.warm_up_steps) / updates_left  # in [0, 1)
+    if args.lr_scheduler_type == "linear":
+        return 1 - done
+    if args.lr_scheduler_type == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    return 1.0
 
 
-# ---------------------------------------------------------------------------------------------------- generation
-def end_with_script() -> None:
-    """In a reward's worker: Linux ends it with the script, however that ends, also in code that holds the GIL."""
-    pipe = mp.parent_process().sentinel  # whose other end closes with the script; SIGIO, unhandled, ends a process
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+# ------------------------------------------------------------------------------------- generation
 
 
-def vllm_process(connection, sync_dir: str, options: dict) -> None:
-    """What vLLM's process does: it answers what call_engine sends. Nothing of vLLM runs in the learner's process."""
-    os.setsid()  # Ctrl-C is for the script; and a group of its own ends as a whole, with what vLLM has started in it
+# The next three functions run in vLLM's process. `llm` is vLLM's LLM.
 
-    def end():
-        shutil.rmtree(sync_dir, ignore_errors=True)
+
+def run_vllm(connection, folder: str, options: dict) -> None:
+    """The main function of vLLM's process: makes an LLM and answers what VLLM.call sends."""
+    # A session of its own: Ctrl-C is for the script alone, and all that vLLM starts ends with it
+    os.setsid()
+
+    def end() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=lambda: mp.parent_process().join() or end(), daemon=True).start()
+    def watch_script() -> None:
+        mp.parent_process().join()
+        end()
+
+    threading.Thread(target=watch_script, daemon=True).start()
     from vllm import LLM
 
     llm = LLM(**options)
-    with contextlib.suppress(EOFError, OSError):  # the script has ended
+    llm.policy_version = None  # before the first weight sync
+    with contextlib.suppress(EOFError, OSError):  # the script has closed its end
         while True:
             function, args = connection.recv()
+            result, error, details = None, None, ""
             try:
-                answer = (function(llm, *args), None, "")
-            except Exception as error:
-                answer = (None, error, traceback.format_exc())
-            connection.send(answer)
+                result = function(llm, *args)
+            except Exception as raised:
+                error, details = raised, traceback.format_exc()
+            connection.send((result, error, details))
     end()
 
 
-def call_engine(engine: dict, function: Callable, *args) -> Any:
-    """function(llm, *args), called in vLLM's process as soon as that has started. Raises what it raises there."""
-    try:
-        engine["connection"].send((function, args))
-        result, error, details = engine["connection"].recv()
-    except (EOFError, OSError):
-        engine["process"].join(timeout=5)
-        raise RuntimeError(f"vLLM's process died with exit code {engine['process'].exitcode}; see above") from None
-    if error is not None:
-        raise error from RuntimeError(f"in vLLM's process:\n{details}")
-    return result
+def sample_responses(
+    llm, prompt_ids: list[list[int]], seeds: list[int], temperature: float, args: Args
+) -> tuple[list[list[int]], list[list[float]], int]:
+    """Samples a response to each prompt.
 
-
-def start_vllm(args: Args, config, max_length: int) -> dict:
-    """Starts vLLM, with random weights so that a missed sync shows: {process, connection, sync_dir (in memory)}."""
-    cuda = torch.cuda.is_available()
-    sync_dir = tempfile.mkdtemp(prefix="tandem_", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    if not cuda:  # GiB of KV cache; one sampler helper compiles, for 6 to 20 s
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    # The engine is a world of its own: what the launcher tells the learner about ranks and ports is not for it.
-    launchers = re.compile("((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-    environment |= {name: value for name, value in os.environ.items() if not launchers.fullmatch(name)}
-    # Insecure: CUDA IPC handles are pickled. Threads: on a CPU the learner wants some, too.
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": str(int(cuda))}
-    environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "OMP_NUM_THREADS": str(max(1, os.cpu_count() // 2))}
-    if args.vllm_gpus:
-        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] for gpu in args.vllm_gpus)
-    # Token ids in and out; without the model's own top-k; log-probabilities at the sampling temperature.
-    options = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
-    options |= {"dtype": args.dtype, "seed": args.seed, "max_model_len": max_length, "use_tqdm_on_load": False}
-    options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
-    options |= {"tensor_parallel_size": args.vllm_tensor_parallel_size, "enforce_eager": args.vllm_enforce_eager}
-    if cuda:
-        options |= {"model": args.model_name_or_path, "revision": args.model_revision, "load_format": "dummy"}
-        options |= {"weight_transfer_config": {"backend": "nccl" if args.vllm_gpus else "ipc"}}
-    else:  # vLLM 0.32 cannot reload "dummy" weights, and dies of a seeded prefill in two parts
-        AutoModelForCausalLM.from_config(config).save_pretrained(sync_dir)
-        options |= {"model": sync_dir, "enforce_eager": True, "max_num_batched_tokens": max(8192, max_length)}
-        options |= {"enable_chunked_prefill": False}
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=vllm_process, args=(theirs, sync_dir, options), name="vLLM")
-    with mock.patch.dict(os.environ, environment, clear=True):  # torch reads some of it when it is imported
-        process.start()
-    theirs.close()  # now the other end closes with the process
-    return {"process": process, "connection": ours, "sync_dir": sync_dir}
-
-
-def stop_vllm(engine: dict) -> None:
-    """Ends vLLM's process, and with it what it has started."""
-    engine["process"].kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(engine["process"].pid, signal.SIGKILL)
-    engine["process"].join()
-    shutil.rmtree(engine["sync_dir"], ignore_errors=True)
-
-
-def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
-    """Runs function on rank 0 and returns its result on every rank; if it raises, every rank raises."""
-    message, error = [None, None], None
-    if accelerator.is_main_process:
-        try:
-            message[0] = function(*args)
-        except Exception as raised:
-            error, message[1] = raised, f"rank 0 failed: {type(raised).__name__}: {raised}"
-    broadcast_object_list(message)
-    if message[1] is not None:
-        raise error or RuntimeError(message[1])
-    return message[0]
-
-
-def connect_weight_sync(accelerator: Accelerator, policy, engine: dict, args: Args) -> Any:
-    """On CUDA the sending end of vLLM's weight-transfer API, for every rank; elsewhere None: weights go by file."""
-    if not torch.cuda.is_available():
-        return None
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, base, ipc_engine, nccl_engine
-    from vllm.utils.network_utils import get_open_port
-
-    def method(name, key):
-        return lambda *info: call_engine(engine, methodcaller(name, *({key: part} for part in info)))
-
-    keys = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
-    keys |= {"start_weight_update": "", "finish_weight_update": ""}
-    client = SimpleNamespace(**{name: method(name, key) for name, key in keys.items()})
-    init_info = ipc_engine.IPCTrainerInitInfo(rank=accelerator.process_index)
-    if args.vllm_gpus:  # the world: rank 0 of the learners, and vLLM's workers
-        world = {"world_size": 1 + args.vllm_tensor_parallel_size, "master_address": "127.0.0.1"}
-        world |= {"rank": accelerator.process_index, "master_port": get_open_port()}
-        init_info = nccl_engine.NCCLTrainerInitInfo(**world)
-    source = base.ModuleSource(accelerator.unwrap_model(policy))
-    return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
-
-
-def sync_weights(accelerator: Accelerator, policy, engine: dict, sender: Any) -> None:
-    """Brings the policy's weights to vLLM, which must be idle, and empties its prefix cache. Called on every rank."""
-    if sender is not None:
-        sender.send_weights()
-    state = None if sender else accelerator.get_state_dict(policy)
-
-    def load_weights():
-        if sender is None:
-            # With a tied lm_head too: a tensor that is not in the file silently keeps its old value in vLLM.
-            weights = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-            save_file(weights, os.path.join(engine["sync_dir"], "model.safetensors"), metadata={"format": "pt"})
-            reload = methodcaller("collective_rpc", "reload_weights", kwargs={"weights_path": engine["sync_dir"]})
-            call_engine(engine, reload)
-        if not call_engine(engine, methodcaller("reset_prefix_cache")):
-            raise RuntimeError("vLLM did not empty its prefix cache: it was not idle during the weight sync")
-
-    on_main_process(accelerator, load_weights)
-
-
-def generate_vllm(llm, rows: list[dict], seeds: list[int], temperature: float, args: Args) -> tuple:
-    """Samples a response to each row: lists of token ids, the stop token included, and of their log-probabilities.
-
-    Called in vLLM's process. A request and a seed per response, so that a run can be repeated.
+    Returns lists of token ids, the stop token included; the log-probability of each of those ids;
+    and the version of the policy that sampled. Each response is a request of its own with its own
+    seed, so that a run can be repeated.
     """
     from vllm import SamplingParams
 
-    sampling = {"temperature": temperature, "max_tokens": args.response_length, "stop_token_ids": args.stop_token_ids}
-    sampling |= {"ignore_eos": True}  # the end tokens are those in stop_token_ids, and no others
-    sampling |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # logprobs of the sampled token only
-    requests = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
-    outputs = llm.generate(requests, [SamplingParams(seed=seed, **sampling) for seed in seeds], use_tqdm=False)
-    assert [output.prompt_token_ids for output in outputs] == [row["prompt_ids"] for row in rows], "another prompt"
-    samples = [output.outputs[0] for output in outputs]
-    return [list(sample.token_ids) for sample in samples], [list(sample.logprobs.logprobs) for sample in samples]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
+    sampling = [
+        SamplingParams(
+            seed=seed,
+            temperature=temperature,
+            max_tokens=args.response_length,
+            stop_token_ids=args.stop_token_ids,
+            ignore_eos=True,  # the end tokens are those in stop_token_ids, and no others
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for seed in seeds
+    ]
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    answered = [output.prompt_token_ids for output in outputs]
+    assert answered == prompt_ids, "vLLM answered other prompts"
+    completions = [output.outputs[0] for output in outputs]
+    responses = [list(completion.token_ids) for completion in completions]
+    # flat_logprobs: one number per sampled token
+    logprobs = [list(completion.logprobs.logprobs) for completion in completions]
+    return responses, logprobs, llm.policy_version
 
 
-def generation_thread(engine: dict, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args) -> None:
-    """Answers each request in prompts_Q, {step, version (of weights), rows, seeds, eval_rows}, in response_Q with a
-    Future of the rollout: the request with responses, logprobs, eval_responses, times. It never touches weights."""
-    generate = partial(call_engine, engine, generate_vllm)
+def finish_weight_sync(llm, version: int) -> None:
+    """Forgets what the old weights computed, and labels later samples with the new version."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM did not empty its prefix cache: it was busy during a weight sync")
+    llm.policy_version = version
+
+
+# All that follows runs in the learner's process.
+
+
+def vllm_environment(args: Args) -> dict[str, str]:
+    """The environment variables of vLLM's process."""
+    # The engine is a world of its own: the learners' ranks and ports are not for it
+    launcher = re.compile(
+        r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    )
+    # Defaults, which the user's own environment overrides
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if not torch.cuda.is_available():
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # one sampler helper compiles, for 6 to 20 s
+    for name, value in os.environ.items():
+        if not launcher.fullmatch(name):
+            environment[name] = value
+
+    # These override the user's environment
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # On a CPU the learner wants some threads, too
+    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // 2))
+    # CUDA's handles for weights travel as pickles, which vLLM calls insecure
+    insecure = "1" if torch.cuda.is_available() else "0"
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = insecure
+    if args.vllm_gpus:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if visible == [""]:
+            visible = [str(gpu) for gpu in range(torch.cuda.device_count())]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in args.vllm_gpus)
+    return environment
+
+
+def vllm_options(args: Args, config, folder: str, max_length: int) -> dict[str, Any]:
+    """The arguments of vLLM's LLM.
+
+    It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
+    On a CPU vLLM 0.32 cannot reload "dummy" weights, so a random model is written to `folder`.
+    """
+    options = {
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "max_model_len": max_length,
+        "skip_tokenizer_init": True,  # token ids in and out
+        "generation_config": "vllm",  # and not the model's, which may have a top-k
+        "logprobs_mode": "processed_logprobs",  # those at the sampling temperature
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "enforce_eager": args.vllm_enforce_eager,
+        "use_tqdm_on_load": False,
+    }
+    if torch.cuda.is_available():
+        options["model"] = args.model_name_or_path
+        options["revision"] = args.model_revision
+        options["load_format"] = "dummy"
+        options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
+    else:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        options["model"] = folder
+        options["enforce_eager"] = True
+        # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = max(8192, max_length)
+    return options
+
+
+class WeightTransferClient:
+    """What vLLM's weight transfer on CUDA calls of the engine: methods of llm, by VLLM.call."""
+
+    def __init__(self, vllm: "VLLM"):
+        self.vllm = vllm
+
+    def init_weight_transfer_engine(self, info) -> None:
+        self.vllm.call(methodcaller("init_weight_transfer_engine", {"init_info": info}))
+
+    def start_weight_update(self) -> None:
+        self.vllm.call(methodcaller("start_weight_update"))
+
+    def update_weights(self, info) -> None:
+        self.vllm.call(methodcaller("update_weights", {"update_info": info}))
+
+    def finish_weight_update(self) -> None:
+        self.vllm.call(methodcaller("finish_weight_update"))
+
+
+class VLLM:
+    """One vLLM engine in a process of its own, which rank 0 starts, asks and ends.
+
+    Every rank has this object, because every rank takes part in sync_weights. One thread at a
+    time may use it.
+    """
+
+    def __init__(self, accelerator: Accelerator, args: Args):
+        self.accelerator = accelerator
+        self.args = args
+        self.process = None  # rank 0 alone has one
+        self.connection = None
+        self.folder = None  # where weights are handed over without CUDA, in memory if possible
+        self.sender = None  # on CUDA: vLLM's weight transfer
+
+    def start(self, config, max_length: int) -> None:
+        """Starts the process and returns; the first call waits until vLLM is ready.
+
+        config: the policy's; max_length: the most tokens of a prompt with its response.
+        """
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=memory)
+        options = vllm_options(self.args, config, self.folder, max_length)
+        context = mp.get_context("spawn")
+        self.connection, engine_end = context.Pipe()
+        self.process = context.Process(
+            target=run_vllm, args=(engine_end, self.folder, options), name="vLLM"
+        )
+        # vLLM and torch read the environment when they are imported, so the process is born with
+        # it; patch.dict gives ours back afterwards
+        with mock.patch.dict(os.environ, vllm_environment(self.args), clear=True):
+            self.process.start()
+        engine_end.close()  # so that the connection ends with the process
+
+    def call(self, function: Callable, *args) -> Any:
+        """Runs function(llm, *args) in vLLM's process and returns its result, or raises its error.
+
+        For a method of llm use methodcaller: methodcaller("sleep", 1) runs llm.sleep(1).
+        """
+        try:
+            self.connection.send((function, args))
+            result, error, details = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(timeout=5)
+            exitcode = self.process.exitcode
+            raise RuntimeError(
+                f"vLLM's process died with exit code {exitcode}; see above"
+            ) from None
+        if error is not None:
+            raise error from RuntimeError(f"in vLLM's process:\n{details}")
+        return result
+
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], temperature: float
+    ) -> tuple[list[list[int]], list[list[float]], int]:
+        """What sample_responses says: responses, their log-probabilities, the policy's version."""
+        return self.call(sample_responses, prompt_ids, seeds, temperature, self.args)
+
+    def sync_weights(self, policy: torch.nn.Module, version: int) -> None:
+        """Brings the policy's weights to vLLM, which must be idle. Called on every rank.
+
+        version: the training steps that these weights have completed.
+        """
+        model = self.accelerator.unwrap_model(policy).model  # without the PolicyModel around it
+        if torch.cuda.is_available():
+            if self.sender is None:
+                self.sender = self.make_sender(model)
+            self.sender.send_weights()
+        else:
+            state = self.accelerator.get_state_dict(model)
+            on_main_process(self.accelerator, self.send_weights_by_file, state)
+
+        def finish() -> None:
+            self.call(finish_weight_sync, version)
+
+        on_main_process(self.accelerator, finish)
+
+    def send_weights_by_file(self, state: dict[str, Tensor]) -> None:
+        """How weights travel without CUDA: written to a file in memory, which vLLM then reads."""
+        # A tied lm_head is written too: what is not in the file silently keeps its old value
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        path = os.path.join(self.folder, "model.safetensors")
+        save_file(weights, path, metadata={"format": "pt"})
+        # llm.collective_rpc("reload_weights", kwargs=...)
+        reload = methodcaller(
+            "collective_rpc", "reload_weights", kwargs={"weights_path": self.folder}
+        )
+        self.call(reload)
+
+    def make_sender(self, model: torch.nn.Module) -> Any:
+        """How weights travel on CUDA: the sending end of vLLM's weight transfer, on every rank."""
+        from vllm.distributed.weight_transfer import (
+            WeightTransferTrainerFactory,
+            base,
+            ipc_engine,
+            nccl_engine,
+        )
+        from vllm.utils.network_utils import get_open_port
+
+        rank = self.accelerator.process_index
+        if not self.args.vllm_gpus:
+            init_info = ipc_engine.IPCTrainerInitInfo(rank=rank)
+        else:
+            init_info = nccl_engine.NCCLTrainerInitInfo(
+                rank=rank,
+                world_size=1 + self.args.vllm_tensor_parallel_size,  # rank 0 and vLLM's workers
+                master_address="127.0.0.1",
+                master_port=get_open_port(),
+            )
+        return WeightTransferTrainerFactory.trainer_init(
+            init_info, client=WeightTransferClient(self), source=base.ModuleSource(model)
+        )
+
+    def stop(self) -> None:
+        """Ends the process, and with it all that vLLM has started."""
+        if self.process is not None and self.process.pid is not None:
+            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def generate_rollout(vllm: VLLM, request: Request, args: Args) -> Rollout:
+    """Samples the responses that a request asks for. It never touches weights."""
+    times = {}
+    with timed(times, "generation"):
+        prompt_ids = [prompt.token_ids for prompt in request.prompts]
+        responses, logprobs, version = vllm.generate(prompt_ids, request.seeds, args.temperature)
+    with timed(times, "evaluation"):
+        prompt_ids = [prompt.token_ids for prompt in request.eval_prompts]
+        eval_responses, _, _ = vllm.generate(prompt_ids, request.eval_seeds, args.eval_temperature)
+    return Rollout(
+        training_step=request.training_step,
+        policy_version=version,
+        prompts=request.prompts,
+        responses=responses,
+        sampler_logprobs=logprobs,
+        eval_prompts=request.eval_prompts,
+        eval_responses=eval_responses,
+        times=times,
+    )
+
+
+def generation_thread(
+    vllm: VLLM, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args
+) -> None:
+    """Answers each Request in prompts_Q with a Rollout in response_Q, or with what went wrong."""
     while True:
-        times, future = {}, Future()
+        times = {}
         with timed(times, "wait_for_prompts"):
             request = prompts_Q.get()
         try:
-            with timed(times, "generation"):
-                responses, logprobs = generate(request["rows"], request["seeds"], args.temperature, args)
-            with timed(times, "evaluation"):
-                seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(request["eval_rows"]))]
-                eval_responses, _ = generate(request["eval_rows"], seeds, args.eval_temperature, args)
-            rollout = {"responses": responses, "logprobs": logprobs, "eval_responses": eval_responses, "times": times}
-            future.set_result(request | rollout)
+            rollout = generate_rollout(vllm, request, args)
+            rollout.times.update(times)
+            response_Q.put(rollout)
         except BaseException as error:
-            future.set_exception(error)
-        response_Q.put(future)
+            response_Q.put(error)
 
 
-# --------------------------------------------------------------------------------------------- forward and backward
-def autocast(args: Args, accelerator: Accelerator):
-    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+def receive_rollout(accelerator: Accelerator, response_Q: queue.Queue) -> Rollout:
+    """Takes the next rollout from rank 0's response_Q, on every rank; raises what went wrong."""
+
+    def take() -> Rollout:
+        answer = response_Q.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    return on_main_process(accelerator, take)
 
 
-def forward_batch(accelerator, forward: Callable, micro_batches: list[list[int]], batch: dict, args: Args) -> Tensor:
-    """What forward(inputs, width) gives per token, without gradients: (episodes, response_length), on every rank."""
-    whole = torch.zeros_like(batch["mask"])
-    with torch.no_grad(), autocast(args, accelerator):
-        for rows in micro_batches:
-            prompts, responses = ([batch[name][row] for row in rows] for name in ("prompts", "responses"))
-            inputs, mask = collate(prompts, responses, args.pad_token_id, accelerator.device)
-            result = forward(inputs, mask.shape[1])
-            whole[rows, : mask.shape[1]] = (result[0] if isinstance(result, tuple) else result) * mask
-    return accelerator.reduce(whole)  # a row is 0 on all ranks but one: the sum is exact
+def check_generation(accelerator: Accelerator, response_Q: queue.Queue) -> None:
+    """Raises on every rank what has gone wrong in the generation thread by now, if anything."""
+
+    def look() -> None:
+        for answer in list(response_Q.queue):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    on_main_process(accelerator, look)
 
 
-def reward_model_scores(accelerator, reward_model, rows: list[dict], responses: list, args: Args) -> list[float]:
-    """The reward model's scores: its head at the last token, found by length. Without a reward model, Nones."""
-    if reward_model is None:
-        return [None] * len(rows)
-    lengths = [(len(ids), len(row["reward_prompt_ids"])) for row, ids in zip(rows, responses, strict=True)]
-    shares = deal_rows(range(len(rows)), lengths, args.local_rollout_forward_batch_size, args.world_size)
-    scores = torch.zeros(len(rows), device=accelerator.device)
-    with torch.no_grad(), autocast(args, accelerator):
-        for part in shares[accelerator.process_index]:
-            prompts, answers = [rows[i]["reward_prompt_ids"] for i in part], [responses[i] for i in part]
-            inputs, mask = collate(prompts, answers, args.pad_token_id, accelerator.device)
-            hidden = reward_model.base_model(**inputs).last_hidden_state[:, -mask.shape[1] :]
-            last = hidden[torch.arange(len(part)), mask.sum(1) - 1].float()
-            scores[part] = (last * reward_model.score.weight.float()).sum(-1)  # in bf16 many would be equal
-    return accelerator.reduce(scores).tolist()
+# --------------------------------------------------------------------------- forward and backward
 
 
-def score_responses(accelerator, reward_model, workers, tokenizer, rows: list, responses: list, args: Args) -> dict:
-    """Scores a response to each row, on every rank: {scores, texts, right (None: no truth), model_scores, failed}."""
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    r1_format = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-    model_scores = reward_model_scores(accelerator, reward_model, rows, responses, args)
+def draw_mini_batches(num_episodes: int, training_step: int, args: Args) -> list[list[list[int]]]:
+    """The optimizer batches of a training step: [epoch][mini_batch] -> rows of the batch.
 
-    def combine():
-        calls = []
-        for row, text in zip(rows, texts, strict=True):
-            call = partial(verifiable_score, args.reward_fn, row, text) if row["ground_truth"] is not None else None
-            if call and (args.reward_fn or "math" in row["data_source"].lower()):  # others cannot hang
-                call = workers.schedule(call, timeout=args.reward_timeout).result
-            calls.append(call)
-        scores, right, failures = [], [], Counter()
-        for row, ids, text, model_score, call in zip(rows, responses, texts, model_scores, calls, strict=True):
-            verifiable, score = 0.0, (model_score or 0.0) * args.reward_model_multiplier
-            try:
-                verifiable = call() if call else 0.0
-            except Exception as error:  # costs this response its reward, and nothing else
-                failures[f"{row['data_source']}: {type(error).__name__}: {error}"] += 1
-            right.append(verifiable > 0 if call else None)
-            if args.apply_verifiable_reward:
-                score += verifiable * args.verification_reward
-            if args.add_r1_style_format_reward and r1_format.fullmatch(text):
-                score += args.r1_style_format_reward
-            if args.non_stop_penalty and (ids[-1] not in args.stop_token_ids or len(ids) < args.min_response_length):
-                score = args.penalty_reward_value
-            scores.append(score)
-        for what, count in failures.items():
-            print(f"Warning: the reward failed on {count} of {len(rows)} responses, which score 0: {what[:300]}")
-        return {"scores": scores, "right": right, "failed": failures.total()}
-
-    return on_main_process(accelerator, combine) | {"texts": texts, "model_scores": model_scores}
-
-
-def accumulate_gradients(accelerator, policy, batch: dict, mini_batch: list[int], args: Args) -> dict:
-    """Forward and backward passes of one optimizer batch, of which this rank takes its share; nothing is stepped.
-
-    The loss is a mean over all ranks, of what loss_aggregation says, so the gradient does not depend on how the batch
-    is cut. Returns sums over this rank's tokens; `tokens`, `real` and `computed` (with padding) count them.
+    Each epoch is a permutation of its own; all ranks draw the same.
     """
-    counted = [row for row in mini_batch if batch["in_loss"][row]]
-    tokens, longest = sum(batch["lengths"][row][0] for row in counted), len(counted) * args.response_length
-    normalizer = max(1, {"token": tokens, "sequence": len(counted), "constant": longest}[args.loss_aggregation])
-    shares = deal_rows(mini_batch, batch["lengths"], args.per_device_train_batch_size, accelerator.num_processes)
-    micro_batches, sums = shares[accelerator.process_index], Counter()
-    for i, rows in enumerate(micro_batches):
-        prompts, responses = ([batch[name][row] for row in rows] for name in ("prompts", "responses"))
-        inputs, mask = collate(prompts, responses, args.pad_token_id, accelerator.device)
+    generator = torch.Generator()
+    generator.manual_seed(stable_hash(args.seed, "minibatches", training_step))
+    size = args.local_mini_batch_size * args.world_size
+    epochs = []
+    for _ in range(args.num_epochs):
+        permutation = torch.randperm(num_episodes, generator=generator)
+        epochs.append([rows.tolist() for rows in permutation.split(size)])
+    return epochs
+
+
+def cut_micro_batches(
+    rows: list[int],
+    prompt_ids: list[list[int]],
+    responses: list[list[int]],
+    size: int,
+    rank: int,
+    world_size: int,
+) -> list[list[int]]:
+    """A rank's share of some rows of the batch, cut into micro-batches of `size` rows.
+
+    A micro-batch is padded to its longest row, so it gets rows of like length.
+
+    >>> prompt_ids, responses = [[7], [7], [7], [7]], [[8] * 9, [8] * 2, [8] * 8, [8] * 3]
+    >>> cut_micro_batches([0, 1, 2, 3], prompt_ids, responses, size=2, rank=0, world_size=1)
+    [[1, 3], [2, 0]]
+    """
+
+    def length(row: int) -> tuple[int, int, int]:
+        return len(responses[row]), len(prompt_ids[row]), row
+
+    share = sorted(rows, key=length)[rank::world_size]
+    return [share[start : start + size] for start in range(0, len(share), size)]
+
+
+def collate_micro_batches(
+    accelerator: Accelerator,
+    rows: list[int],
+    prompt_ids: list[list[int]],
+    responses: list[list[int]],
+    size: int,
+    args: Args,
+) -> list[tuple[list[int], dict, Tensor]]:
+    """This rank's micro-batches of some rows of the batch, each as (rows, inputs, mask)."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    micro_batches = []
+    for micro_rows in cut_micro_batches(rows, prompt_ids, responses, size, rank, world_size):
+        inputs, mask = collate(
+            [prompt_ids[row] for row in micro_rows],
+            [responses[row] for row in micro_rows],
+            args.pad_token_id,
+            accelerator.device,
+        )
+        micro_batches.append((micro_rows, inputs, mask))
+    return micro_batches
+
+
+def autocast(accelerator: Accelerator, args: Args) -> torch.autocast:
+    """Forward passes compute in args.dtype."""
+    use_bfloat16 = args.dtype == "bfloat16"
+    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=use_bfloat16)
+
+
+@torch.no_grad()
+def forward_all(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    prompt_ids: list[list[int]],
+    responses: list[list[int]],
+    mini_batches: list[list[int]],
+    size: int,
+    args: Args,
+) -> Tensor:
+    """Runs a PolicyModel or a ValueModel over all rows, with `size` rows in a micro-batch.
+
+    Returns log-probabilities or values on every rank: (episodes, width), 0 outside responses.
+    Each mini-batch is cut exactly as in the update, since the shape of a micro-batch changes the
+    last bits of what comes out.
+    """
+    width = max(len(response) for response in responses)
+    whole = torch.zeros(len(responses), width, device=accelerator.device)
+    for mini_batch in mini_batches:
+        for rows, inputs, mask in collate_micro_batches(
+            accelerator, mini_batch, prompt_ids, responses, size, args
+        ):
+            micro_width = mask.shape[1]
+            with autocast(accelerator, args):
+                outputs = model(inputs, micro_width)
+            if isinstance(outputs, tuple):  # a policy's entropies are not asked for
+                outputs, _ = outputs
+            whole[rows, :micro_width] = outputs * mask
+    # A row is 0 on all ranks but one, so the sum is exact
+    return accelerator.reduce(whole, reduction="sum")
+
+
+@torch.no_grad()
+def reward_model_scores(
+    accelerator: Accelerator,
+    reward_model: torch.nn.Module,
+    prompts: list[Prompt],
+    responses: list[list[int]],
+    args: Args,
+) -> list[float]:
+    """The reward model's scores: its head at the last token of each response, found by length."""
+    prompt_ids = [prompt.reward_model_token_ids for prompt in prompts]
+    all_rows = list(range(len(prompts)))
+    size = args.local_rollout_forward_batch_size
+    head = reward_model.score.weight.float()  # in bfloat16 many scores would be equal
+    scores = torch.zeros(len(prompts), device=accelerator.device)
+    for rows, inputs, mask in collate_micro_batches(
+        accelerator, all_rows, prompt_ids, responses, size, args
+    ):
+        with autocast(accelerator, args):
+            hidden = reward_model.base_model(**inputs).last_hidden_state
+            hidden = hidden[:, -mask.shape[1] :]  # (batch, response_length, hidden_size)
+            last_token = mask.sum(1) - 1
+            hidden = hidden[torch.arange(len(rows)), last_token].float()  # (batch, hidden_size)
+            scores[rows] = (hidden * head).sum(-1)
+    return accelerator.reduce(scores, reduction="sum").tolist()
+
+
+def accumulate_gradients(
+    accelerator: Accelerator,
+    policy: torch.nn.Module,
+    batch: Batch,
+    mini_batch: list[int],
+    args: Args,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Forward and backward passes of one optimizer batch, of which this rank takes its share.
+
+    The loss is a mean over all ranks, of what loss_aggregation says, so the gradient does not
+    depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped. Returns sums over
+    this rank's tokens, which token_means turns into metrics; and the log-probabilities that the
+    policy gave to this rank's rows, (episodes, width), 0 elsewhere.
+    """
+    rows_in_loss = [row for row in mini_batch if batch.in_loss[row]]
+    if args.loss_aggregation == "token":
+        normalizer = sum(len(batch.responses[row]) for row in rows_in_loss)
+    elif args.loss_aggregation == "sequence":
+        normalizer = len(rows_in_loss)
+    else:
+        normalizer = len(rows_in_loss) * args.response_length
+    normalizer = max(1, normalizer)
+    size = args.per_device_train_batch_size
+    micro_batches = collate_micro_batches(
+        accelerator, mini_batch, batch.prompt_ids, batch.responses, size, args
+    )
+    sums = defaultdict(float)
+    whole_logprobs = torch.zeros_like(batch.sampler_logprobs)
+    for i, (rows, inputs, mask) in enumerate(micro_batches):
+        # All that follows is (micro_batch, width)
         width = mask.shape[1]
-        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
-        old_logprobs, sampler_logprobs, ref_logprobs, advantages = (batch[name][rows, :width] for name in names)
-        with accelerator.no_sync(policy) if i < len(micro_batches) - 1 else contextlib.nullcontext():
-            with autocast(args, accelerator):
-                logprobs, entropy = policy_forward(policy, inputs, width, args.temperature)
-            if args.num_updates == args.num_training_steps:  # one update a step: the old policy is still this one
-                batch["logprobs"][rows, :width] = old_logprobs = logprobs.detach() * mask
-            # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl): the sampler is not the learner
-            weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
-            weights = weights.clamp(max=args.tis_cap) if args.tis_cap else torch.ones_like(weights)
-            mask = torch.tensor([[batch["in_loss"][row]] for row in rows], device=mask.device) * mask.to(weights.dtype)
-            scale = mask / mask.sum(1, keepdim=True).clamp(min=1) if args.loss_aggregation == "sequence" else mask
-            token_log_ratio = log_ratio = (logprobs - old_logprobs) * mask  # (micro_batch, width), as all below
+        sampler_logprobs = batch.sampler_logprobs[rows, :width]
+        advantages = batch.advantages[rows, :width]
+
+        with contextlib.ExitStack() as stack:
+            if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
+                stack.enter_context(accelerator.no_sync(policy))
+            with autocast(accelerator, args):
+                logprobs, entropies = policy(inputs, width)
+            logprobs = logprobs * mask
+            whole_logprobs[rows, :width] = logprobs.detach()
+            if batch.logprobs is None:  # one update per step: the old policy is still this one
+                old_logprobs = logprobs.detach()
+            else:
+                old_logprobs = batch.logprobs[rows, :width]
+            weights = torch.ones_like(old_logprobs)
+            if args.tis_cap > 0:
+                weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
+                weights = weights.clamp(max=args.tis_cap)
+
+            mask = mask * batch.in_loss[rows, None]
+            token_log_ratio = (logprobs - old_logprobs) * mask
+            log_ratio = token_log_ratio
             if args.importance_sampling_level == "sequence":
-                log_ratio = sequence_mean(log_ratio, mask)
-            pg_loss, clipped = policy_loss(log_ratio, advantages, weights, args.cliprange, args.cliprange_higher)
-            # kl2 as it stands has the reverse KL's gradient, kl1 and kl3 have it times the token's ratio (2510.01555).
-            ref_logprobs = ref_logprobs if args.beta > 0 else logprobs.detach()
-            kl = kl_penalty(logprobs * mask, ref_logprobs * mask, args.kl_estimator) * weights
-            kl = kl if args.kl_estimator == "kl2" else kl * token_log_ratio.exp()
-            # Ranks average their gradients; times the number of ranks, that is the sum.
-            loss = ((pg_loss + args.beta * kl) * scale).sum() / normalizer
+                log_ratio = sequence_mean(token_log_ratio, mask)
+            pg_loss, pg_clipped = policy_loss(
+                log_ratio,
+                advantages,
+                weights,
+                cliprange=args.cliprange,
+                cliprange_higher=args.cliprange_higher,
+            )
+            token_loss = pg_loss
+            if args.beta > 0:
+                ref_logprobs = batch.ref_logprobs[rows, :width]
+                kl = kl_penalty(logprobs * mask, ref_logprobs * mask, args.kl_estimator) * weights
+                # kl2 as it stands has the gradient of the reverse KL; kl1 and kl3 have it times
+                # the token's ratio (2510.01555)
+                if args.kl_estimator != "kl2":
+                    kl = kl * token_log_ratio.exp()
+                token_loss = pg_loss + args.beta * kl
+            scale = mask
+            if args.loss_aggregation == "sequence":
+                scale = mask / mask.sum(1, keepdim=True).clamp(min=1)
+            loss = (token_loss * scale).sum() / normalizer
+            # Ranks average their gradients; times the number of ranks, that is their sum
             accelerator.backward(loss * accelerator.num_processes)
+
         with torch.no_grad():
             ratio = log_ratio.exp()
-            per_token = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "policy/entropy_avg": entropy}
-            per_token |= {"policy/approxkl_avg": token_log_ratio**2 / 2, "val/ratio": ratio, "val/ratio_var": ratio**2}
-            per_token |= {"loss/kl_avg": kl} if args.beta > 0 else {}
-            sums.update({name: (x * mask).sum(dtype=torch.float64) for name, x in per_token.items()})
-            counts = {"tokens": mask, "real": (ids := inputs["attention_mask"]), "computed": torch.ones_like(ids)}
-            sums.update({name: x.sum(dtype=torch.float64) for name, x in counts.items()})
-    return dict(sums)
+            per_token = {
+                "loss/policy_avg": pg_loss,
+                "policy/approxkl_avg": token_log_ratio**2 / 2,
+                "policy/clipfrac_avg": pg_clipped,
+                "policy/entropy_avg": entropies,
+                "val/ratio": ratio,
+                "val/ratio_squared": ratio**2,
+            }
+            if args.beta > 0:
+                per_token["loss/kl_avg"] = kl
+            for name, tensor in per_token.items():
+                sums[name] += (tensor * mask).sum(dtype=torch.float64)
+            sums["tokens"] += mask.sum(dtype=torch.float64)
+            sums["positions"] += inputs["attention_mask"].sum(dtype=torch.float64)
+            # A tensor like the others, so that ranks can add it up
+            padded = torch.ones_like(inputs["attention_mask"])
+            sums["padded_positions"] += padded.sum(dtype=torch.float64)
+    return dict(sums), whole_logprobs
 
 
-# ------------------------------------------------------------------------------------------------------- logging
-@contextlib.contextmanager
-def timed(times: dict, name: str):
-    """Adds the seconds spent inside to times[name]."""
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
-        torch.cuda.synchronize()
-    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+def sum_over_ranks(accelerator: Accelerator, sums: dict[str, Tensor]) -> dict[str, float]:
+    """Each of these scalars, summed over all ranks."""
+    totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum")
+    return dict(zip(sums, totals.tolist(), strict=True))
 
 
-def mean_by_source(name: str, rows: list[dict], values: list[float]) -> dict[str, float]:
-    """Mean of values but None, and where rows come from several data sources, the mean of each.
+def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args: Args) -> None:
+    """Only for on-policy batches: vLLM must have sampled them with just the learner's weights.
 
-    >>> mean_by_source("eval/scores", [{"data_source": "a"}, {"data_source": "b"}], [1.0, 0.0])
-    {'eval/scores': 0.5, 'eval/scores/a': 1.0, 'eval/scores/b': 0.0}
+    All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
+    rounding. A difference that is not finite is left to check_gradient, which saves the batch.
     """
-    groups = {}
-    for row, value in zip(rows, values, strict=True):
-        for key in (name, f"{name}/{row['data_source']}") if value is not None else ():
-            groups.setdefault(key, []).append(value)
-    return {key: sum(group) / len(group) for key, group in groups.items() if key == name or len(groups) > 2}
+    difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
+    if difference > (1e-3 if args.dtype == "float32" else 0.1):
+        raise RuntimeError(
+            f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
+        )
 
 
-def report_evaluation(accelerator: Accelerator, args: Args, score: Callable, rollout: dict) -> dict[str, float]:
-    """Writes a rollout's answers to the held-out prompts to samples.jsonl, shows a few, and returns eval/* metrics."""
-    rows, responses, version = rollout["eval_rows"], rollout["eval_responses"], rollout["version"]
-    scored = score(rows, responses)
-    metrics = mean_by_source("eval/verifiable_correct_rate", rows, scored["right"])
-    metrics |= mean_by_source("eval/scores", rows, scored["scores"]) | {"eval/policy_version": version}
-    metrics["eval/sequence_lengths"] = sum(map(len, responses)) / len(responses)
-    metrics["eval/stop_rate"] = sum(ids[-1] in args.stop_token_ids for ids in responses) / len(responses)
-    if accelerator.is_main_process:
-        title = f"Held-out prompts, policy version {version}: score {metrics['eval/scores']:.3f}"
-        columns = ["prompt", "response", "ground_truth", "score", "data_source", "policy_version"]
-        table, data = Table(*columns[:4], title=title, title_justify="left"), []
-        for row, text, value in zip(rows, scored["texts"], scored["scores"], strict=True):
-            data.append([row["prompt"], text, row["ground_truth"], value, row["data_source"], version])
-        for sample in data[:4]:
-            texts = [str(value) for value in sample[:4]]
-            table.add_row(*(text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}" for text in texts))
-        Console(soft_wrap=True, markup=False).print(table)
-        with open(Path(args.output_dir) / args.run_name / "samples.jsonl", "a") as file:
-            file.writelines(json.dumps(dict(zip(columns, sample, strict=True))) + "\n" for sample in data)
-        for tracker in accelerator.trackers:
-            tracker.log_table("sample_completions", columns, [[*map(str, sample)] for sample in data], commit=False)
+def check_gradient(norms: Tensor, batch: Batch, training_step: int, run_dir: Path) -> None:
+    """Stops the run where a gradient norm is not finite, and saves the batch that made it so.
+
+    All ranks see the same norms. FloatingPointError: one of them is not finite.
+    """
+    if torch.isfinite(norms).all():
+        return
+    if is_rank_0():
+        torch.save(vars(batch), run_dir / "bad_batch.pt")
+    raise FloatingPointError(
+        f"gradient not finite in step {training_step}; its batch is bad_batch.pt in {run_dir}"
+    )
+
+
+# ---------------------------------------------------------------------------- metrics and files
+
+
+def token_means(sums: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step's updates, from sums over their tokens (accumulate_gradients)."""
+    tokens = max(1, sums["tokens"])
+    counts = ("tokens", "positions", "padded_positions")
+    metrics = {name: total / tokens for name, total in sums.items() if name not in counts}
+    variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
+    metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
+    metrics["perf/padding_fraction"] = 1 - sums["positions"] / sums["padded_positions"]
     return metrics
 
 
-def save_model(accelerator: Accelerator, policy, tokenizer, path: Path) -> None:
-    """Writes the policy and its tokenizer in Hugging Face format; the folder is complete or not there."""
-    state = accelerator.get_state_dict(policy)
+def mismatch_metrics(batch: Batch, untruncated_weights: Tensor, args: Args) -> dict[str, Tensor]:
+    """How far the sampler's log-probabilities are from the learner's.
 
-    def write():
+    untruncated_weights: importance weights before truncation, (episodes, width).
+    """
+    mask = batch.mask
+    difference = (batch.logprobs - batch.sampler_logprobs) * mask
+    weights = untruncated_weights[mask.bool()]  # (tokens,)
+    cut_off = torch.zeros_like(weights)
+    if args.tis_cap > 0:
+        cut_off = (weights > args.tis_cap).float()
+    return {
+        "mismatch/logprob_diff_mean": masked_mean(difference.abs(), mask),
+        "mismatch/logprob_diff_max": difference.abs().max(),
+        "mismatch/kl": masked_mean(kl_penalty(batch.sampler_logprobs, batch.logprobs, "kl3"), mask),
+        # The effective sample size, as a share of the tokens
+        "mismatch/ess": weights.sum() ** 2 / (weights**2).sum() / len(weights),
+        "mismatch/tis_clipfrac": cut_off.mean(),
+    }
+
+
+def mean_by_source(
+    name: str, prompts: list[Prompt], values: list[float | None]
+) -> dict[str, float]:
+    """Mean of the values that are not None; with several data sources, the mean of each as well."""
+    groups = {}
+    for prompt, value in zip(prompts, values, strict=True):
+        if value is not None:
+            groups.setdefault(name, []).append(value)
+            groups.setdefault(f"{name}/{prompt.data_source}", []).append(value)
+    if len(groups) == 2:  # all, and a single source, whose mean is the same
+        groups = {name: groups[name]}
+    return {key: sum(group) / len(group) for key, group in groups.items()}
+
+
+def score_metrics(prompts: list[Prompt], scores: Scores) -> dict[str, float]:
+    """The metrics of what each source of reward said, and of how often one failed."""
+    return {
+        **mean_by_source("objective/reward_model_score", prompts, scores.model_scores),
+        **mean_by_source("objective/verifiable_correct_rate", prompts, scores.correct),
+        "objective/reward_failures": scores.failures,
+    }
+
+
+def response_metrics(batch: Batch, args: Args) -> dict[str, Any]:
+    """The metrics of a step's responses: their scores, their entropy, how long they are."""
+    stopped = [response[-1] in args.stop_token_ids for response in batch.responses]
+    return {
+        "objective/scores": batch.scores.mean(),
+        "objective/scores_std": batch.scores.std(correction=0),
+        "objective/entropy": (-batch.logprobs * batch.mask).sum(1).mean(),
+        "val/num_stop_token_ids": sum(stopped),
+        "val/stop_rate": torch.tensor(stopped).float().mean(),
+        "val/sequence_lengths": batch.mask.sum(1).mean(),
+    }
+
+
+def kl_metrics(batch: Batch, args: Args) -> dict[str, Tensor]:
+    """The KL to the reference policy, summed over each response, and its cost in reward."""
+    kl1 = (batch.logprobs - batch.ref_logprobs) * batch.mask
+    kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * batch.mask
+    non_score_reward = (-args.beta * kl).sum(1).mean()
+    return {
+        "objective/kl": kl1.sum(1).mean(),
+        "objective/non_score_reward": non_score_reward,
+        "objective/rlhf_reward": batch.scores.mean() + non_score_reward,
+    }
+
+
+def compute_metrics(batch: Batch, sums: dict[str, float], args: Args) -> dict[str, Any]:
+    """The metrics of a training step: a function of its batch, and of sums over its updates.
+
+    sums: what accumulate_gradients returns, added up over updates and ranks. Values are floats,
+    or tensors of one element. README.md says what each metric means.
+    """
+    metrics = {**token_means(sums), **response_metrics(batch, args)}
+    metrics["objective/loss"] = metrics["loss/policy_avg"]
+    if args.beta > 0:
+        metrics |= kl_metrics(batch, args)
+        metrics["objective/loss"] += args.beta * metrics["loss/kl_avg"]
+    groups = batch.scores.view(-1, args.number_samples_per_prompt)
+    metrics["val/zero_variance_groups"] = (groups.amax(1) == groups.amin(1)).sum()
+    return metrics
+
+
+def step_times(times: dict[str, float], rollout: Rollout, seconds: float) -> dict[str, float]:
+    """The seconds of a training step and of its parts, as if there were no evaluation.
+
+    times: what the learner's parts took; seconds: from the step's start to its end. What counts
+    as evaluation is its scoring, and its generation as far as the learner had to wait for it.
+    """
+    result = {**times, **rollout.times}
+    scoring = result.pop("evaluation_scoring", 0.0)
+    waiting = min(result.pop("evaluation"), result["wait_for_generation"])
+    result["wait_for_generation"] -= waiting
+    result["training"] = seconds - scoring - waiting
+    return result
+
+
+def speed_metrics(times: dict[str, float], batch: Batch) -> dict[str, Any]:
+    """The metrics of a training step that a faster machine would change."""
+    memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
+    return {
+        **{f"time/{name}": seconds for name, seconds in times.items()},
+        "perf/memory_gib": memory / 2**30,
+        "perf/episodes_per_second": len(batch.responses) / times["training"],
+        "perf/response_tokens_per_second": batch.mask.sum() / times["training"],
+    }
+
+
+def evaluation_metrics(rollout: Rollout, scores: Scores, args: Args) -> dict[str, float]:
+    """The eval/* metrics of a rollout's answers to the held-out prompts."""
+    prompts, responses = rollout.eval_prompts, rollout.eval_responses
+    stopped = [response[-1] in args.stop_token_ids for response in responses]
+    return {
+        **mean_by_source("eval/verifiable_correct_rate", prompts, scores.correct),
+        **mean_by_source("eval/scores", prompts, scores.scores),
+        "eval/policy_version": rollout.policy_version,
+        "eval/sequence_lengths": sum(map(len, responses)) / len(responses),
+        "eval/stop_rate": sum(stopped) / len(responses),
+    }
+
+
+def write_samples(
+    accelerator: Accelerator, rollout: Rollout, scores: Scores, run_dir: Path
+) -> None:
+    """Writes the answers to the held-out prompts to samples.jsonl, and shows a few of them."""
+    if not accelerator.is_main_process:
+        return
+    version = rollout.policy_version
+    samples = []
+    for prompt, text, score in zip(rollout.eval_prompts, scores.texts, scores.scores, strict=True):
+        sample = {
+            "prompt": prompt.text,
+            "response": text,
+            "ground_truth": prompt.ground_truth,
+            "score": score,
+            "data_source": prompt.data_source,
+            "policy_version": version,
+        }
+        samples.append(sample)
+    with open(run_dir / "samples.jsonl", "a") as file:
+        for sample in samples:
+            file.write(json.dumps(sample) + "\n")
+
+    columns = list(samples[0])
+    cells = [[str(value) for value in sample.values()] for sample in samples]
+    for tracker in accelerator.trackers:
+        tracker.log_table("sample_completions", columns, cells, commit=False)
+
+    mean_score = sum(scores.scores) / len(scores.scores)
+    title = f"Held-out prompts, policy version {version}: score {mean_score:.3f}"
+    table = Table(*columns[:4], title=title, title_justify="left")
+    for row in cells[:4]:
+        shortened = [
+            text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}" for text in row[:4]
+        ]
+        table.add_row(*shortened)
+    Console(soft_wrap=True, markup=False).print(table)
+
+
+def report_evaluation(
+    accelerator: Accelerator,
+    reward_model: torch.nn.Module | None,
+    workers: ProcessPool,
+    tokenizer,
+    rollout: Rollout,
+    run_dir: Path,
+    args: Args,
+) -> dict[str, float]:
+    """Scores a rollout's answers to the held-out prompts, writes them down, returns eval/*."""
+    scores = score_responses(
+        accelerator,
+        reward_model,
+        workers,
+        tokenizer,
+        rollout.eval_prompts,
+        rollout.eval_responses,
+        args,
+    )
+    write_samples(accelerator, rollout, scores, run_dir)
+    return evaluation_metrics(rollout, scores, args)
+
+
+def write_metrics(
+    accelerator: Accelerator, metrics: dict[str, Any], run_dir: Path, console: Console, args: Args
+) -> None:
+    """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them."""
+    metrics = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in metrics.items()
+    }
+    step = metrics["training_step"]
+    accelerator.log(metrics, step=step)
+    if not accelerator.is_main_process:
+        return
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    if step % max(1, args.num_training_steps // 20) == 0:
+        shown = (
+            "objective/scores",
+            "objective/kl",
+            "val/sequence_lengths",
+            "perf/episodes_per_second",
+        )
+        figures = [f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics]
+        console.print(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
+
+
+def save_model(accelerator: Accelerator, policy: torch.nn.Module, tokenizer, path: Path) -> None:
+    """Writes the policy and its tokenizer in Hugging Face format, atomically."""
+    model = accelerator.unwrap_model(policy).model
+    state = accelerator.get_state_dict(model)
+
+    def write() -> None:
         unfinished = path.with_name(path.name + ".unfinished")
-        model = accelerator.unwrap_model(policy)
-        model.generation_config.do_sample = True  # or else transformers refuses to save its temperature and friends
+        # Or else transformers refuses to save a config with a temperature
+        model.generation_config.do_sample = True
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(path)
@@ -914,252 +1855,582 @@ def save_model(accelerator: Accelerator, policy, tokenizer, path: Path) -> None:
     on_main_process(accelerator, write)
 
 
-def print_plan(args: Args, config, train_rows: list[dict], eval_rows: list[dict], examples: dict) -> None:
-    """Prints what the run will do: data, steps, updates, memory, rewards."""
+# ------------------------------------------------------------------------- checks and the set-up
+
+
+def check_numbers(args: Args) -> None:
+    """Refuses numbers that are out of range.
+
+    Numbers must be above 0. One may be 0 if its default is 0 or its name is in may_be_0.
+    """
+    may_be_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
+    may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward"}
+    at_most = {
+        "warmup_ratio": 1,
+        "gamma": 1,
+        "lam": 1,
+        "value_lam": 1,
+        "vllm_gpu_memory_utilization": 1,
+        "seed": 2**32 - 1,  # vLLM's limit, as those of the temperatures
+        "temperature": 2,
+        "eval_temperature": 2,
+    }
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):  # isinstance would take True for a number
+            continue
+        if name == "stop_token_id":
+            continue
+        if not math.isfinite(value):
+            bad_input(f"--{name} is {value}; it must be finite")
+        if name == "penalty_reward_value":
+            continue
+        default = getattr(Args, name)
+        if name in may_be_0 or default == 0:
+            if value < 0:
+                bad_input(f"--{name} is {value}; it must be 0 or more")
+        elif value <= 0:
+            bad_input(f"--{name} is {value}; it must be above 0")
+        if value > at_most.get(name, math.inf):
+            bad_input(f"--{name} is {value}; it must be at most {at_most[name]}")
+
+
+def fill_in(args: Args) -> Args:
+    """Checks the numbers, and returns args with those that follow from them filled in."""
+    check_numbers(args)
+    if not (
+        args.apply_verifiable_reward or args.add_r1_style_format_reward or args.reward_model_path
+    ):
+        bad_input("no reward; add --apply_verifiable_reward, --reward_model_path or another")
+    args = replace(args)  # a copy
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if not args.run_name:
+        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
+
+    # Batches
+    local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
+    args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
+    args.episodes_per_step = local_episodes * args.world_size
+    if local_episodes % args.local_mini_batch_size != 0:
+        bad_input(
+            f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be "
+            f"a multiple of local_mini_batch_size ({args.local_mini_batch_size})"
+        )
+    if args.local_mini_batch_size % args.per_device_train_batch_size != 0:
+        bad_input(
+            f"local_mini_batch_size ({args.local_mini_batch_size}) must be a multiple of "
+            f"per_device_train_batch_size ({args.per_device_train_batch_size})"
+        )
+
+    # Steps
+    args.num_training_steps = args.total_episodes // args.episodes_per_step
+    if args.num_training_steps == 0:
+        bad_input(
+            f"--total_episodes {args.total_episodes} is less than the {args.episodes_per_step} "
+            f"of one step"
+        )
+    updates_per_epoch = local_episodes // args.local_mini_batch_size
+    args.num_updates = args.num_training_steps * args.num_epochs * updates_per_epoch
+    if args.warm_up_steps == 0:
+        args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+    eval_every = args.num_training_steps
+    if args.num_evals > 0:
+        eval_every = max(1, args.num_training_steps // args.num_evals)
+    # After 0, eval_every, 2 * eval_every ... steps, but not right before the last step: its line of
+    # metrics has the evaluation after it
+    before_last_step = max(1, args.num_training_steps - 1)
+    args.eval_steps = tuple(range(0, before_last_step, eval_every))
+
+    # GPUs
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free_gpus = list(range(learners, torch.cuda.device_count()))
+    if not set(args.vllm_gpus) <= set(free_gpus):
+        bad_input(f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner: {free_gpus}")
+    if args.vllm_tensor_parallel_size != max(1, len(set(args.vllm_gpus))):
+        bad_input(
+            f"--vllm_gpus {args.vllm_gpus} must be as many GPUs as --vllm_tensor_parallel_size "
+            f"({args.vllm_tensor_parallel_size})"
+        )
+    return args
+
+
+def load_or_refuse(auto_class: type, flag: str, path: str, args: Args) -> Any:
+    """auto_class.from_pretrained(path); where that fails, the path given by --flag is bad input."""
+    revision = revision_of(path, args)
+    try:
+        is_here = Path(path).is_dir() or try_to_load_from_cache(
+            path, "config.json", revision=revision
+        )
+        if not is_here:
+            model_info(path, timeout=10)  # transformers would wait half a minute for a dead hub
+        return auto_class.from_pretrained(path, revision=revision)
+    except Exception as error:
+        bad_input(f"--{flag} {path}: there is no such model or tokenizer ({error})")
+
+
+def load_tokenizers(args: Args) -> tuple:
+    """The tokenizers of the policy and of the reward model, which must agree on text."""
+    path = args.tokenizer_name_or_path or args.model_name_or_path
+    tokenizer = load_or_refuse(AutoTokenizer, "tokenizer_name_or_path", path, args)
+    if args.chat_template:
+        if not Path(args.chat_template).is_file():
+            bad_input(f"--chat_template {args.chat_template}: no such file")
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    if not args.reward_model_path:
+        return tokenizer, tokenizer
+
+    path = args.reward_model_path
+    reward_tokenizer = load_or_refuse(AutoTokenizer, "reward_model_path", path, args)
+    if reward_tokenizer.chat_template is None:
+        reward_tokenizer.chat_template = tokenizer.chat_template
+    probe = "Is 2 + 2 = 4?\n Yes."
+    ids = tokenizer(probe, add_special_tokens=False)["input_ids"]
+    reward_ids = reward_tokenizer(probe, add_special_tokens=False)["input_ids"]
+    if ids != reward_ids:
+        bad_input(f"--reward_model_path {path}: its tokenizer is not the policy's")
+    return tokenizer, reward_tokenizer
+
+
+def check_classifier(
+    flag: str, path: str, vocab_size: int, args: Args, may_lack_head: bool
+) -> None:
+    """Refuses a reward or value model that has several labels, or not the policy's vocabulary."""
+    config = load_or_refuse(AutoConfig, flag, path, args)
+    if "SequenceClassification" in str(config.architectures):
+        labels = config.num_labels
+    elif may_lack_head:
+        labels = 1  # it gets a head
+    else:
+        labels = 0
+    if labels != 1 or config.get_text_config().vocab_size != vocab_size:
+        bad_input(
+            f"--{flag} {path} needs one label (it has {labels}) and the policy's vocabulary "
+            f"of {vocab_size}"
+        )
+
+
+def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
+    """The ids that end a response: the end tokens of the model, and those of the flags."""
+    eos = config.get_text_config().eos_token_id
+    with contextlib.suppress(OSError):  # a model may come without a generation config
+        generation_config = transformers.GenerationConfig.from_pretrained(
+            args.model_name_or_path, revision=args.model_revision
+        )
+        eos = generation_config.eos_token_id or eos
+    stop_ids = set(eos) if isinstance(eos, list) else {eos}
+    stop_ids.add(args.stop_token_id)
+    if args.stop_token is not None:
+        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+        if stop_token not in tokenizer.get_vocab():
+            bad_input(
+                f"--stop_token {args.stop_token!r} is not a token of the tokenizer; or give a "
+                f"--stop_token_id"
+            )
+        stop_ids.add(tokenizer.get_vocab()[stop_token])
+    stop_ids.discard(None)
+
+    vocab_size = config.get_text_config().vocab_size
+    if not stop_ids or min(stop_ids) < 0 or max(stop_ids) >= vocab_size:
+        bad_input(
+            f"stop tokens {sorted(stop_ids)}: there must be one at least, in the vocabulary of "
+            f"{vocab_size}; see --stop_token and --stop_token_id"
+        )
+    return tuple(sorted(stop_ids))
+
+
+def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
+    """Tries the reward out on the ground truth of the first prompt of each data source.
+
+    It is scored as it stands and as \\boxed{...}, and the better score counts. Returns
+    {data source: score}; a reward function that fails on one of them is bad input.
+    """
+    name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
+    truth_scores = {}
+    for prompt in prompts:
+        if prompt.ground_truth is None or prompt.data_source in truth_scores:
+            continue
+        truth = str(prompt.ground_truth)
+        try:
+            plain = verifiable_reward(args.reward_fn, prompt, truth)
+            boxed = verifiable_reward(args.reward_fn, prompt, f"\\boxed{{{truth}}}")
+        except Exception as error:
+            bad_input(
+                f"{name} (path/to/file.py:function) fails on {prompt.row} with {truth!r}: {error}"
+            )
+        truth_scores[prompt.data_source] = max(plain, boxed)
+    return truth_scores
+
+
+def parse_args() -> Args:
+    """The arguments of the command line, checked and filled in."""
+    description = __doc__.split("\n\n")[0]
+    args, unknown = tyro.cli(Args, description=description, return_unknown_args=True)
+    if unknown:
+        bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
+    return fill_in(args)
+
+
+def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: int) -> None:
+    """Refuses what cannot work with this model on this machine.
+
+    max_length: the most tokens of a prompt with its response.
+    """
+    text_config = config.get_text_config()
+    if len(tokenizer) > text_config.vocab_size:
+        bad_input(
+            f"the tokenizer has {len(tokenizer)} tokens and the model only {text_config.vocab_size}"
+        )
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is not None and max_length > limit:
+        bad_input(
+            f"prompts with --response_length take {max_length} positions; the model has {limit}"
+        )
+
+    run_dir = Path(args.output_dir) / args.run_name
+    if run_dir.exists() and is_rank_0():  # other ranks may come here when it has been made
+        bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    nearest_existing = next(path for path in run_dir.absolute().parents if path.exists())
+    free = shutil.disk_usage(nearest_existing).free
+    needed = 4 * num_parameters
+    if free < needed:
+        bad_input(
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
+        )
+
+    if args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
+            bad_input("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+
+
+def count_parameters(config) -> int:
+    """The number of the policy's parameters."""
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    longest, steps = max(len(row["prompt_ids"]) for row in train_rows), args.num_training_steps
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def print_plan(
+    args: Args,
+    num_parameters: int,
+    train_prompts: list[Prompt],
+    eval_prompts: list[Prompt],
+    truth_scores: dict[str, float],
+) -> None:
+    """Prints what the run will do: data, steps, updates, memory, rewards."""
+    longest = max(len(prompt.token_ids) for prompt in train_prompts)
+    steps = args.num_training_steps
     tokens = args.episodes_per_step * (longest + args.response_length)
-    trained, frozen = (size * width / 2**30 for width in (16, 4 if args.dtype == "float32" else 2))
-    folders = Path(args.output_dir, args.run_name).absolute().parents
-    free = shutil.disk_usage(next(filter(Path.exists, folders))).free
-    bad_input(free < 4 * size, f"--output_dir {args.output_dir}: {free >> 20} MiB free, {size >> 18} are needed")
-    print(f"""Plan
-  data     {len(train_rows):,} prompts of up to {longest} tokens, and {len(eval_rows):,} held out
-  steps    {steps:,} of {args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}, up to {tokens:,} tokens
-  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all
-  memory   {trained:.3g} GiB a rank for each trained model (weights, gradients, AdamW), {frozen:.3g} GiB for each
-           frozen one and for vLLM's ({size:,} parameters); and activations""")
-    for source, score in examples.items():
+    trained = 16 * num_parameters / 2**30  # float32: weights, gradients, AdamW's two moments
+    frozen = (4 if args.dtype == "float32" else 2) * num_parameters / 2**30
+    batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
+    print("Plan")
+    print(f"  data     {len(train_prompts):,} prompts of up to {longest} tokens,", end=" ")
+    print(f"and {len(eval_prompts):,} held out")
+    print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
+    print(f"  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all")
+    print(
+        f"  memory   {trained:.3g} GiB per rank for each trained model (weights, gradients,",
+        end=" ",
+    )
+    print(f"AdamW), {frozen:.3g} GiB for each")
+    print(f"           frozen one and for vLLM's ({num_parameters:,} parameters); and activations")
+    for source, score in truth_scores.items():
         print(f"  reward   the ground truth of a row of {source} scores {score:g}")
 
 
-# ---------------------------------------------------------------------------------------------------------- main
-def main() -> None:
-    start_time = time.time()
-    args, unknown = tyro.cli(Args, description=__doc__.split("\n\n")[0], return_unknown_args=True)
-    bad_input(bool(unknown), f"unknown flag {' '.join(unknown)}; --help lists all")
-    fill_in(args)
-    alone = args.number_samples_per_prompt < 2
-    bad_input(alone, f"--number_samples_per_prompt {args.number_samples_per_prompt}: a group needs at least 2 samples")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell started us with it ignored
-    signal.signal(signal.SIGTERM, lambda *_: print("Terminated", file=sys.stderr) or sys.exit(143))
-    transformers.utils.logging.set_verbosity_error()  # no reports on heads that are missing, as they should be
-    transformers.utils.logging.disable_progress_bar()
-    # ---- Everything that can be wrong, before a model is loaded
-    bad_input(importlib.util.find_spec("vllm") is None, "vLLM is not installed (requirements.txt, scripts/setup.sh)")
-    rewarded = args.apply_verifiable_reward or args.add_r1_style_format_reward or args.reward_model_path
-    bad_input(not rewarded, "no reward; add --apply_verifiable_reward, --reward_model_path or another")
-    *tokenizers, config = load_tokenizer_and_config(args)
-    files = ((args.dataset, args.dataset_split), (args.eval_dataset, args.eval_dataset_split))
-    train_rows, eval_rows = (prepare_prompts(*file, *tokenizers, args) if file[0] else [] for file in files)
-    examples = check_rewards(args, train_rows + eval_rows)
-    max_length = max(len(row["prompt_ids"]) for row in train_rows + eval_rows) + args.response_length
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    bad_input(max_length > limit, f"prompts with --response_length take {max_length} positions; the model has {limit}")
-    is_main, run_dir = os.environ.get("RANK", "0") == "0", Path(args.output_dir) / args.run_name
-    bad_input(is_main and run_dir.exists(), f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    login = os.environ.get("WANDB_API_KEY") or get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    login = login or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    bad_input(args.with_tracking and not login, "--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
-    if is_main:
-        print_plan(args, config, train_rows, eval_rows, examples)
-    if args.dry_run:
-        return
-    # ---- Models, optimizers, the run's folder
-    group = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # a long generation must not look like a hang
-    log_with = "wandb" if args.with_tracking else None
-    accelerator = Accelerator(mixed_precision="no", log_with=log_with, kwargs_handlers=[group])
-    device, rank, console = accelerator.device, accelerator.process_index, Console(soft_wrap=True, quiet=not is_main)
-    lengths = [len(row["prompt_ids"]) for row in train_rows]
-    if is_main:
+def handle_signals() -> None:
+    """Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, so that `finally` is reached."""
+
+    def terminate(signal_number, frame) -> None:
+        print("Terminated", file=sys.stderr)
+        sys.exit(143)
+
+    # A shell starts what it puts into the background with Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def make_run_folder(accelerator: Accelerator, prompts: list[Prompt], args: Args) -> Path:
+    """Makes the run's folder with its arguments, and starts wandb where it is asked for."""
+    run_dir = Path(args.output_dir) / args.run_name
+    prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
+    if accelerator.is_main_process:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        (run_dir / "token_length.json").write_text(json.dumps(lengths))
-    names = {"wandb": {"name": args.run_name, "entity": args.wandb_entity}}
-    accelerator.init_trackers(args.wandb_project_name, asdict(args), names)
+        (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
+    accelerator.init_trackers(
+        args.wandb_project_name,
+        config=asdict(args),
+        init_kwargs={"wandb": {"name": args.run_name, "entity": args.wandb_entity}},
+    )
     for tracker in accelerator.trackers:
-        tracker.log({"token_length": importlib.import_module("wandb").Histogram(lengths)}, step=0)
-    policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+        import wandb
+
+        tracker.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
+    return run_dir
+
+
+# ------------------------------------------------------------------------------------------- main
+
+
+def main() -> None:
+    start_time = time.time()
+    args = parse_args()
+    if args.number_samples_per_prompt < 2:
+        bad_input(
+            f"--number_samples_per_prompt {args.number_samples_per_prompt}: a group needs at "
+            f"least 2 samples"
+        )
+    handle_signals()
+    # A missing head is expected: no warning about it
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    # ---- All that can be wrong, before a model is loaded
+    if importlib.util.find_spec("vllm") is None:
+        bad_input("vLLM is not installed (requirements.txt, scripts/setup.sh)")
+    config = load_or_refuse(AutoConfig, "model_name_or_path", args.model_name_or_path, args)
+    vocab_size = config.get_text_config().vocab_size
+    tokenizer, reward_tokenizer = load_tokenizers(args)
+    if args.reward_model_path:
+        check_classifier(
+            "reward_model_path", args.reward_model_path, vocab_size, args, may_lack_head=False
+        )
+    args.stop_token_ids = find_stop_tokens(args, tokenizer, config)
+    args.pad_token_id = tokenizer.pad_token_id
+    if args.pad_token_id is None:
+        args.pad_token_id = args.stop_token_ids[0]
+
+    train_prompts = prepare_prompts(
+        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args
+    )
+    eval_prompts = []
+    if args.eval_dataset:
+        eval_prompts = prepare_prompts(
+            args.eval_dataset,
+            args.eval_dataset_split,
+            tokenizer,
+            reward_tokenizer,
+            args,
+            is_eval=True,
+        )
+    truth_scores = check_rewards(args, train_prompts + eval_prompts)
+    longest_prompt = max(len(prompt.token_ids) for prompt in train_prompts + eval_prompts)
+    max_length = longest_prompt + args.response_length
+    num_parameters = count_parameters(config)
+    check_run(args, tokenizer, config, max_length, num_parameters)
+    if is_rank_0():
+        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
+    if args.dry_run:
+        return
+
+    # ---- The run's folder, models and optimizers
+    accelerator = Accelerator(
+        mixed_precision="no",  # autocast is ours
+        log_with="wandb" if args.with_tracking else None,
+        # A long generation must not look like a hang
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    device = accelerator.device
+    is_main = accelerator.is_main_process
+    console = Console(soft_wrap=True, quiet=not is_main)
+    run_dir = make_run_folder(accelerator, train_prompts, args)
+
+    model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    policy = PolicyModel(model, args.temperature)
     if args.beta > 0:
-        ref_policy, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-        ref_policy = ref_policy.to(device)
-    adamw = partial(torch.optim.AdamW, eps=args.eps, weight_decay=args.weight_decay)
-    policy, optimizer = accelerator.prepare(policy, adamw(policy.parameters()))
-    updates_per_step = args.num_updates // args.num_training_steps
-    load = partial(load_model, AutoModelForSequenceClassification, args.reward_model_path, args, trained=False)
-    reward_model = load()[0].to(device) if args.reward_model_path else None
+        ref_model, _ = load_model(
+            AutoModelForCausalLM, args.model_name_or_path, args, trained=False
+        )
+        ref_policy = PolicyModel(ref_model, args.temperature).to(device)
+    reward_model = None
+    if args.reward_model_path:
+        reward_model, _ = load_model(
+            AutoModelForSequenceClassification, args.reward_model_path, args, trained=False
+        )
+        reward_model.to(device)
 
-    def send(step: int, version: int) -> None:
-        """Brings the policy to vLLM and asks for the rollout of a step, or after the last for the last evaluation."""
-        with timed(times, "weight_sync"):
-            sync_weights(accelerator, policy, engine, sender)
-        if is_main:
-            size = args.rollout_batch_size if step <= args.num_training_steps else 0
-            drawn = draw_prompts(len(train_rows), (step - 1) * args.rollout_batch_size, size, args.seed)
-            rows = [train_rows[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
-            first = (step - 1) * args.episodes_per_step
-            seeds = [stable_hash(args.seed, "episode", first + i) for i in range(len(rows))]
-            due = eval_rows if step - 1 in (*args.eval_steps, args.num_training_steps) else []
-            prompts_Q.put({"step": step, "version": version, "rows": rows, "seeds": seeds, "eval_rows": due})
+    # Their learning rates are set before each update
+    optimizer = torch.optim.AdamW(policy.parameters(), eps=args.eps, weight_decay=args.weight_decay)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
 
-    engine, sender, evaluations, waits = {}, None, [], Counter()  # engine: filled on rank 0 alone
-    prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    mp.set_forkserver_preload(["accelerate", "transformers.models.auto.modeling_auto", "tyro"])
-    workers = ProcessPool(args.reward_workers, 0, end_with_script, context=mp.get_context("forkserver"))
-    score = partial(score_responses, accelerator, reward_model, workers, tokenizers[0], args=args)
+    vllm = VLLM(accelerator, args)
+    prompts_Q = queue.Queue(maxsize=1)
+    response_Q = queue.Queue(maxsize=1)
+    workers = start_reward_workers(args)
     try:
-        accelerator.print("Starting vLLM ...")
-        on_main_process(accelerator, lambda: engine.update(start_vllm(args, config, max_length)))
-        sender = connect_weight_sync(accelerator, policy, engine, args)
-        receive = partial(on_main_process, accelerator, lambda: response_Q.get().result())
-        times = {}
-        send(step=1, version=0)
-        threading.Thread(target=generation_thread, args=(engine, prompts_Q, response_Q, args), daemon=True).start()
+        # ---- vLLM, and the request for the first batch
+        console.print("Starting vLLM ...")
+        on_main_process(accelerator, vllm.start, config, max_length)
+        vllm.sync_weights(policy, version=0)
+        if is_main:
+            threading.Thread(
+                target=generation_thread, args=(vllm, prompts_Q, response_Q, args), daemon=True
+            ).start()
+            prompts_Q.put(make_request(1, train_prompts, eval_prompts, args))
+
+        # ---- The loop
         steps = range(1, args.num_training_steps + 1)
+        updates_per_step = args.num_updates // args.num_training_steps
         for training_step in track(steps, console=console, disable=not console.is_terminal):
-            step_start, times, metrics = time.perf_counter(), {"weight_sync": 0.0}, {}
-            version = training_step - 1  # of the policy: training steps completed
-            # ---- 1. The responses to this step's prompts
-            metrics |= {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
+            step_start = time.perf_counter()
+            times = {"weight_sync": 0.0}
+            version = training_step - 1  # of the policy, until this step's updates
+            metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
+
+            # 1. The responses to this step's prompts. From here on vLLM is idle ...
             with timed(times, "wait_for_generation"):
-                rollout = receive()
-            assert rollout["step"] == training_step, "a rollout of another step"
-            rows, responses, token_logprobs = (rollout[name] for name in ("rows", "responses", "logprobs"))
-            prompts = [row["prompt_ids"] for row in rows]
-            # ---- 2. vLLM is idle: it gets the current policy and the next prompts, and generates while we train
+                rollout = receive_rollout(accelerator, response_Q)
+            assert rollout.training_step == training_step, "a rollout of another step"
+
+            # 2. ... so this is the moment for the current weights and the next prompts. vLLM
+            # generates while we train.
             if args.async_mode and training_step < args.num_training_steps:
-                send(step=training_step + 1, version=version)
-            if rollout["eval_rows"]:
-                with timed(times, "scoring"):
-                    evaluations.append(report_evaluation(accelerator, args, score, rollout))
-                metrics |= evaluations[-1]
-            # ---- 3. Scores
+                with timed(times, "weight_sync"):
+                    vllm.sync_weights(policy, version)
+                if is_main:
+                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
+                    prompts_Q.put(request)
+
+            # 3. Scores; where an evaluation was due, those of its answers too
+            if rollout.eval_prompts:
+                with timed(times, "evaluation_scoring"):
+                    metrics |= report_evaluation(
+                        accelerator, reward_model, workers, tokenizer, rollout, run_dir, args
+                    )
+            prompt_ids = [prompt.token_ids for prompt in rollout.prompts]
+            responses = rollout.responses
             with timed(times, "reward"):
-                scored = score(rows, responses)
-            scores = torch.tensor(scored["scores"], dtype=torch.float32, device=device)  # (episodes,)
-            stopped = torch.tensor([ids[-1] in args.stop_token_ids for ids in responses], device=device)
-            # ---- 4. Log-probabilities, (episodes, response_length). The old ones are computed in the very
-            # micro-batches of the first epoch: any other shape changes the last bits, and the first ratio must be 1
-            ends = torch.tensor([len(ids) for ids in responses], device=device)  # (episodes,)
-            mask = (torch.arange(int(ends.max()), device=device) < ends[:, None]).float()
-            lengths = [(len(response), len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
-            batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "scores": scores, "mask": mask}
-            generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
-            orders = [torch.randperm(len(rows), generator=generator) for _ in range(args.num_epochs)]
-            size = args.local_mini_batch_size * args.world_size
-            mini_batches = [[part.tolist() for part in order.split(size)] for order in orders]  # [epoch][minibatch]
-            deal = partial(deal_rows, lengths=lengths, world_size=args.world_size)
-            epoch_0 = [m for part in mini_batches[0] for m in deal(part, size=args.per_device_train_batch_size)[rank]]
-            ref_batches = deal(range(len(rows)), size=args.local_rollout_forward_batch_size)[rank]
+                response_scores = score_responses(
+                    accelerator, reward_model, workers, tokenizer, rollout.prompts, responses, args
+                )
+            scores = torch.tensor(response_scores.scores, device=device)  # (episodes,)
+
+            # 4. Log-probabilities before any update, (episodes, width). The policy sees the very
+            # micro-batches of the first epoch. Other shapes would change the last bits; so the
+            # ratios of the first update are exactly 1.
+            epochs = draw_mini_batches(len(responses), training_step, args)
+            train_size = args.per_device_train_batch_size
+            forward_size = args.local_rollout_forward_batch_size
+            all_rows = list(range(len(responses)))
+            logprobs, ref_logprobs = None, None
             with timed(times, "forward"):
-                forward = partial(policy_forward, temperature=args.temperature)
-                ref_logprobs = logprobs = torch.zeros_like(mask)
                 if updates_per_step > 1:  # else the update's own forward pass gives them
-                    logprobs = forward_batch(accelerator, partial(forward, policy), epoch_0, batch, args)
+                    logprobs = forward_all(
+                        accelerator, policy, prompt_ids, responses, epochs[0], train_size, args
+                    )
                 if args.beta > 0:
-                    ref_logprobs = forward_batch(accelerator, partial(forward, ref_policy), ref_batches, batch, args)
-            sampler = torch.zeros_like(mask)
-            sampler[mask.bool()] = torch.tensor(list(chain(*token_logprobs)), device=device)
-            # ---- 5. Advantages: one for all tokens of a response, on the whole batch
-            advantages = group_advantages(scores, args.number_samples_per_prompt, args.advantage_normalization)
-            groups = scores.view(-1, args.number_samples_per_prompt)
-            # ---- 6. What is in the loss
-            in_loss = [not args.mask_truncated_completions or ids[-1] in args.stop_token_ids for ids in responses]
-            batch |= {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler}
-            batch |= {"advantages": advantages[:, None] * mask, "in_loss": in_loss}
-            # ---- 7. Updates
-            sums, grad_norms = Counter(), []
+                    ref_logprobs = forward_all(
+                        accelerator,
+                        ref_policy,
+                        prompt_ids,
+                        responses,
+                        [all_rows],
+                        forward_size,
+                        args,
+                    )
+            mask = pad([[1.0] * len(response) for response in responses], device)
+            sampler_logprobs = pad(rollout.sampler_logprobs, device)
+            if rollout.policy_version == version and logprobs is not None:
+                check_sampler(logprobs, sampler_logprobs, mask, args)
+
+            # 5. Advantages: one for all tokens of a response
+            advantages = group_advantages(
+                scores, args.number_samples_per_prompt, args.advantage_normalization
+            )
+            advantages = advantages[:, None] * mask  # (episodes, width)
+
+            # 6. What is in the loss
+            in_loss = torch.ones_like(scores)  # (episodes,)
+            if args.mask_truncated_completions:
+                stopped = [float(r[-1] in args.stop_token_ids) for r in responses]
+                in_loss = torch.tensor(stopped, device=device)
+
+            batch = Batch(
+                prompt_ids=prompt_ids,
+                responses=responses,
+                mask=mask,
+                scores=scores,
+                sampler_logprobs=sampler_logprobs,
+                logprobs=logprobs,
+                ref_logprobs=ref_logprobs,
+                advantages=advantages,
+                in_loss=in_loss,
+            )
+
+            # 7. Updates
+            sums = defaultdict(float)
+            grad_norms = []
+            update = version * updates_per_step  # counted over the whole run
             with timed(times, "update"):
-                for update, mini_batch in enumerate(chain(*mini_batches), version * updates_per_step):
-                    on_main_process(accelerator, lambda: all(f.result() for f in [*response_Q.queue]))  # or it raises
-                    sums.update(accumulate_gradients(accelerator, policy, batch, mini_batch, args))
-                    grad_norms.append(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-                    if not torch.isfinite(grad_norms[-1]).all():  # the same on every rank
-                        if is_main:
-                            torch.save(batch, run_dir / "bad_batch.pt")
-                        raise FloatingPointError(f"gradient not finite in step {training_step}; batch in {run_dir}")
-                    lr_scale = lr_multiplier(update, args)
-                    optimizer.param_groups[0]["lr"] = lr_scale * args.learning_rate
+                for mini_batch in itertools.chain(*epochs):
+                    check_generation(accelerator, response_Q)
+                    update_sums, update_logprobs = accumulate_gradients(
+                        accelerator, policy, batch, mini_batch, args
+                    )
+                    for name, total in update_sums.items():
+                        sums[name] += total
+                    if batch.logprobs is None:
+                        batch.logprobs = accelerator.reduce(update_logprobs, reduction="sum")
+                        if rollout.policy_version == version:
+                            check_sampler(batch.logprobs, sampler_logprobs, mask, args)
+                    grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    grad_norms.append(grad_norm)
+                    check_gradient(grad_norm, batch, training_step, run_dir)
+                    lr = args.learning_rate * lr_multiplier(update, args)
+                    optimizer.param_groups[0]["lr"] = lr
                     optimizer.step()
                     optimizer.zero_grad()
+                    update += 1
+
+            # 8. With --no-async_mode this is the moment for weights and prompts
             if not args.async_mode and training_step < args.num_training_steps:
-                send(step=training_step + 1, version=training_step)
-            # ---- 8. Metrics; README.md says what each means
-            totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
-            sums = dict(zip(sums, totals, strict=True))
-            padding, tokens = 1 - sums.pop("real") / sums.pop("computed"), max(1, sums.pop("tokens"))
-            metrics |= {name: value / tokens for name, value in sums.items()}
-            metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
-            if updates_per_step == 1:
-                logprobs = accelerator.reduce(logprobs)
-            difference = (logprobs - sampler) * mask
-            trust = importance_weights(logprobs, sampler, mask, args)[mask.bool()]
-            times |= rollout["times"] | {"from_scratch": time.time() - start_time}
-            late = min(times.pop("evaluation"), times["wait_for_generation"])  # evaluations are left out
-            times["wait_for_generation"] -= late
-            training_time = times["training"] = time.perf_counter() - step_start - late - times.pop("scoring", 0.0)
-            waits.update(times)
-            memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-            metrics |= {"training_step": training_step, "lr": lr_scale * args.learning_rate, "policy/version": version}
-            metrics["episode"] = training_step * args.episodes_per_step
-            metrics["policy/staleness"] = version - rollout["version"]
-            metrics["epoch"] = training_step * args.rollout_batch_size / len(train_rows)
-            if args.beta > 0:
-                kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
-                metrics["objective/kl"] = ((logprobs - ref_logprobs) * mask).sum(1).mean()
-                metrics["objective/non_score_reward"] = (-args.beta * kl).sum(1).mean()
-                metrics["objective/rlhf_reward"] = scores.mean() + metrics["objective/non_score_reward"]
-            metrics |= {"objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0)}
-            metrics["objective/entropy"] = (-logprobs * mask).sum(1).mean()
-            metrics["objective/loss"] = metrics["loss/policy_avg"] + args.beta * metrics.get("loss/kl_avg", 0.0)
-            metrics["val/zero_variance_groups"] = (groups.amax(1) == groups.amin(1)).sum()
-            metrics |= {"val/num_stop_token_ids": stopped.sum(), "val/stop_rate": stopped.float().mean()}
-            metrics |= {"val/sequence_lengths": mask.sum(1).mean(), "objective/reward_failures": scored["failed"]}
-            off = masked_mean(difference.abs(), mask)
-            metrics |= {"mismatch/logprob_diff_mean": off, "mismatch/logprob_diff_max": difference.abs().max()}
-            metrics["mismatch/kl"] = masked_mean(kl_penalty(sampler, logprobs, "kl3"), mask)
-            metrics["mismatch/ess"] = trust.sum() ** 2 / (trust**2).sum() / len(trust)
-            metrics["mismatch/tis_clipfrac"] = (trust > (args.tis_cap or math.inf)).float().mean()
-            if rollout["version"] == version and not off < (1e-3 if args.dtype == "float32" else 0.1):
-                raise RuntimeError(f"vLLM's log-probabilities are off the learner's by {off:.2g} at equal weights")
+                with timed(times, "weight_sync"):
+                    vllm.sync_weights(policy, training_step)
+                if is_main:
+                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
+                    prompts_Q.put(request)
+
+            # 9. Metrics
+            times = step_times(times, rollout, time.perf_counter() - step_start)
+            times["from_scratch"] = time.time() - start_time
+            sums = sum_over_ranks(accelerator, sums)
+            metrics |= compute_metrics(batch, sums, args)
+            weights = importance_weights(batch.logprobs, sampler_logprobs, mask, args)
+            metrics |= mismatch_metrics(batch, weights, args)
+            metrics |= score_metrics(rollout.prompts, response_scores)
+            metrics |= speed_metrics(times, batch)
             metrics["optim/grad_norm"] = torch.stack(grad_norms).mean()
-            metrics |= {"perf/padding_fraction": padding, "perf/memory_gib": memory / 2**30}
-            metrics["perf/episodes_per_second"] = len(rows) / training_time
-            metrics["perf/response_tokens_per_second"] = mask.sum() / training_time
-            metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
-            metrics |= mean_by_source("objective/reward_model_score", rows, scored["model_scores"])
-            metrics |= mean_by_source("objective/verifiable_correct_rate", rows, scored["right"])
-            # ---- 9. The evaluation after the last update
-            if eval_rows and training_step == args.num_training_steps:
-                send(step=training_step + 1, version=training_step)
-                evaluations.append(report_evaluation(accelerator, args, score, receive()))
-                metrics |= evaluations[-1]
-            metrics = {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
-            accelerator.log(metrics, step=training_step)
-            if is_main:
-                with open(run_dir / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(metrics) + "\n")
-                shown = ("objective/scores", "objective/kl", "val/sequence_lengths", "perf/episodes_per_second")
-                figures = "  ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics)
-                if training_step % max(1, args.num_training_steps // 20) == 0:
-                    console.print(f"step {training_step}/{args.num_training_steps}  {figures}")
-        save_model(accelerator, policy, tokenizers[0], run_dir / "model")
+            metrics["training_step"] = training_step
+            metrics["episode"] = training_step * args.episodes_per_step
+            metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
+            metrics["lr"] = lr
+            metrics["policy/version"] = version
+            metrics["policy/staleness"] = version - rollout.policy_version
+
+            # 10. After the last update, the last evaluation
+            if eval_prompts and training_step == args.num_training_steps:
+                vllm.sync_weights(policy, training_step)
+                if is_main:
+                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
+                    prompts_Q.put(request)
+                rollout = receive_rollout(accelerator, response_Q)
+                metrics |= report_evaluation(
+                    accelerator, reward_model, workers, tokenizer, rollout, run_dir, args
+                )
+            write_metrics(accelerator, metrics, run_dir, console, args)
+
+        save_model(accelerator, policy, tokenizer, run_dir / "model")
     finally:
-        if engine:
-            stop_vllm(engine)
+        vllm.stop()
         workers.stop()
         workers.join()
-    # ---- What came out
+
+    # ---- Pictures, and a summary of the run
     if is_main:
-        subprocess.run([sys.executable, Path(__file__).parent / "scripts" / "plot_runs.py", run_dir], check=False)
-        if evaluations and "eval/verifiable_correct_rate" in evaluations[0]:
-            rates = [f"{evaluation['eval/verifiable_correct_rate']:.1%}" for evaluation in evaluations]
-            console.print(f"Held-out prompts answered right: {rates[0]} before training, {rates[-1]} after")
-        learner, generator = (waits[f"wait_for_{name}"] / waits["training"] for name in ("generation", "prompts"))
-        waited, side, more = max((learner, "generation", "--vllm_gpus"), (generator, "training", "learners"))
-        console.print(f"{side}-bound: the other waited {waited:.0%} of the time; more {more}, shorter responses help")
-        console.print(f"Model, metrics, samples and pictures: {run_dir}")
+        for tool in ("plot_runs.py", "summarize_run.py"):
+            path = Path(__file__).parent / "scripts" / tool
+            subprocess.run([sys.executable, path, run_dir], check=False)
     accelerator.end_training()
 
 

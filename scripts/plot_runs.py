@@ -1,7 +1,11 @@
-"""Draws curves.png from metrics.jsonl, and token_length.png from token_length.json, of one run or several.
+"""Draws the pictures of one run or several.
 
-python scripts/plot_runs.py output/RUN                      # pictures in the run's folder
-python scripts/plot_runs.py output/A output/B --output c.png  # the curves of several runs in one picture
+curves.png is drawn from metrics.jsonl, and token_length.png from token_length.json.
+
+    # pictures in the run's folder
+    python scripts/plot_runs.py output/RUN
+    # the curves of several runs in one picture
+    python scripts/plot_runs.py output/A output/B --output c.png
 """
 
 import argparse
@@ -11,12 +15,12 @@ from pathlib import Path
 PANELS = [
     ("Held-out prompts answered right", ["eval/verifiable_correct_rate"]),
     ("Score (training batches)", ["objective/scores"]),
-    ("KL to the reference policy (nats a response)", ["objective/kl"]),
-    ("Entropy (nats a token)", ["policy/entropy_avg"]),
+    ("KL to the reference policy (nats per response)", ["objective/kl"]),
+    ("Entropy (nats per token)", ["policy/entropy_avg"]),
     ("Response length (tokens)", ["val/sequence_lengths"]),
     ("Value model: explained variance", ["val/explained_variance"]),
     ("Sampler against learner: largest log-probability difference", ["mismatch/logprob_diff_max"]),
-    ("Seconds a step", ["time/training", "time/generation", "time/update"]),
+    ("Seconds per step", ["time/training", "time/generation", "time/update"]),
 ]
 LOGARITHMIC = {"mismatch/logprob_diff_max"}
 LIMITS = {"eval/verifiable_correct_rate": (0, 1), "val/explained_variance": (-1, 1)}
@@ -41,9 +45,10 @@ def plot_curves(run_dirs, path):
     known = {key for metrics in runs.values() for line in metrics for key in line}
     panels = [(title, [key for key in keys if key in known]) for title, keys in PANELS]
     panels = [(title, keys) for title, keys in panels if keys]
-    figure = Figure(figsize=(15, 3.2 * ((len(panels) + 2) // 3)), layout="constrained")
+    rows = (len(panels) + 2) // 3
+    figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
     for number, (title, keys) in enumerate(panels, start=1):
-        axes = figure.add_subplot((len(panels) + 2) // 3, 3, number, title=title, xlabel="training step")
+        axes = figure.add_subplot(rows, 3, number, title=title, xlabel="training step")
         axes.title.set_fontsize(10)
         for name, metrics in runs.items():
             for key in keys:
@@ -52,7 +57,8 @@ def plot_curves(run_dirs, path):
                 points = [(line[step], line[key]) for line in metrics if key in line]
                 labels = [name] * (len(runs) > 1) + [key] * (len(keys) > 1)
                 marker = "o" if key.startswith("eval/") else None
-                axes.plot(*zip(*points, strict=True), label=" ".join(labels) or None, marker=marker, linewidth=1.2)
+                label = " ".join(labels) or None
+                axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2)
         if keys[0] in LOGARITHMIC:
             axes.set_yscale("symlog", linthresh=1e-7)
         if keys[0] in LIMITS:
@@ -68,23 +74,30 @@ def plot_token_lengths(lengths, path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(title=f"{len(lengths):,} prompts", xlabel="tokens in the prompt", ylabel="prompts")
+    axes = figure.add_subplot(
+        title=f"{len(lengths):,} prompts", xlabel="tokens in the prompt", ylabel="prompts"
+    )
     axes.hist(lengths, bins=min(50, max(lengths) - min(lengths) + 1))
     figure.savefig(path, dpi=90)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, help="the picture of the curves; default: curves.png in the first run")
+    picture = "the picture of the curves; default: curves.png in the first run"
+    parser.add_argument("--output", type=Path, help=picture)
     args = parser.parse_args()
     for run_dir in args.runs:
         if not (run_dir / "metrics.jsonl").is_file():
-            parser.error(f"{run_dir} holds no metrics.jsonl: it is not the folder of a run, or the run made no step")
+            what = "it is not the folder of a run, or the run made no step"
+            parser.error(f"{run_dir} holds no metrics.jsonl: {what}")
     plot_curves(args.runs, args.output or args.runs[0] / "curves.png")
     for run_dir in args.runs:
-        if (run_dir / "token_length.json").is_file():
-            plot_token_lengths(json.loads((run_dir / "token_length.json").read_text()), run_dir / "token_length.png")
+        lengths = run_dir / "token_length.json"
+        if lengths.is_file():
+            plot_token_lengths(json.loads(lengths.read_text()), run_dir / "token_length.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Rewards by rule for the data that scripts/data_preprocess writes: GSM8K, MATH and HellaSwag.
+
+    accelerate launch ppo_vllm_async.py --reward_fn scripts/rewards/graders.py:compute_score ...
+
+`compute_score` grades every source that the project knows. Sorting and GSM8K are in the scripts as
+well, in the same words; MATH needs math-verify, and HellaSwag's answers take some reading.
+"""
+
+import logging
+import re
+
+
+def grade_gsm8k(response: str, ground_truth: str) -> float:
+    """1.0 if the answer equals the ground truth.
+
+    The answer is the first number after the last "####", or else the last number.
+
+    >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
+    1.0
+    """
+    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
+    number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
+    answers = re.findall(number, response)
+    if "####" in response:
+        numbers_after_it = re.findall(number, response.rpartition("####")[2])
+        answers = numbers_after_it[:1] or answers
+    if not answers:
+        return 0.0
+    answer = float(re.sub(r"[$,]", "", answers[-1]))
+    return float(answer == truth)
+
+
+def grade_hellaswag(response: str, ground_truth: str | int) -> float:
+    """1.0 where the response names the right ending, by its index or by its letter.
+
+    What counts is the first answer after the last "####", else the last answer. A letter needs a
+    full stop, a colon or a bracket behind it, or the end of the response: an "A" may be an article.
+
+    >>> grade_hellaswag("Ending 1 is absurd. #### (2)", "2"), grade_hellaswag("I choose C.", 2)
+    (1.0, 1.0)
+    """
+    answer = r"\b(?:[0-3]|[A-D](?=[.):]|\W*$))\b"
+    if "####" in response:
+        answers = re.findall(answer, response.rpartition("####")[2])[:1]
+    else:
+        answers = re.findall(answer, response)
+    letter = "ABCD"[int(ground_truth)]
+    return float(bool(answers) and answers[-1] in (str(ground_truth), letter))
+
+
+def grade_math(response: str, ground_truth: str) -> float:
+    """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
+
+    12.5 is right where the truth is 12.5\\%, and so is 0.125.
+
+    >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
+    1.0
+    """
+    import math_verify
+
+    # Its own time limits need the main thread; those of --reward_timeout hold everywhere
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    extraction = [
+        math_verify.LatexExtractionConfig(boxed_match_priority=0),
+        math_verify.ExprExtractionConfig(),
+    ]
+
+    def parse(text: str) -> list:
+        return math_verify.parse(text, extraction_config=extraction, parsing_timeout=None)
+
+    def equal(truth: str, answer: str) -> bool:
+        return math_verify.verify(parse(truth), parse(answer), timeout_seconds=None)
+
+    truth = f"\\boxed{{{ground_truth}}}"
+    last_box = max(0, response.rfind("\\boxed"))  # the whole response where there is no box
+    answer = response[last_box:]
+    without_percent = (truth.replace("\\%", ""), answer.replace("\\%", ""))
+    return float(equal(truth, answer) or equal(*without_percent))
+
+
+def compute_score(
+    data_source: str, response: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
+    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise.
+
+    NotImplementedError: an unknown data source. ValueError: a ground truth that is none.
+    """
+    if data_source == "debug/sorting":
+        return float(response.strip() == ground_truth.strip())
+    if "gsm8k" in data_source:
+        return grade_gsm8k(response, ground_truth)
+    if "hellaswag" in data_source:
+        return grade_hellaswag(response, ground_truth)
+    if "math" in data_source.lower():
+        return grade_math(response, ground_truth)
+    raise NotImplementedError(
+        f"{data_source!r} is no debug/sorting, *gsm8k*, *hellaswag* or *math*: write a function "
+        f"for --reward_fn"
+    )

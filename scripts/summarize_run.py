@@ -1,0 +1,68 @@
+"""Says in a few lines what a run did: answers right before and after, and what limited its speed.
+
+python scripts/summarize_run.py output/RUN
+"""
+
+import argparse
+from pathlib import Path
+
+from plot_runs import read_metrics
+
+RATE = "eval/verifiable_correct_rate"
+
+
+def describe_evaluations(metrics: list[dict]) -> str | None:
+    """The rate of held-out prompts answered right, at the first and at the last evaluation.
+
+    >>> describe_evaluations([{RATE: 0.5}, {}, {RATE: 0.75}])
+    'Held-out prompts answered right: 50.0% before training, 75.0% after'
+    """
+    rates = [f"{line[RATE]:.1%}" for line in metrics if RATE in line]
+    if not rates:
+        return None
+    if len(rates) == 1:
+        return f"Held-out prompts answered right: {rates[0]} after training"
+    return f"Held-out prompts answered right: {rates[0]} before training, {rates[-1]} after"
+
+
+def describe_speed(metrics: list[dict]) -> str | None:
+    """Which side of an asynchronous run waited for the other, and what to do about it.
+
+    >>> line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
+    >>> describe_speed([line, line])
+    'training-bound: the other waited 50% of the time; more learners, shorter responses help'
+    """
+    if "time/wait_for_prompts" not in metrics[0]:
+        return None
+    seconds = sum(line["time/training"] for line in metrics)
+    learner_waited = sum(line["time/wait_for_generation"] for line in metrics) / seconds
+    generation_waited = sum(line["time/wait_for_prompts"] for line in metrics) / seconds
+    if learner_waited > generation_waited:
+        side, waited, remedy = "generation", learner_waited, "--vllm_gpus"
+    else:
+        side, waited, remedy = "training", generation_waited, "learners"
+    return (
+        f"{side}-bound: the other waited {waited:.0%} of the time; "
+        f"more {remedy}, shorter responses help"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path)
+    run_dir = parser.parse_args().run
+    if not (run_dir / "metrics.jsonl").is_file():
+        parser.error(f"{run_dir} holds no metrics.jsonl: it is not the folder of a run")
+    metrics = read_metrics(run_dir)
+    if not metrics:
+        parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
+    for sentence in (describe_evaluations(metrics), describe_speed(metrics)):
+        if sentence:
+            print(sentence)
+    print(f"Model, metrics, samples and pictures: {run_dir}")
+
+
+if __name__ == "__main__":
+    main()
