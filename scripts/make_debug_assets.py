@@ -1,23 +1,26 @@
-"""Writes the tiny model and the data that the debug commands train on (seconds to a minute on two CPU cores).
+"""Writes the tiny model and the data that the debug commands train on.
 
     python scripts/make_debug_assets.py --output_dir debug_assets
 
-The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are held out and
-20,000 are for training; no answer is right for more than 0.12% of them. A wrong digit can be seen as soon as it is
-written, so that a value model has something to learn as well.
+It takes seconds to a minute on two CPU cores.
 
-The model is a Qwen2 of 0.1 M parameters over single characters. It starts from the demonstrations of a careless
-annotator, who two times out of three leaves the last digit where it stands ("53812=" -> "13582"). Imitation copies the
-habit: the model's favourite answer is wrong unless the last digit happens to be the largest. What it has to learn from
-a 0/1 reward alone is that its rarer answer is the right one, and to be sure of it. Supervised training stops when the
-model is right often enough, not after a number of steps.
+The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are
+held out and 20,000 are for training; no answer is right for more than 0.12% of them. A wrong digit
+can be seen as soon as it is written, so that a value model has something to learn as well.
 
-For reward models there are pairs of the right answer and a wrong one, from the same prompts: the annotator's slip, and
-whatever else a policy may write or an optimizer may find (wrong_answer).
+The model is a Qwen2 of 0.1 M parameters over single characters. It starts from the demonstrations
+of a careless annotator, who two times out of three leaves the last digit where it stands
+("53812=" -> "13582"). Imitation copies the habit: the model's favourite answer is wrong unless the
+last digit happens to be the largest. What it has to learn from a 0/1 reward alone is that its rarer
+answer is the right one, and to be sure of it. Supervised training stops when the model is right
+often enough, not after a number of steps.
 
-Output: model/ (Hugging Face format), train.parquet and test.parquet (verl's schema), preference_train.parquet and
-preference_test.parquet, settings.json. The same settings give the same bytes; where settings.json matches, nothing is
-done.
+For reward models there are pairs of the right answer and a wrong one, from the same prompts: the
+annotator's slip, and whatever else a policy may write or an optimizer may find (wrong_answer).
+
+Output: model/ (Hugging Face format), train.parquet and test.parquet (verl's schema),
+preference_train.parquet and preference_test.parquet, settings.json. The same settings give the same
+bytes; where settings.json matches, nothing is done.
 """
 
 import argparse
@@ -72,8 +75,10 @@ def careless_sort(digits, left_in_place=1):
 
 
 def wrong_answer(digits, rng):
-    """A wrong answer, never the right one: nearly right (five digits in order, one of them not the prompt's), of a
-    kind that the policy writes, or noise. PPO would find the kinds of which a reward model has seen too little.
+    """A wrong answer, never the right one.
+
+    It is nearly right (five digits in order, one of them not the prompt's), of a kind that the
+    policy writes, or noise. PPO would find the kinds of which a reward model has seen too little.
 
     >>> rng = random.Random(1)
     >>> [wrong_answer("53812", rng) for _ in range(6)]
@@ -92,9 +97,11 @@ def wrong_answer(digits, rng):
     )
     kinds = (
         lambda: careless_sort(digits),
-        lambda: sort_digits(digits[: 4 - i]) + digits[4 - i :],  # several digits left where they stand
+        # several digits left where they stand
+        lambda: sort_digits(digits[: 4 - i]) + digits[4 - i :],
         lambda: "".join(swapped),
-        lambda: right[:i] + other + right[i + 1 :],  # a wrong digit, most often out of order as well
+        # a wrong digit, most often out of order as well
+        lambda: right[:i] + other + right[i + 1 :],
         lambda: right[:i] + right[i + 1 :],  # one left out
         lambda: right[:i] + right[i : i + 2] * 2 + right[i + 2 :],  # two of them twice
         lambda: right[:i] + other + right[i:],  # one too many
@@ -108,7 +115,9 @@ def wrong_answer(digits, rng):
     noise = (
         lambda: "".join(rng.choices(CHARACTERS, k=rng.randint(0, 7))),
         lambda: "".join(rng.choices("0123456789", k=rng.randint(4, 7))),
-        lambda: "".join(rng.choices(rng.sample("0123456789", rng.randint(1, 3)), k=rng.randint(1, 7))),
+        lambda: "".join(
+            rng.choices(rng.sample("0123456789", rng.randint(1, 3)), k=rng.randint(1, 7))
+        ),
     )
     while (answer := rng.choice(rng.choice((nearly_right, kinds, noise)))()) == right:
         pass
@@ -162,8 +171,8 @@ def make_model(tokenizer, settings):
 def train(model, tokenizer, prompts, settings):
     """Supervised training on the careless annotator's answers.
 
-    Stops when right answers are at least sampled_rate of those sampled at temperature 1 and at most greedy_rate of the
-    greedy ones; returns (steps, sampled rate, greedy rate).
+    Stops when right answers are at least sampled_rate of those sampled at temperature 1 and at most
+    greedy_rate of the greedy ones; returns (steps, sampled rate, greedy rate).
     """
     import torch
 
@@ -172,7 +181,8 @@ def train(model, tokenizer, prompts, settings):
     def encode(chosen, answer_of):
         texts = [f"<|user|>{digits}=<|assistant|>" for digits in chosen]
         answers = [answer_of(digits) + "<|end|>" for digits in chosen]
-        return torch.tensor(tokenizer(texts)["input_ids"]), torch.tensor(tokenizer(answers)["input_ids"])
+        text_ids, answer_ids = tokenizer(texts)["input_ids"], tokenizer(answers)["input_ids"]
+        return torch.tensor(text_ids), torch.tensor(answer_ids)
 
     def annotator(digits):
         careless = rng.random() < settings["careless"]
@@ -185,7 +195,8 @@ def train(model, tokenizer, prompts, settings):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for step in range(1, settings["max_steps"] + 1):
         ids, answers = encode(rng.sample(prompts, settings["batch_size"]), annotator)
-        loss = torch.nn.functional.cross_entropy(answer_logits(ids, answers).flatten(0, 1), answers.flatten())
+        logits = answer_logits(ids, answers).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, answers.flatten())
         for group in optimizer.param_groups:
             group["lr"] = settings["learning_rate"] * min(1.0, step / 50)
         optimizer.zero_grad()
@@ -198,14 +209,12 @@ def train(model, tokenizer, prompts, settings):
             greedy = (logprobs.argmax(-1) == probe_answers).all(1).float().mean().item()
             sampled = logprobs.gather(-1, probe_answers[..., None]).sum((1, 2)).exp().mean().item()
             if step % 50 == 0:
-                print(
-                    f"  step {step}: right {sampled:.0%} of the time when sampled, {greedy:.0%} greedily", flush=True
-                )
+                rates = f"{sampled:.0%} of the time when sampled, {greedy:.0%} greedily"
+                print(f"  step {step}: right {rates}", flush=True)
             if sampled >= settings["sampled_rate"] and greedy <= settings["greedy_rate"]:
                 return step, sampled, greedy
-    raise SystemExit(
-        f"make_debug_assets: {sampled:.0%} right when sampled and {greedy:.0%} greedily, not as asked for"
-    )
+    rates = f"{sampled:.0%} right when sampled and {greedy:.0%} greedily"
+    raise SystemExit(f"make_debug_assets: {rates}, not as asked for")
 
 
 def write_rows(path, prompts, split):
@@ -226,7 +235,10 @@ def write_rows(path, prompts, split):
 
 
 def write_pairs(path, prompts, rng, pairs_per_prompt):
-    """Writes pairs of the right answer and a wrong one, with the columns that scripts/train_reward_model.py reads."""
+    """Writes pairs of the right answer and a wrong one.
+
+    The columns are those that scripts/train_reward_model.py reads.
+    """
     from datasets import Dataset
 
     rows = [
@@ -242,14 +254,17 @@ def write_pairs(path, prompts, rng, pairs_per_prompt):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("debug_assets"))
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args()
     settings = {name: getattr(args, name) for name in SETTINGS}
     # The script itself is one of the settings: an edit rebuilds the assets.
-    stamp = json.dumps({**settings, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}, indent=2)
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    stamp = json.dumps({**settings, "script": script}, indent=2)
     settings_path = args.output_dir / "settings.json"
     if settings_path.is_file() and settings_path.read_text() == stamp:
         print(f"Debug model and data: {args.output_dir} is up to date")
@@ -263,7 +278,8 @@ def main():
     start = time.time()
     print(f"Debug model and data: making {args.output_dir}, some seconds ...", flush=True)
     datasets.disable_progress_bars()
-    torch.set_num_threads(1)  # the same bits whatever the number of cores; two threads are no faster at this size
+    # The same bits whatever the number of cores; two threads are no faster at this size.
+    torch.set_num_threads(1)
     torch.manual_seed(settings["seed"])
     prompts = [f"{number:05d}" for number in range(100_000)]
     random.Random(settings["seed"]).shuffle(prompts)
@@ -284,10 +300,11 @@ def main():
     write_pairs(args.output_dir / "preference_test.parquet", test_prompts, rng, 1)
     settings_path.write_text(stamp)  # last: a folder without it is made again
     print(
-        f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled and {greedy:.0%} "
-        f"greedily after {steps} steps; "
-        f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts, {pairs * len(train_prompts)} and "
-        f"{len(test_prompts)} preference pairs; {time.time() - start:.0f} s"
+        f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled "
+        f"and {greedy:.0%} greedily after {steps} steps; "
+        f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts, "
+        f"{pairs * len(train_prompts)} and {len(test_prompts)} preference pairs; "
+        f"{time.time() - start:.0f} s"
     )
 
 

@@ -1,14 +1,16 @@
 """What asynchrony gains: time of ppo_vllm_async.py with and without --async_mode.
 
-    python scripts/benchmark/overlap.py toy     # the thread and the queues alone: generation and training of 1 s each
-    python scripts/benchmark/overlap.py real    # pairs of real runs, vLLM and learner on this machine
+    python scripts/benchmark/overlap.py toy     # the thread and the queues alone, stubs of 1 s each
+    python scripts/benchmark/overlap.py real    # pairs of real runs on this machine
     python scripts/benchmark/overlap.py real --local_rollout_batch_size 128   # flags of the script
 
-toy: 7 iterations. One after the other they take 14 s; overlapped, the first generation and 7 trainings, 8 s.
+toy: 7 iterations. One after the other they take 14 s; overlapped, the first generation and 7
+trainings, 8 s.
 
-real: in turn an async run and, for every number of threads, a sync run; the fastest number of threads of each mode
-counts. Times are sums of time/training, without the first steps. The limit is what perfect overlap would give:
-(generation + training) / max(generation, training), both as measured in the sync run.
+real: in turn an async run and, for every number of threads, a sync run; the fastest number of
+threads of each mode counts. Times are sums of time/training, without the first steps. The limit is
+what perfect overlap would give: (generation + training) / max(generation, training), both as
+measured in the sync run.
 """
 
 import argparse
@@ -28,57 +30,93 @@ REPO = Path(__file__).resolve().parent.parent.parent
 WARM_UP = 3  # steps left out: the first ones of a run
 
 
+class StubVLLM:
+    """In place of VLLM: an engine that takes a given time for any number of prompts."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def generate(self, prompts, seeds, temperature):
+        if prompts:
+            time.sleep(self.seconds)
+        return [[0] for _ in prompts], [[0.0] for _ in prompts], 0
+
+
 def run_toy(async_mode, iterations=7, seconds=1.0):
-    """The script's own thread and queue functions with a stub of vLLM and a stub of the update; returns seconds."""
+    """The script's own thread and queues, with stubs of vLLM and of the update; returns seconds."""
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
 
-    def stub_call(engine, function, rows, seeds, temperature, args):
-        time.sleep(seconds if rows else 0)
-        return [[0]] * len(rows), [[0.0]] * len(rows)
-
-    script.call_engine = stub_call
     args = script.Args(async_mode=async_mode)
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    worker = threading.Thread(target=script.generation_thread, args=({}, prompts_Q, response_Q, args), daemon=True)
-    worker.start()
+    prompt = script.Prompt("row 0", "", [0], [0], "toy", "", None)
+    threading.Thread(
+        target=script.generation_thread,
+        args=(StubVLLM(seconds), prompts_Q, response_Q, args),
+        daemon=True,
+    ).start()
 
-    def send(step, version):
-        prompts_Q.put({"step": step, "version": version, "rows": [{}], "seeds": [1], "eval_rows": []})
+    def ask_for(step):
+        prompts_Q.put(script.Request(step, [prompt], [1], [], []))
 
     start = time.perf_counter()
-    send(1, 0)
+    ask_for(1)
     for step in range(1, iterations + 1):
-        rollout = response_Q.get().result()
-        assert rollout["step"] == step
+        rollout = response_Q.get()
+        assert rollout.training_step == step
         if async_mode and step < iterations:
-            send(step + 1, step - 1)
+            ask_for(step + 1)
         time.sleep(seconds)  # the update
         if not async_mode and step < iterations:
-            send(step + 1, step)
+            ask_for(step + 1)
     return time.perf_counter() - start
 
 
 def run_real(async_mode, threads, steps, flags):
-    """A real run; returns seconds per step (total, generation, training without waiting) after the warm-up steps."""
+    """A real run; returns seconds per step: total, generation, training without waiting."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             str(REPO / "ppo_vllm_async.py"),
             "--async_mode" if async_mode else "--no-async_mode",
         ]
-        command += ["--output_dir", folder, "--run_name", "run", "--dtype", "float32", "--seed", "1"]
-        # The debug model with another end token, one it does not know: every response has response_length tokens.
+        command += [
+            "--output_dir",
+            folder,
+            "--run_name",
+            "run",
+            "--dtype",
+            "float32",
+            "--seed",
+            "1",
+        ]
+        # The debug model with another end token, which it does not know: every response has
+        # response_length tokens.
         shutil.copytree(REPO / "debug_assets" / "model", Path(folder) / "model")
         for name in ("config.json", "generation_config.json"):
             config = json.loads((Path(folder) / "model" / name).read_text()) | {"eos_token_id": 5}
             (Path(folder) / "model" / name).write_text(json.dumps(config))
-        command += ["--dataset", "debug_assets/train.parquet", "--model_name_or_path", f"{folder}/model"]
-        sizes = {"local_rollout_batch_size": 64, "local_mini_batch_size": 64, "per_device_train_batch_size": 32}
-        sizes |= {"local_rollout_forward_batch_size": 32, "response_length": 128, "max_prompt_token_length": 16}
+        command += [
+            "--dataset",
+            "debug_assets/train.parquet",
+            "--model_name_or_path",
+            f"{folder}/model",
+        ]
+        sizes = {
+            "local_rollout_batch_size": 64,
+            "local_mini_batch_size": 64,
+            "per_device_train_batch_size": 32,
+        }
+        sizes |= {
+            "local_rollout_forward_batch_size": 32,
+            "response_length": 128,
+            "max_prompt_token_length": 16,
+        }
         for name, value in zip(flags[::2], flags[1::2], strict=True):
             sizes[name.removeprefix("--")] = value
-        episodes = int(sizes["local_rollout_batch_size"]) * int(sizes.get("number_samples_per_prompt", 1))
+        episodes = int(sizes["local_rollout_batch_size"]) * int(
+            sizes.get("number_samples_per_prompt", 1)
+        )
         sizes["total_episodes"] = (steps + WARM_UP) * episodes
         for name, value in sizes.items():
             command += [f"--{name}", str(value)]
@@ -86,35 +124,52 @@ def run_real(async_mode, threads, steps, flags):
         result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
         if result.returncode:
             sys.exit(result.stderr)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     # The last async step has nothing to overlap with: it is left out in both modes.
     lines = lines[WARM_UP:-1]
     total = statistics.mean(line["time/training"] for line in lines)
     generation = statistics.mean(line["time/generation"] for line in lines)
-    return total, generation, total - statistics.mean(line["time/wait_for_generation"] for line in lines)
+    return (
+        total,
+        generation,
+        total - statistics.mean(line["time/wait_for_generation"] for line in lines),
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["toy", "real"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of learner threads to try")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="numbers of learner threads to try"
+    )
     args, flags = parser.parse_known_args()
     if len(flags) % 2:
-        parser.error(f"flags of the script need a value each, as in --num_epochs 2: {' '.join(flags)}")
+        parser.error(
+            f"flags of the script need a value each, as in --num_epochs 2: {' '.join(flags)}"
+        )
     if args.what == "toy":
         sync, overlapped = run_toy(False), run_toy(True)
         print(f"sync {sync:.2f} s, async {overlapped:.2f} s: {sync / overlapped:.2f} times as fast")
         return
     ratios = []
     for pair in range(1, args.pairs + 1):
-        runs = {mode: [run_real(mode, n, args.steps, flags) for n in args.threads] for mode in (False, True)}
+        runs = {
+            mode: [run_real(mode, n, args.steps, flags) for n in args.threads]
+            for mode in (False, True)
+        }
         (sync, generation, training), (overlapped, *_) = min(runs[False]), min(runs[True])
         limit = (generation + training) / max(generation, training)
         ratios.append((sync / overlapped, sync / overlapped / limit))
         print(
-            f"pair {pair}: sync {sync:.3f} s a step (generation {generation:.3f}, training {training:.3f}), "
+            f"pair {pair}: sync {sync:.3f} s a step "
+            f"(generation {generation:.3f}, training {training:.3f}), "
             f"async {overlapped:.3f} s: {ratios[-1][0]:.2f} times as fast, limit {limit:.2f}",
             flush=True,
         )

@@ -1,29 +1,37 @@
-"""How long verifiable rewards take: 1,000 responses through score_responses, as in a run with two workers.
+"""How long verifiable rewards take: 1,000 responses through score_responses, as in a run with two
+workers.
 
 python scripts/benchmark/scoring.py
 """
 
-import multiprocessing
 import random
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from pebble import ProcessPool
+from accelerate import Accelerator
 
-import ppo_sync as script
+REPO = Path(__file__).resolve().parent.parent.parent
+GRADERS = REPO / "scripts" / "rewards" / "graders.py"
 
-FORMS = (r"\frac{%d}{%d}", r"%d\sqrt{%d}", r"(%d, %d)", r"%d x^2 + %d x - 1", r"%d.%d", r"\left[ %d, %d \right)")
+FORMS = (
+    r"\frac{%d}{%d}",
+    r"%d\sqrt{%d}",
+    r"(%d, %d)",
+    r"%d x^2 + %d x - 1",
+    r"%d.%d",
+    r"\left[ %d, %d \right)",
+)
 
 
 def make(source, rng):
     """A ground truth and a response of some hundred characters, which is right half of the time."""
     numbers = (rng.randint(2, 99), rng.randint(2, 99))
     other = numbers if rng.random() < 0.5 else (numbers[0] + 1, numbers[1])
-    text = "First we add what is known, $x = 3 + {}$, and then we divide by {}. ".format(*numbers) * 6
+    text = (
+        "First we add what is known, $x = 3 + {}$, and then we divide by {}. ".format(*numbers) * 6
+    )
     if source == "gsm8k":
         return str(numbers[0]), f"{text}#### {other[0]}"
     form = rng.choice(FORMS)
@@ -31,22 +39,31 @@ def make(source, rng):
 
 
 def main():
-    rng, args = random.Random(1), script.Args(non_stop_penalty=False)
-    accelerator = SimpleNamespace(is_main_process=True, print=print)
+    sys.path.insert(0, str(REPO))
+    import ppo_sync as script
+
+    rng = random.Random(1)
+    accelerator = Accelerator(cpu=True)
     tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
-    script.on_main_process = lambda accelerator, function: function()
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPool(2, 0, script.end_with_script, context=context) as workers:
-        score = partial(script.score_responses, accelerator, None, workers, tokenizer, args=args)
-        for source in ("gsm8k", "math"):
-            pairs = [make(source, rng) for _ in range(1000)]
-            rows = [{"data_source": source, "ground_truth": truth, "extra_info": None} for truth, _ in pairs]
-            score(rows[:10], [text for _, text in pairs[:10]])  # workers start
-            start = time.perf_counter()
-            scored = score(rows, [text for _, text in pairs])
-            seconds = time.perf_counter() - start
-            right = sum(value == 1 for value in scored["scores"])
-            print(f"{source}: 1,000 responses in {seconds:.2f} s, {right} right, {scored['failed']} failed")
+    for source, reward_fn in (("gsm8k", None), ("math", f"{GRADERS}:compute_score")):
+        args = script.Args(reward_fn=reward_fn, reward_workers=2)
+        workers = script.start_reward_workers(args)
+        pairs = [make(source, rng) for _ in range(1000)]
+        prompts = [script.Prompt("", "", [], [], source, truth, None) for truth, _ in pairs]
+        texts = [text for _, text in pairs]
+        # The first call starts the workers
+        script.score_responses(
+            accelerator, None, workers, tokenizer, prompts[:10], texts[:10], args
+        )
+        start = time.perf_counter()
+        scored = script.score_responses(accelerator, None, workers, tokenizer, prompts, texts, args)
+        seconds = time.perf_counter() - start
+        workers.stop()
+        workers.join()
+        right = sum(scored.correct)
+        print(
+            f"{source}: 1,000 responses in {seconds:.2f} s, {right} right, {scored.failures} failed"
+        )
 
 
 if __name__ == "__main__":

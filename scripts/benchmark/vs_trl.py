@@ -1,21 +1,25 @@
-"""grpo_vllm_async.py against TRL's GRPOTrainer: the same model, prompts, reward, batches and updates, on this machine.
+"""grpo_vllm_async.py against TRL's GRPOTrainer: the same model, prompts, reward, batches and
+updates, on this machine.
 
-    python scripts/benchmark/vs_trl.py                  # throughput and memory: two workloads, three pairs each
-    python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time on the debug task, and a picture
+    python scripts/benchmark/vs_trl.py                  # throughput and memory: two workloads
+    python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time, and a picture
 
-Throughput: float32, learning rate 0, no KL term, one update a step, all cores for either side, no gradient
-checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves, after a third of 256 tokens
-on average. "equal": the end token is out of the model's reach, 64 tokens each. Our learner has one thread, as
-`accelerate launch` gives it, and micro-batches of 8 rows of like length; TRL has all threads and micro-batches of 32,
-which it does not sort (--trl_micro_batch to try others). The sides take turns. Episodes a second
-are counted from the end of step WARM_UP to the end of the last step but one (the last async step overlaps with
-nothing). Memory is the growth of the trainer process's resident set over what it was before the first step. Both
-sides make the same number of updates; response tokens, over all pairs, must be as many within 2%.
+Throughput: float32, learning rate 0, no KL term, one update a step, all cores for either side, no
+gradient checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves,
+after a third of 256 tokens on average. "equal": the end token is out of the model's reach, 64
+tokens each. Our learner has one thread, as `accelerate launch` gives it, and micro-batches of 8
+rows of like length; TRL has all threads and micro-batches of 32, which it does not sort
+(--trl_micro_batch to try others). The sides take turns. Episodes a second are counted from the end
+of step WARM_UP to the end of the last step but one (the last async step overlaps with nothing).
+Memory is the growth of the trainer process's resident set over what it was before the first step.
+Both sides make the same number of updates; response tokens, over all pairs, must be as many within
+2%.
 
-Learning: the debug task with the flags of scripts/train/debug/grpo.sh, but for a learning rate with which it takes
-more than a few steps (--learning_rate 5e-4 --updates 100 is what is there). Seconds of training, without evaluations,
-until 0.9 of the held-out prompts are answered right; and seconds since the imports, which on our side have the start
-of vLLM and the evaluations in them, on TRL's the loading of the model.
+Learning: the debug task with the flags of scripts/train/debug/grpo.sh, but for a learning rate
+with which it takes more than a few steps (--learning_rate 5e-4 --updates 100 is what is there).
+Seconds of training, without evaluations, until 0.9 of the held-out prompts are answered right; and
+seconds since the imports, which on our side have the start of vLLM and the evaluations in them, on
+TRL's the loading of the model.
 
 TRL runs in .venv_trl, which the first call makes.
 """
@@ -39,14 +43,17 @@ TRL_VERSION = "1.16.0"
 WARM_UP = 3
 PROMPTS, GROUP = 16, 8
 WORKLOADS = {"varied": 256, "equal": 64}  # response caps
-REWARD = "def score(data_source, response, ground_truth, extra_info=None):\n    return float(len(response) % 2)\n"
+REWARD = """
+def score(data_source, response, ground_truth, extra_info=None):
+    return float(len(response) % 2)
+"""
 
 
-# ---------------------------------------------------------------------------------------------------- both sides
+# --------------------------------------------------------------------------------------- both sides
 
 
 def watch_memory():
-    """Starts a thread that follows this process's resident set; returns a function for its growth since, in MiB."""
+    """Starts to follow this process's resident set; returns a function for its growth, in MiB."""
     import psutil
 
     process = psutil.Process()
@@ -62,18 +69,19 @@ def watch_memory():
 
 
 def run_tandem(folder, flags):
-    """Our side, in a process of its own: the script as it is, watched from its first weight sync on."""
+    """Our side, in a process of its own: the script, watched from its first weight sync on."""
     sys.path.insert(0, str(REPO))
     import grpo_vllm_async as script
 
-    sync_weights, growth = script.sync_weights, []
+    growth = []
+    sync_weights = script.VLLM.sync_weights
 
     def watched(*args):
         if not growth:
             growth.append(watch_memory())
         return sync_weights(*args)
 
-    script.sync_weights = watched
+    script.VLLM.sync_weights = watched
     sys.argv = ["grpo_vllm_async.py", *flags]
     script.main()
     (folder / "memory.json").write_text(json.dumps(growth[0]()))
@@ -91,7 +99,10 @@ def run_trl(folder, settings):
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     rows = datasets.Dataset.from_parquet(settings["dataset"]).to_list()
-    texts = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in rows]
+    texts = [
+        tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True)
+        for r in rows
+    ]
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     train = datasets.Dataset.from_dict({"prompt": texts, "ground_truth": truths})
 
@@ -99,14 +110,22 @@ def run_trl(folder, settings):
         if settings["reward"] == "parity":
             return [float(len(text) % 2) for text in completions]
         ends = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        right = [float(text.strip() == truth) for text, truth in zip(completions, ground_truth, strict=True)]
+        right = [
+            float(text.strip() == truth)
+            for text, truth in zip(completions, ground_truth, strict=True)
+        ]
         return [score if end else -1.0 for score, end in zip(right, ends, strict=True)]
 
     held_out = []
     if settings.get("eval_dataset"):
         rows = datasets.Dataset.from_parquet(settings["eval_dataset"]).to_list()
         held_out = [
-            (tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True), r["reward_model"])
+            (
+                tokenizer.apply_chat_template(
+                    r["prompt"], tokenize=False, add_generation_prompt=True
+                ),
+                r["reward_model"],
+            )
             for r in rows
         ]
 
@@ -114,14 +133,23 @@ def run_trl(folder, settings):
         prompts = [prompt for prompt, _ in held_out]
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.no_grad():
-            output = model.generate(**inputs, do_sample=False, max_new_tokens=settings["response_length"])
-        answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            output = model.generate(
+                **inputs, do_sample=False, max_new_tokens=settings["response_length"]
+            )
+        answers = tokenizer.batch_decode(
+            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         truths = [truth["ground_truth"] for _, truth in held_out]
         return sum(a.strip() == t for a, t in zip(answers, truths, strict=True)) / len(truths)
 
     class Log(TrainerCallback):
         def on_train_begin(self, *_, **__):
-            self.growth, self.start, self.lines, self.paused = watch_memory(), time.perf_counter(), [], 0.0
+            self.growth, self.start, self.lines, self.paused = (
+                watch_memory(),
+                time.perf_counter(),
+                [],
+                0.0,
+            )
             if held_out:
                 self.evaluate(step=0)
 
@@ -138,8 +166,13 @@ def run_trl(folder, settings):
 
         def on_log(self, args, state, control, logs, **_):
             if not held_out and "completions/mean_length" in logs:
-                line = {"training_step": state.global_step, "seconds": time.perf_counter() - self.start}
-                self.lines.append(json.dumps(line | {"val/sequence_lengths": logs["completions/mean_length"]}))
+                line = {
+                    "training_step": state.global_step,
+                    "seconds": time.perf_counter() - self.start,
+                }
+                self.lines.append(
+                    json.dumps(line | {"val/sequence_lengths": logs["completions/mean_length"]})
+                )
 
         def on_train_end(self, *_, **__):
             (folder / "metrics.jsonl").write_text("\n".join(self.lines))
@@ -166,16 +199,18 @@ def run_trl(folder, settings):
         learning_rate=settings["learning_rate"],
         warmup_steps=settings["warm_up"],
     )
-    trainer = GRPOTrainer(model, reward, args=config, train_dataset=train, processing_class=tokenizer)
+    trainer = GRPOTrainer(
+        model, reward, args=config, train_dataset=train, processing_class=tokenizer
+    )
     trainer.add_callback(Log())
     trainer.train()
 
 
-# -------------------------------------------------------------------------------------------------- the comparison
+# ----------------------------------------------------------------------------------- the comparison
 
 
 def trl_python():
-    """The interpreter of .venv_trl; makes it if it is not there, with this environment's torch and transformers."""
+    """The interpreter of .venv_trl; makes it if need be, with this environment's packages."""
     from importlib.metadata import version
 
     home = REPO / ".venv_trl"
@@ -187,8 +222,12 @@ def trl_python():
         names = ("torch", "transformers", "accelerate", "datasets", "psutil")
         pins = [f"trl=={TRL_VERSION}", *(f"{name}=={version(name)}" for name in names)]
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins]
-        if subprocess.run(install, stderr=subprocess.DEVNULL).returncode:  # PyPI has no CPU builds of torch
-            subprocess.run([*install, "--extra-index-url", "https://download.pytorch.org/whl/cpu"], check=True)
+        if subprocess.run(
+            install, stderr=subprocess.DEVNULL
+        ).returncode:  # PyPI has no CPU builds of torch
+            subprocess.run(
+                [*install, "--extra-index-url", "https://download.pytorch.org/whl/cpu"], check=True
+            )
         done.touch()
     return python
 
@@ -201,12 +240,15 @@ def make_assets(folder):
     from datasets import Dataset
 
     torch.manual_seed(1)
-    make_debug_assets.CHARACTERS = "".join(chr(33 + i) for i in range(84))  # with 6 special tokens: 90
+    make_debug_assets.CHARACTERS = "".join(
+        chr(33 + i) for i in range(84)
+    )  # with 6 special tokens: 90
     tokenizer = make_debug_assets.make_tokenizer()
     model = make_debug_assets.make_model(tokenizer, {"hidden_size": 128, "num_layers": 2})
     model.config.max_position_embeddings = 512
     model.save_pretrained(folder / "varied" / "model")
-    # One dimension of the residual stream is the same large number everywhere, and speaks against the end token.
+    # One dimension of the residual stream is the same large number everywhere, and speaks against
+    # the end token.
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
         for layer in model.model.layers:
@@ -214,9 +256,16 @@ def make_assets(folder):
         model.lm_head.weight[tokenizer.eos_token_id, 0] = -100.0
     model.save_pretrained(folder / "equal" / "model")
     rng = random.Random(1)
-    texts = ["".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20))) for _ in range(4000)]
+    texts = [
+        "".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20)))
+        for _ in range(4000)
+    ]
     rows = [
-        {"prompt": [{"role": "user", "content": text}], "data_source": "none", "reward_model": {"ground_truth": "0"}}
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "data_source": "none",
+            "reward_model": {"ground_truth": "0"},
+        }
         for text in texts
     ]
     for workload in WORKLOADS:
@@ -226,14 +275,19 @@ def make_assets(folder):
 
 
 def run_side(side, settings, threads):
-    """One run in a process of its own; returns the lines of its metrics and the growth of its memory in MiB."""
+    """One run in a process of its own; returns its metrics and its memory's growth in MiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(settings))
         python = trl_python() if side == "trl" else sys.executable
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads if side == "tandem" else os.cpu_count())}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads if side == "tandem" else os.cpu_count())
+        }
         result = subprocess.run(
-            [python, __file__, "--side", side, "--folder", name], capture_output=True, text=True, env=environment
+            [python, __file__, "--side", side, "--folder", name],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         if result.returncode:
             sys.exit(result.stdout + result.stderr)
@@ -315,23 +369,33 @@ def compare_throughput(args):
                 ratios.append(ours / theirs)
                 memory.append(our_memory / their_memory)
                 print(
-                    f"{workload}, pair {pair}: {ours:.1f} against {theirs:.1f} episodes/s: {ratios[-1]:.2f} times; "
-                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB more; {args.steps} updates, "
-                    f"{found['trl'][3] / args.steps / PROMPTS / GROUP:.1f} tokens a response, ratio {token_ratio:.3f}",
+                    f"{workload}, pair {pair}: {ours:.1f} against {theirs:.1f} episodes/s: "
+                    f"{ratios[-1]:.2f} times; "
+                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB more; "
+                    f"{args.steps} updates, "
+                    f"{found['trl'][3] / args.steps / PROMPTS / GROUP:.1f} tokens a response, "
+                    f"ratio {token_ratio:.3f}",
                     flush=True,
                 )
             token_ratio = tokens_of["tandem"] / tokens_of["trl"]
-            verdict = "as they must be" if abs(token_ratio - 1) <= 0.02 else "NOT the same work: take more --steps"
+            verdict = (
+                "as they must be"
+                if abs(token_ratio - 1) <= 0.02
+                else "NOT the same work: take more --steps"
+            )
             print(
                 f"{workload}: median {statistics.median(ratios):.2f} times the episodes/s, "
-                f"{statistics.median(memory):.2f} times the memory; tokens in all {token_ratio:.3f} to 1, {verdict}"
+                f"{statistics.median(memory):.2f} times the memory; "
+                f"tokens in all {token_ratio:.3f} to 1, {verdict}"
             )
 
 
 def compare_learning(args):
     from matplotlib.figure import Figure
 
-    subprocess.run([sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True)
+    subprocess.run(
+        [sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True
+    )
     assets = REPO / "debug_assets"
     settings = {
         "model": str(assets / "model"),
@@ -351,22 +415,43 @@ def compare_learning(args):
         "seed": args.seed,
     }
     axes, key = (figure := Figure(figsize=(7, 4))).subplots(), "eval/verifiable_correct_rate"
-    for side, label in (("tandem", "grpo_vllm_async.py"), ("trl", f"TRL {TRL_VERSION} GRPOTrainer")):
+    for side, label in (
+        ("tandem", "grpo_vllm_async.py"),
+        ("trl", f"TRL {TRL_VERSION} GRPOTrainer"),
+    ):
         lines, _ = run_side(side, settings, args.threads)
         evaluated = [line for line in lines if key in line]
         if side == "tandem":
-            after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]  # so many steps
-            for line in evaluated:  # reported a step late, and nothing is left out since the imports
-                line |= {"seconds": after[line["eval/policy_version"]], "since_imports": line["time/from_scratch"]}
+            after = [
+                0.0,
+                *itertools.accumulate(line["time/training"] for line in lines),
+            ]  # so many steps
+            for (
+                line
+            ) in evaluated:  # reported a step late, and nothing is left out since the imports
+                line |= {
+                    "seconds": after[line["eval/policy_version"]],
+                    "since_imports": line["time/from_scratch"],
+                }
         reached = next((line for line in evaluated if line[key] >= 0.9), None)
         when = "0.9 not reached"
         if reached:
-            when = f"0.9 after {reached['seconds']:.1f} s ({reached['since_imports']:.1f} s since the imports)"
+            when = (
+                f"0.9 after {reached['seconds']:.1f} s "
+                f"({reached['since_imports']:.1f} s since the imports)"
+            )
         points = [(line["seconds"], line[key]) for line in evaluated]
         (_, first), (end, last) = points[0], points[-1]
-        print(f"{label}: held-out rate {first:.3f} at first, {when}, {last:.3f} after {end:.1f} s", flush=True)
+        print(
+            f"{label}: held-out rate {first:.3f} at first, {when}, {last:.3f} after {end:.1f} s",
+            flush=True,
+        )
         axes.plot(*zip(*points, strict=True), marker=".", label=label)
-    axes.set(xlabel="seconds of training (evaluation left out)", ylabel="held-out prompts answered right", ylim=(0, 1))
+    axes.set(
+        xlabel="seconds of training (evaluation left out)",
+        ylabel="held-out prompts answered right",
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(args.output, dpi=120, bbox_inches="tight")
@@ -374,7 +459,9 @@ def compare_learning(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--what", choices=["throughput", "learning"], default="throughput")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=3)
@@ -383,10 +470,14 @@ def main():
     parser.add_argument("--trl_micro_batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of our learner")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--learning_rate", type=float, default=1e-4, help="in the comparison of learning")
+    parser.add_argument(
+        "--learning_rate", type=float, default=1e-4, help="in the comparison of learning"
+    )
     parser.add_argument("--updates", type=int, default=200, help="in the comparison of learning")
     parser.add_argument("--output", type=Path, default=Path("vs_trl.png"))
-    parser.add_argument("--side", choices=["tandem", "trl"], help=argparse.SUPPRESS)  # the process of one run
+    parser.add_argument(
+        "--side", choices=["tandem", "trl"], help=argparse.SUPPRESS
+    )  # the process of one run
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

@@ -1,36 +1,43 @@
-"""Reward for code: the share of a row's test cases that the Python program in the response passes, run in a sandbox.
+"""Reward for code: the share of a row's test cases that the program in the response passes.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/code_sandbox.py:compute_score ...
 
-`ground_truth`, as JSON or not:
+The program is in Python, and run in a sandbox. `ground_truth`, as JSON or not:
 
-    ["assert f(1) == 2", ...]                                      each assertion is a test case
-    {"test_list": [...], "test_setup_code": "..."}                 MBPP: the same; the set-up runs after the program
-    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}            programs that read stdin and write stdout
-    {"test": "def check(candidate): ...", "entry_point": "f"}      HumanEval: one test case; with a "prompt" besides,
-                                                                   that stands before the program
+    ["assert f(1) == 2", ...]
+        each assertion is a test case
+    {"test_list": [...], "test_setup_code": "..."}
+        MBPP: the same; the set-up runs after the program
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}
+        programs that read stdin and write stdout
+    {"test": "def check(candidate): ...", "entry_point": "f"}
+        HumanEval: one test case; with a "prompt" besides, that stands before the program
 
-The program is the last block fenced as Python (or as nothing), or the whole response where nothing is fenced.
+The program is the last block fenced as Python (or as nothing), or the whole response where nothing
+is fenced.
 
-The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64 or aarch64):
-namespaces without a network, a read-only system without /home, /root and this project, an empty environment, a /tmp of
-its own in memory. Limits are constants below, and four of them environment variables: TANDEM_SANDBOX_SECONDS a test
-case, TANDEM_SANDBOX_TOTAL_SECONDS a response, TANDEM_SANDBOX_MEMORY_MB a process, TANDEM_SANDBOX_PROCESSES a response
-(threads count). A limit on processes does not bind root, who therefore becomes nobody first. With
-TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the interface of SandboxFusion runs the code instead.
-Without one of the two this file does not load: nothing is ever run unprotected.
+The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
+or aarch64): namespaces without a network, a read-only system without /home, /root and this project,
+an empty environment, a /tmp of its own in memory. Limits are constants below, and four of them
+environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS a response,
+TANDEM_SANDBOX_MEMORY_MB a process, TANDEM_SANDBOX_PROCESSES a response (threads count). A limit on
+processes does not bind root, who therefore becomes nobody first. With
+TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the interface of SandboxFusion runs the
+code instead. Without one of the two this file does not load: nothing is ever run unprotected.
 
-The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8), with a service by two seconds: when
-the latter is over, the test cases left count as failed; the former ends the worker, and counts as a failure of the
-reward. Time that a service lets a program wait is not the program's: too much of it is an error, not a score.
+The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8), with a service by
+two seconds: when the latter is over, the test cases left count as failed; the former ends the
+worker, and counts as a failure of the reward. Time that a service lets a program wait is not the
+program's: too much of it is an error, not a score.
 
-Each test case starts the program anew, in a process of its own that has an empty /tmp and knows no later test case,
-and counts only if that process reaches its end, so leaving early, printing or killing is no success. What is not
-defended against: an assertion runs in the process of the program that it judges. A program made for the purpose can
-return objects that equal everything, replace built-in functions, read the assertion, or search the interpreter for the
-secret that reports success. Programs for stdin and stdout can't: expected outputs stay outside. Memory is limited for
-each process, not in sum, and nameless files (memfd_create) come on top, up to 1 GB a process; when the machine runs
-out of it, Linux is told to end the sandbox first.
+Each test case starts the program anew, in a process of its own that has an empty /tmp and knows no
+later test case, and counts only if that process reaches its end, so leaving early, printing or
+killing is no success. What is not defended against: an assertion runs in the process of the program
+that it judges. A program made for the purpose can return objects that equal everything, replace
+built-in functions, read the assertion, or search the interpreter for the secret that reports
+success. Programs for stdin and stdout can't: expected outputs stay outside. Memory is limited for
+each process, not in sum, and nameless files (memfd_create) come on top, up to 1 GB a process; when
+the machine runs out of it, Linux is told to end the sandbox first.
 """
 
 import contextlib
@@ -60,8 +67,13 @@ SYSTEM_V = {
 }
 
 
-def compute_score(data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None) -> float:
-    """The share of the test cases passed. ValueError: a ground truth of no known form; RuntimeError: no sandbox."""
+def compute_score(
+    data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None
+) -> float:
+    """The share of the test cases passed.
+
+    ValueError: a ground truth of no known form; RuntimeError: no sandbox.
+    """
     prefix, cases = parse_ground_truth(ground_truth)
     run = run_at_service if SERVICE_URL else run_in_sandbox
     return sum(run(prefix + extract_code(response), cases)) / len(cases)
@@ -70,12 +82,17 @@ def compute_score(data_source: str, response: str, ground_truth: Any, *, extra_i
 def extract_code(response: str) -> str:
     r"""The program in a response.
 
-    >>> extract_code("First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\nand the output:\n```text\n2\n```")
+    >>> extract_code(
+    ...     "First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\n"
+    ...     "and the output:\n```text\n2\n```"
+    ... )
     'x = 2\n'
     """
     # A response cut off before its last fence was closed ends there.
-    blocks = re.findall(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", response, re.MULTILINE | re.DOTALL)
-    programs = [code for language, code in blocks if language.lower() in ("python", "python3", "py", "")]
+    block = r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)"
+    blocks = re.findall(block, response, re.MULTILINE | re.DOTALL)
+    names = ("python", "python3", "py", "")
+    programs = [code for language, code in blocks if language.lower() in names]
     return programs[-1] if programs else response
 
 
@@ -93,13 +110,18 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
             cases = [{"test": f"{setup}\n{test}"} for test in truth["test_list"]]
         elif "inputs" in truth and "outputs" in truth:
             pairs = zip(truth["inputs"], truth["outputs"], strict=True)
-            cases = [{"stdin": as_text(given), "expected": as_text(expected)} for given, expected in pairs]
+            cases = [
+                {"stdin": as_text(given), "expected": as_text(expected)}
+                for given, expected in pairs
+            ]
         elif "test" in truth and "entry_point" in truth:
             prefix = truth.get("prompt") or ""
             cases = [{"test": f"{truth['test']}\ncheck({truth['entry_point']})"}]
     if not cases:
         forms = "a list of assertions, {test_list}, {inputs, outputs} or {test, entry_point}"
-        raise ValueError(f"ground_truth must be {forms}, with at least one test case; it is {str(truth)[:200]}")
+        raise ValueError(
+            f"ground_truth must be {forms}, with at least one test case; it is {str(truth)[:200]}"
+        )
     return prefix, cases
 
 
@@ -114,18 +136,21 @@ def same_output(printed: str, expected: str) -> bool:
     >>> same_output("1 \n2\n", "1\n2"), same_output("1 2", "1\n2")
     (True, False)
     """
-    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    texts = (printed, expected)
+    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in texts)
     return one == other
 
 
-# ------------------------------------------------------------------------------------------------ inside the sandbox
+# ------------------------------------------------------------------------------ inside the sandbox
 def run_cases() -> None:
-    """Process 1 of the sandbox, started as `python -c` with this source: runs the test cases of a job on stdin one
-    after another, writes {} when it is ready and a line for each: {"reached_end": bool, "stdout": str}.
+    """Process 1 of the sandbox, started as `python -c` with this source.
 
-    stdin is a file: eight bytes of length before each JSON text, one with the program and one for each test case. A
-    case is read only when it is its turn, so that programs, which are forks of this process, don't have later ones in
-    their memory.
+    Runs the test cases of a job on stdin one after another, writes {} when it is ready and a line
+    for each: {"reached_end": bool, "stdout": str}.
+
+    stdin is a file: eight bytes of length before each JSON text, one with the program and one for
+    each test case. A case is read only when it is its turn, so that programs, which are forks of
+    this process, don't have later ones in their memory.
     """
     import contextlib
     import ctypes
@@ -145,10 +170,14 @@ def run_cases() -> None:
         return json.loads(os.read(job, int.from_bytes(os.read(job, 8), "big")))
 
     def forbid(architecture, calls):
-        """A seccomp filter: these system calls, and all of other architectures, fail with ENOSYS."""
+        """A seccomp filter.
+
+        These system calls, and all of other architectures, fail with ENOSYS.
+        """
         load, both, if_equal, leave, n = 0x20, 0x54, 0x15, 0x06, len(calls)
         steps = [(load, 0, 0, 4), (if_equal, 0, n + 3, architecture)]
-        steps += [(load, 0, 0, 0), (both, 0, 0, 0xBFFFFFFF)]  # without the bit that marks x32's calls
+        # Without the bit that marks x32's calls.
+        steps += [(load, 0, 0, 0), (both, 0, 0, 0xBFFFFFFF)]
         steps += [(if_equal, n - i, 0, call) for i, call in enumerate(calls)]
         steps += [(leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x50000 | errno.ENOSYS)]
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
@@ -175,7 +204,10 @@ def run_cases() -> None:
             os.execve(sys.executable, [sys.executable, "-s", "-P", "-c", code], dict(os.environ))
 
     def wait(pid, stream, seconds):
-        """What the child wrote, and whether it ended in time, with status 0 and within the limit of output."""
+        """What the child wrote, and whether it ended well.
+
+        That is in time, with status 0 and within the limit of output.
+        """
         deadline, written, ended, watched = time.monotonic() + seconds, b"", False, select.poll()
         exit_of_child = os.pidfd_open(pid)
         watched.register(stream, select.POLLIN)
@@ -184,7 +216,8 @@ def run_cases() -> None:
         while not ended and len(written) <= limits["output"] and time.monotonic() < deadline:
             ready = dict(watched.poll(1000 * max(0, deadline - time.monotonic())))
             if 1 in ready:
-                # The worker is gone. Linux does not tell a process of another user, which it is when root started it.
+                # The worker is gone. Linux does not tell a process of another user, which it is
+                # when root started it.
                 sys.exit("nobody reads the results any more")
             if stream in ready:
                 chunk = os.read(stream, 65536)
@@ -194,7 +227,8 @@ def run_cases() -> None:
             else:
                 ended = exit_of_child in ready
         os.close(exit_of_child)
-        # As process 1: everything in the sandbox but this process. So no child of a child lives on into the next case.
+        # As process 1: everything in the sandbox but this process. So no child of a child lives on
+        # into the next case.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
@@ -204,7 +238,8 @@ def run_cases() -> None:
         return written, ended and status == 0 and len(written) <= limits["output"]
 
     if os.getpid() != 1:
-        sys.exit("not the first process of a sandbox")  # what `wait` kills would be the whole machine
+        # What `wait` kills would be the whole machine.
+        sys.exit("not the first process of a sandbox")
     job = os.dup(0)
     program, set_dumpable = receive(), 4
     code, limits = program["code"], program["limits"]
@@ -212,7 +247,8 @@ def run_cases() -> None:
     os.dup2(nowhere, 0)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    # The program runs as the same user; where it is not dumpable, this process's memory and files are closed to it.
+    # The program runs as the same user; where it is not dumpable, this process's memory and files
+    # are closed to it.
     ctypes.CDLL(None).prctl(set_dumpable, 0, 0, 0, 0)
     for name, value in (
         (resource.RLIMIT_AS, limits["memory"]),
@@ -248,41 +284,54 @@ def run_cases() -> None:
         os.close(stream)
         if "test" in case:
             written, reached_end = b"", reached_end and written == secret
-        result = {"reached_end": reached_end, "stdout": written.decode(errors="replace") if reached_end else ""}
-        print(json.dumps(result), flush=True)
+        stdout = written.decode(errors="replace") if reached_end else ""
+        print(json.dumps({"reached_end": reached_end, "stdout": stdout}), flush=True)
 
 
-# ----------------------------------------------------------------------------------------------- outside the sandbox
+# ----------------------------------------------------------------------------- outside the sandbox
 def sandbox_command(drop_root: bool) -> list[str]:
     """The command that runs run_cases in bubblewrap.
 
-    Processes are counted per user and user namespace, and each run has a namespace of its own: so runs don't use up
-    each other's. They aren't counted for root, though, and in a namespace that root makes, everyone is root outside.
-    And nobody cannot reach a Python below /root. So with `drop_root` there is a first bubblewrap that only puts
-    together the files; in it root becomes nobody, and nobody starts the second.
+    Processes are counted per user and user namespace, and each run has a namespace of its own: so
+    runs don't use up each other's. They aren't counted for root, though, and in a namespace that
+    root makes, everyone is root outside. And nobody cannot reach a Python below /root. So with
+    `drop_root` there is a first bubblewrap that only puts together the files; in it root becomes
+    nobody, and nobody starts the second.
     """
     bwrap, setpriv = (shutil.which(name) or name for name in ("bwrap", "setpriv"))
-    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # of a venv: what it was made from
-    folders = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives"]
+    # Of a venv: what it was made from.
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    folders = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"]
+    folders += ["/etc/ld.so.cache", "/etc/alternatives"]
     files = [word for folder in folders for word in ("--ro-bind-try", folder, folder)]
     if not sys.base_prefix.startswith("/usr/"):
         above = []
         while (folder := os.path.dirname((above or [sys.base_prefix])[-1])) != "/":
             above.append(folder)
-        files += [word for folder in reversed(above) for word in ("--perms", "0755", "--dir", folder)]
+        for folder in reversed(above):
+            files += ["--perms", "0755", "--dir", folder]
         files += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    # Without a fixed hash seed, the order of sets, and with it a score, would change from run to run.
-    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    isolated = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
-    isolated += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
+    # Without a fixed hash seed, the order of sets, and with it a score, would change from run to
+    # run.
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+    }
+    isolated = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    isolated += ["--disable-userns", "--as-pid-1", "--die-with-parent"]
+    isolated += ["--new-session", "--clearenv"]
     isolated += [word for name, value in environment.items() for word in ("--setenv", name, value)]
-    writable = ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp"]
+    writable = ["--proc", "/proc", "--dev", "/dev"]
+    writable += ["--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp"]
     writable += ["--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     source = f"{inspect.getsource(run_cases)}\nrun_cases()"
     inner = [*writable, python, "-s", "-P", "-c", source]
     if not drop_root:
         return [*isolated, *files, *inner]
-    outer = [bwrap, "--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    outer = [bwrap, "--die-with-parent", "--cap-drop", "ALL"]
+    outer += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     outer += [*files, "--bind", "/proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
     become = [setpriv, "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     return [*outer, *become, *isolated, "--ro-bind", "/", "/", *inner]
@@ -292,7 +341,12 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
     """Whether each case passed. RuntimeError: the sandbox did not start."""
     limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20}
     limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
-    program = {"code": code, "number_cases": len(cases), "limits": limits, "forbidden": SYSTEM_V[platform.machine()]}
+    program = {
+        "code": code,
+        "number_cases": len(cases),
+        "limits": limits,
+        "forbidden": SYSTEM_V[platform.machine()],
+    }
     given = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
     own = {"env": {}, "cwd": "/", "start_new_session": True, "capture_output": True}
     try:
@@ -306,7 +360,8 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
         stdout, stderr = late.stdout or b"", late.stderr or b""
     except OSError as error:
         stdout, stderr = b"", str(error).encode()
-    # Whoever kills everything in reach ends the run in the middle of a line at worst: those cases are failures.
+    # Whoever kills everything in reach ends the run in the middle of a line at worst: those cases
+    # are failures.
     lines = stdout.decode().split("\n")[:-1]
     if not lines:
         reason = stderr.decode(errors="replace").strip()[-300:] or f"not within {TOTAL_SECONDS} s"
@@ -314,14 +369,18 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
     results = [json.loads(line) for line in lines[1:]]
     results += [{"reached_end": False}] * (len(cases) - len(results))
     pairs = zip(results, cases, strict=True)
-    return [r["reached_end"] and ("test" in c or same_output(r["stdout"], c["expected"])) for r, c in pairs]
+    return [
+        r["reached_end"] and ("test" in c or same_output(r["stdout"], c["expected"]))
+        for r, c in pairs
+    ]
 
 
 def run_at_service(code: str, cases: list[dict]) -> list[bool]:
     """The same by a service: one POST a case, in the form of SandboxFusion's run_code.
 
-    Only the time that programs ran, as the service reports it, counts against TOTAL_SECONDS. RuntimeError: the service
-    is in trouble, or let them wait for so long that cases are left a second after that.
+    Only the time that programs ran, as the service reports it, counts against TOTAL_SECONDS.
+    RuntimeError: the service is in trouble, or let them wait for so long that cases are left a
+    second after that.
     """
     import requests
 
@@ -332,59 +391,88 @@ def run_at_service(code: str, cases: list[dict]) -> list[bool]:
         job = {"language": "python", "code": program, "stdin": case.get("stdin", "")}
         job |= {"run_timeout": min(CASE_SECONDS, TOTAL_SECONDS - ran), "memory_limit_MB": MEMORY_MB}
         try:
-            answer = requests.post(SERVICE_URL, json=job, timeout=max(0.001, end - time.monotonic()))
+            left = max(0.001, end - time.monotonic())
+            answer = requests.post(SERVICE_URL, json=job, timeout=left)
         except requests.Timeout:
             done = f"{len(passed)} of {len(cases)} test cases in {TOTAL_SECONDS + 1:g} s"
-            raise RuntimeError(f"{SERVICE_URL} is too slow: {done}, of which programs ran {ran:.1f} s") from None
+            raise RuntimeError(
+                f"{SERVICE_URL} is too slow: {done}, of which programs ran {ran:.1f} s"
+            ) from None
         answer.raise_for_status()
         answer = answer.json()
         if answer["status"] == "SandboxError":
             raise RuntimeError(f"{SERVICE_URL}: SandboxError: {answer.get('message')}")
         result = answer.get("run_result") or {}
         stdout, ran = result.get("stdout") or "", ran + (result.get("execution_time") or 0.0)
-        right = stdout.rstrip().endswith(secret) if "test" in case else same_output(stdout, case["expected"])
+        if "test" in case:
+            right = stdout.rstrip().endswith(secret)
+        else:
+            right = same_output(stdout, case["expected"])
         passed.append(answer["status"] == "Success" and right)
     return passed + [False] * (len(cases) - len(passed))
 
 
 def find_sandbox() -> list[str]:
-    """The command of a sandbox that was seen to hold; RuntimeError with one sentence where there is none."""
+    """The command of a sandbox that was seen to hold.
+
+    RuntimeError with one sentence where there is none.
+    """
     hint = "or give a sandbox service in TANDEM_SANDBOX_URL; code is never run outside a sandbox"
     if not shutil.which("bwrap"):
-        raise RuntimeError(f"code is run in bubblewrap, which is not installed: `apt-get install bubblewrap`, {hint}")
+        raise RuntimeError(
+            "code is run in bubblewrap, which is not installed: "
+            f"`apt-get install bubblewrap`, {hint}"
+        )
     if tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14):
-        raise RuntimeError(f"the code sandbox needs Linux 5.14 or newer, this is {platform.release()}: update, {hint}")
+        versions = f"Linux 5.14 or newer, this is {platform.release()}"
+        raise RuntimeError(f"the code sandbox needs {versions}: update, {hint}")
     if platform.machine() not in SYSTEM_V:
         machines = f"{' or '.join(SYSTEM_V)}, this is {platform.machine()}"
         raise RuntimeError(f"the code sandbox needs {machines}: take another machine, {hint}")
     probes = {
         "a program can run": "open('/tmp/file', 'w').write('x')",
-        "there is no network": "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])",
-        "this project cannot be read": f"import os\nassert not os.path.exists({os.path.abspath(__file__)!r})",
+        "there is no network": (
+            "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])"
+        ),
+        "this project cannot be read": (
+            f"import os\nassert not os.path.exists({os.path.abspath(__file__)!r})"
+        ),
         "memory is limited": raises(f"bytearray({MEMORY_MB} << 20)", "MemoryError"),
-        "System V memory is closed": "import ctypes\nassert ctypes.CDLL(None).shmget(0, 4096, 0o1600) == -1",
-        "processes are limited": raises(f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"),
-        "user namespaces are closed": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1",
+        "System V memory is closed": (
+            "import ctypes\nassert ctypes.CDLL(None).shmget(0, 4096, 0o1600) == -1"
+        ),
+        "processes are limited": raises(
+            f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"
+        ),
+        "user namespaces are closed": (
+            "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1"
+        ),
     }
     reasons = []
-    # Root of a container may be an ordinary user outside, who is bound by limits and has no user to change to.
+    # Root of a container may be an ordinary user outside, who is bound by limits and has no user to
+    # change to.
     for drop_root in (True, False) if os.geteuid() == 0 else (False,):
         command = sandbox_command(drop_root)
         try:
             passed = run_in_sandbox("", [{"test": test} for test in probes.values()], command)
             if all(passed):
                 return command
-            reasons += [f"not true in it: {what}" for what, held in zip(probes, passed, strict=True) if not held]
+            results = zip(probes, passed, strict=True)
+            reasons += [f"not true in it: {what}" for what, held in results if not held]
         except RuntimeError as error:
             reasons.append(str(error))
-    what = "user namespaces must be allowed, in a container with `docker run --privileged`, on Ubuntu 24.04 with "
-    what += "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
+    what = (
+        "user namespaces must be allowed, in a container with `docker run --privileged`, "
+        "on Ubuntu 24.04 with `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
+    )
     raise RuntimeError(f"bubblewrap does not work here ({'; '.join(reasons)}): {what}; {hint}")
 
 
 def raises(statement: str, error: str) -> str:
     """A test that is passed when the statement raises that error."""
-    return f"import os, time\ntry:\n {statement}\nexcept {error}:\n pass\nelse:\n raise AssertionError"
+    return (
+        f"import os, time\ntry:\n {statement}\nexcept {error}:\n pass\nelse:\n raise AssertionError"
+    )
 
 
 SANDBOX = [] if SERVICE_URL else find_sandbox()

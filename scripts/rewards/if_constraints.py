@@ -1,19 +1,23 @@
-"""Reward for following instructions that a program can check: the share of a row's constraints that a response meets.
+"""Reward for following instructions that a program can check.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/if_constraints.py:compute_score ...
 
-The 25 kinds of IFEval (arXiv 2311.07911), by its names and parameters. `ground_truth`, as JSON or not, holds its two
-columns (parameters that are null count as absent, which is how the hub's rows come), or is the list of open-instruct's
-IF_multi_constraints, as JSON, as Python's text or not; where that has kinds that are not IFEval's, it is an error:
+It is the share of a row's constraints that a response meets.
+
+The 25 kinds of IFEval (arXiv 2311.07911), by its names and parameters. `ground_truth`, as JSON or
+not, holds its two columns (parameters that are null count as absent, which is how the hub's rows
+come), or is the list of open-instruct's IF_multi_constraints, as JSON, as Python's text or not;
+where that has kinds that are not IFEval's, it is an error:
 
     {"instruction_id_list": ["punctuation:no_comma", ...], "kwargs": [{}, ...]}
     [{"instruction_id": ["punctuation:no_comma", ...], "kwargs": [null, ...]}]
 
-The rules are those of IFEval's strict accuracy, quirks included: an empty response meets nothing; bold text counts as
-highlighted; a text of which no language can be told is of the language asked for, and a short one in capitals is often
-taken for another than its own. Where this file differs: keywords, markers and separators are plain text (IFEval takes
-them as regular expressions, so that "C++" fails), and forbidden words may begin or end with a symbol; a missing
-parameter is an error (there it is drawn at random); and sentences are split by NLTK's Punkt rules with the list of
+The rules are those of IFEval's strict accuracy, quirks included: an empty response meets nothing;
+bold text counts as highlighted; a text of which no language can be told is of the language asked
+for, and a short one in capitals is often taken for another than its own. Where this file differs:
+keywords, markers and separators are plain text (IFEval takes them as regular expressions, so that
+"C++" fails), and forbidden words may begin or end with a symbol; a missing parameter is an error
+(there it is drawn at random); and sentences are split by NLTK's Punkt rules with the list of
 abbreviations below instead of its trained model, which is a download.
 
 Needs `pip install langdetect==1.0.9 nltk==3.10.4`.
@@ -35,28 +39,38 @@ except ImportError as error:
 langdetect.DetectorFactory.seed = 0  # its sampling would give one text two languages
 RULES = PunktParameters()
 ABBREVIATIONS = """
-    a.d a.m al apr assn ave b.c b.s aug blvd capt cf co col corp ct d.c dec dept dr e.g est etc feb fig ft gen gov
-    hon i.e inc jan jr l.a lt ltd m.d messrs mr mrs ms mt n.y nov oct p.m p.s ph.d prof rep rev sen sep sept sgt sr
+    a.d a.m al apr assn ave b.c b.s aug blvd capt cf co col corp ct d.c dec dept dr e.g \
+est etc feb fig ft gen gov
+    hon i.e inc jan jr l.a lt ltd m.d messrs mr mrs ms mt n.y nov oct p.m p.s ph.d prof rep rev \
+sen sep sept sgt sr
     st u.k u.n u.s u.s.a vol vs
 """
 RULES.abbrev_types = set(ABBREVIATIONS.split())
 SENTENCES, WORDS = PunktSentenceTokenizer(RULES), NLTKWordTokenizer()
 
 
-def compute_score(data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None) -> float:
-    """The share of the constraints met. ValueError: a ground truth that can't be checked, with what is wrong in it.
+def compute_score(
+    data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None
+) -> float:
+    """The share of the constraints met.
 
-    >>> truth = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    ValueError: a ground truth that can't be checked, with what is wrong in it.
+
+    >>> truth = {
+    ...     "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
+    ...     "kwargs": [{}, {}],
+    ... }
     >>> compute_score("ifeval", "No commas here.", truth)
     0.5
     """
     followed = []
     for name, parameters in parse_ground_truth(ground_truth):
         if name not in CONSTRAINTS:
-            raise ValueError(f"unknown constraint {name!r}; known are {', '.join(sorted(CONSTRAINTS))}")
+            known = ", ".join(sorted(CONSTRAINTS))
+            raise ValueError(f"unknown constraint {name!r}; known are {known}")
         given = {key: value for key, value in (parameters or {}).items() if value is not None}
         # A column with nulls may have made integers 3.0.
-        given = {key: int(value) if isinstance(value, float) else value for key, value in given.items()}
+        given |= {key: int(value) for key, value in given.items() if isinstance(value, float)}
         try:
             followed.append(CONSTRAINTS[name](response, **given) and bool(response.strip()))
         except TypeError as error:
@@ -96,7 +110,7 @@ def is_in_language(text: str, language: str) -> bool:
         return True
 
 
-# ------------------------------------------------------------------------------------------------------- constraints
+# ------------------------------------------------------------------------------------- constraints
 def contains_keywords(text: str, keywords: list[str]) -> bool:
     return all(keyword.lower() in text.lower() for keyword in keywords)
 
@@ -124,12 +138,17 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs between dividers of three asterisks; between two dividers there must be something."""
+    """Paragraphs between dividers of three asterisks.
+
+    Between two dividers there must be something.
+    """
     filled = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(filled[1:-1]) and sum(filled) == num_paragraphs
 
 
-def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def nth_paragraph_first_word(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
     """Paragraphs between blank lines; empty ones don't count, but do take a number."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     count = sum(bool(paragraph) for paragraph in paragraphs)
@@ -151,12 +170,14 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 def number_bullets(text: str, num_bullets: int) -> bool:
     """Lines that start with one asterisk, or with a dash."""
-    bullets = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE) + re.findall(r"^\s*-.*$", text, re.MULTILINE)
-    return len(bullets) == num_bullets
+    asterisks = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    return len(asterisks + dashes) == num_bullets
 
 
 def is_one_of_the_answers(text: str) -> bool:
-    return any(answer in text for answer in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
+    answers = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+    return any(answer in text for answer in answers)
 
 
 def number_highlights(text: str, num_highlights: int) -> bool:
@@ -166,7 +187,8 @@ def number_highlights(text: str, num_highlights: int) -> bool:
 
 
 def number_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
+    heading = rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?"
+    return len(re.findall(heading, text)) >= num_sections
 
 
 def is_json(text: str) -> bool:
@@ -203,7 +225,8 @@ def is_quoted(text: str) -> bool:
 
 def capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
     """Words as NLTK splits them: COVID-19 is one, NASA's is two."""
-    return compare(sum(word.isupper() for word in WORDS.tokenize(text)), capital_relation, capital_frequency)
+    count = sum(word.isupper() for word in WORDS.tokenize(text))
+    return compare(count, capital_relation, capital_frequency)
 
 
 CONSTRAINTS = {
