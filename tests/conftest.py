@@ -1,46 +1,78 @@
-import contextlib
-import json
+"""How this suite works.
+
+Fast and slow. A test that starts vLLM or other processes has the mark `slow`; the others take two
+minutes together.
+    bash scripts/test.sh                          all of them
+    bash scripts/test.sh fast                     those without the mark
+    .venv/bin/python -m pytest -k gae             some, by name
+    .venv/bin/python -m pytest tests/test_engine.py::test_seed_reaches_the_engine
+Fast tests run on a CPU with one process; what needs a real run of a script gets it from a fixture
+(vllm_run below, grpo_run in test_grpo.py, ...), so that many tests look at one run.
+
+Three scripts, one text. Functions that the scripts share are tested through ppo_sync.py alone;
+test_scripts_agree.py holds the other scripts to the same text. What the scripts do not share, the
+order of the steps in main(), is tested in each of them: in test_loop.py with a stub in place of
+vLLM, in seconds, and in test_runs_*.py for real.
+
+Which file.
+    test_losses         masked statistics, GAE, losses, KL, learning rate, group advantages
+    test_forward        log-probabilities, values, padding, gradients, micro-batches, ranks
+    test_checkpoints    what is read from a model's folder and written to it
+    test_dataset        prompts from files, and which of them a step takes
+    test_scoring        from a response to its score
+    test_graders        the rules that say whether an answer is right
+    test_engine         class VLLM, its process and its weights; the transformers backend
+    test_loop           main() of the three scripts with a stub of vLLM
+    test_grpo           GRPO's own: its loss, and a run
+    test_runs_sync, test_runs_transformers, test_runs_async
+                        real runs: metrics recomputed, two ranks, the same bits, staleness
+    test_faults         how a run can end: dead engine, hung reward, Ctrl-C, full disk, ...
+    test_bad_input      one line and status 2 for what a user gets wrong
+    test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
+                        a script of scripts/ each
+    test_scripts_agree, test_doctests
+    test_docs           README.md and docs/: what they point at is there
+
+Helpers, in tests/helpers.
+    rollouts            tiny models and a made-up batch of unequal lengths
+    preference_pairs    the same for the reward model's training
+    formulas            definitions written out, to compare with
+    runs                what is in the folder of a run
+    files               rows and texts for the scripts to read
+    processes           starting, watching and ending processes
+    hooks               all places where tests stand in the way of a script's functions
+    saving_batches, wrapped_async, broken_sync, two_rank_gradient
+                        programs that tests start
+
+How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
+folder) starts wrapped_async.py, which lays its fault into the script by a hook of hooks.py and then
+calls main(); a new fault is a function there. From outside: start_script(...), and a signal to the
+process or to one of its children (test_faults.py).
+
+A new test: break what it tests once, and see it fail.
+"""
+
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import pytest
+from helpers import REPO
+from helpers.processes import end, environment, finish, flags_of
+from helpers.runs import VLLM_OPTIONS
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
-# The hub is out of bounds for tests; a name that is not a folder fails at once instead of after retries.
+# The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
+# retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-
-
-@dataclass
-class Run:
-    """What is left of a finished process; run_dir may not exist."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-    run_dir: Path
-    seconds: float
-
-    @property
-    def metrics(self):
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def output(self):
-        return f"{self.stdout}\n{self.stderr}"
 
 
 @pytest.fixture(scope="session")
 def assets():
-    subprocess.run([sys.executable, "scripts/make_debug_assets.py"], cwd=REPO, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "scripts/make_debug_assets.py"], cwd=REPO, check=True, capture_output=True
+    )
     return REPO / "debug_assets"
 
 
@@ -49,69 +81,27 @@ def small_eval(assets, tmp_path_factory):
     import datasets
 
     path = tmp_path_factory.mktemp("data") / "eval.parquet"
-    datasets.Dataset.from_parquet(str(assets / "test.parquet")).select(range(32)).to_parquet(str(path))
+    datasets.Dataset.from_parquet(str(assets / "test.parquet")).select(range(32)).to_parquet(
+        str(path)
+    )
     return path
 
 
-def flags_of(options):
-    """{"lam": 0.9, "whiten_rewards": True} -> ["--lam", "0.9", "--whiten_rewards"]"""
-    flags = []
-    for name, value in options.items():
-        if value is True:
-            flags.append(f"--{name}")
-        elif value is False:
-            flags.append(f"--no-{name}")
-        elif value is not None:
-            flags += [f"--{name}", str(value)]
-    return flags
+@pytest.fixture(scope="module")
+def accelerator():
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
 
 
-def environment(extra=None):
-    """That of a user's shell: no thread count, no launcher, no login of the one who tests."""
-    hidden = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
-    return {name: value for name, value in os.environ.items() if name not in hidden} | (extra or {})
+@pytest.fixture
+def saved_policy(tmp_path):
+    """The folder of a policy with a wide head and with dropout."""
+    from helpers.rollouts import tiny_language_model
 
-
-def descendants(process):
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(process.pid).children(recursive=True)
-    return []
-
-
-def wait_until(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return result
-
-
-def alive(processes):
-    def lives(process):
-        try:
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-    return [process for process in processes if lives(process)]
-
-
-def shared_memory_of(process):
-    """Named shared memory that a process has mapped: vLLM's queues take hundreds of MB of it."""
-    maps = Path(f"/proc/{process.pid}/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    return {line.split()[-1] for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")}
-
-
-def end(process):
-    """Ends a process that a test started, and all that it started."""
-    children = descendants(process)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    for child in children:
-        with contextlib.suppress(psutil.Error):
-            child.kill()
-    process.wait()
+    model = tiny_language_model(hidden_size=512, num_hidden_layers=1, attention_dropout=0.3)
+    model.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
 
 
 @pytest.fixture(scope="session")
@@ -137,14 +127,18 @@ def start_script_of_session(assets):
             "value_learning_rate": 1e-3,
         }
         if save_batches:
-            launcher = (*launcher, str(REPO / "tests" / "saving_batches.py"))
+            launcher = (*launcher, str(REPO / "tests" / "helpers" / "saving_batches.py"))
         if any("grpo" in str(part) for part in (script, *launcher)):
             del defaults["value_learning_rate"]
         command = [sys.executable, *launcher, str(script), *flags_of(defaults | options), *extra]
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-            # A session of its own, so that a test can press Ctrl-C; which a shell in the background had us ignore.
-            own = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+            # A session of its own, so that a test can press Ctrl-C; which a shell in the background
+            # had us ignore.
+            own = {
+                "start_new_session": True,
+                "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            }
             process = subprocess.Popen(command, cwd=REPO, env=environment(env), **streams, **own)
         process.folder, process.run_dir = folder, folder / "run"
         return process
@@ -167,84 +161,34 @@ def start_script(start_script_of_session):
             end(process)
 
 
-def finish(process, timeout, started_at):
-    try:
-        process.wait(timeout)
-    except BaseException as error:
-        end(process)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        tail = (process.folder / "stderr").read_text()[-2000:]
-        pytest.fail(f"{process.args} still ran after {timeout} s; stderr ends with:\n{tail}")
-    stdout, stderr = ((process.folder / name).read_text() for name in ("stdout", "stderr"))
-    return Run(process.returncode, stdout, stderr, process.run_dir, time.monotonic() - started_at)
-
-
 @pytest.fixture(scope="session")
 def run_script(start_script_of_session):
-    """Runs a script of the repository to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
+    """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
     def run(script, folder, *extra, timeout=300, **options):
         started_at = time.monotonic()
-        return finish(start_script_of_session(script, folder, *extra, **options), timeout, started_at)
+        return finish(
+            start_script_of_session(script, folder, *extra, **options), timeout, started_at
+        )
 
     return run
 
 
-# One optimizer update a step, of rows of unequal length: old and new policy are the same in it, and metrics of the
-# update can be recomputed from the batch alone.
-VLLM_OPTIONS = {
-    "total_episodes": 128,
-    "temperature": 1.5,
-    "beta": 0.1,
-    "gamma": 0.97,
-    "lam": 0.9,
-    "value_lam": 1.0,
-    "whiten_rewards": True,
-    "non_stop_penalty": True,
-    "penalty_reward_value": -1.0,
-    "lr_scheduler_type": "constant",
-    "num_evals": 2,
-    "save_batches": True,
-}
+@pytest.fixture(scope="session")
+def run_wrapped_script(run_script):
+    """run_wrapped_script("ppo_vllm_async.py", "generator", tmp_path) -> Run; wrapped_async.py."""
+    wrapped = str(REPO / "tests" / "helpers" / "wrapped_async.py")
+
+    def run(script, fault, folder, launcher=(), **options):
+        return run_script(fault, folder, launcher=(*launcher, wrapped, script), **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")
 def vllm_run(run_script, small_eval, tmp_path_factory):
-    run = run_script("ppo_sync.py", tmp_path_factory.mktemp("vllm"), eval_dataset=small_eval, **VLLM_OPTIONS)
-    assert run.returncode == 0, run.output
-    return run
-
-
-REWARD_WITH_EXTRA_INFO = """
-import json
-
-def score(data_source, response, ground_truth, extra_info):
-    with open(LOG, "a") as file:
-        file.write(json.dumps([data_source, ground_truth, extra_info]) + "\\n")
-    return 0.25 + (response == ground_truth)
-"""
-
-
-@pytest.fixture(scope="session")
-def transformers_run(run_script, small_eval, tmp_path_factory):
-    """Twelve steps of two epochs and two minibatches, with a reward function of a file; the policy waits two."""
-    folder = tmp_path_factory.mktemp("transformers")
-    (folder / "reward.py").write_text(f"LOG = {str(folder / 'calls.jsonl')!r}\n{REWARD_WITH_EXTRA_INFO}")
     run = run_script(
-        "ppo_sync.py",
-        folder,
-        generation_backend="transformers",
-        eval_dataset=small_eval,
-        reward_fn=f"{folder / 'reward.py'}:score",
-        total_episodes=12 * 32,
-        num_epochs=2,
-        local_mini_batch_size=16,
-        temperature=1.5,
-        num_evals=3,
-        save_batches=True,
-        warm_up_steps=10,
-        value_warmup_steps=2,
+        "ppo_sync.py", tmp_path_factory.mktemp("vllm"), eval_dataset=small_eval, **VLLM_OPTIONS
     )
     assert run.returncode == 0, run.output
     return run

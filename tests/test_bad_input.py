@@ -1,9 +1,14 @@
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
+from helpers import REPO
+from helpers.files import write_rows, write_text
+from helpers.processes import flags_of
 
 import ppo_sync
 
@@ -17,25 +22,18 @@ ROW = {
 OPEN_INSTRUCT_ROW = {"messages": ROW["prompt"], "ground_truth": "72", "dataset": "gsm8k"}
 
 
-def rows_file(folder, rows, name="data.jsonl"):
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def rows_file(folder, rows):
+    return write_rows(folder / "data.jsonl", rows)
 
 
 def without(name):
     return {key: value for key, value in ROW.items() if key != name}
 
 
-def file_with(folder, text, name):
-    (folder / name).write_text(text)
-    return folder / name
-
-
 def empty_parquet(folder):
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "data_source": []}), folder / "empty.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": [], "data_source": []}), folder / "empty.parquet"
+    )
     return folder / "empty.parquet"
 
 
@@ -46,8 +44,6 @@ def other_run(folder):
 
 
 def model_with_a_wider_tokenizer(folder, assets):
-    import shutil
-
     shutil.copytree(assets / "model", folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
@@ -56,9 +52,9 @@ def model_with_a_wider_tokenizer(folder, assets):
 
 def reward_model(folder, assets, **changes):
     """With the policy's tokenizer, but for changes of the vocabulary."""
-    import shutil
-
-    folder = value_model(folder, assets, **{k: v for k, v in changes.items() if k in ("num_labels", "vocab_size")})
+    folder = value_model(
+        folder, assets, **{k: v for k, v in changes.items() if k in ("num_labels", "vocab_size")}
+    )
     for path in (assets / "model").glob("*token*"):
         shutil.copy(path, folder)
     if changes.get("tokenizer"):
@@ -72,7 +68,10 @@ def reward_model(folder, assets, **changes):
 def value_model(folder, assets, **changes):
     config = json.loads((assets / "model" / "config.json").read_text())
     labels = changes.pop("num_labels", 1)
-    config |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {i: str(i) for i in range(labels)}}
+    config |= {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {i: str(i) for i in range(labels)},
+    }
     (folder / "value").mkdir()
     (folder / "value" / "config.json").write_text(json.dumps(config | changes))
     return folder / "value"
@@ -83,14 +82,32 @@ NOT_PYTHON = "def f(:\n"
 
 # name: (options from a temporary folder and the assets, what the message must hold)
 TABLE = {
-    "no dataset file": (lambda tmp, _: {"dataset": tmp / "none.parquet"}, ["none.parquet", "no such file"]),
-    "no debug assets": (lambda *_: {"dataset": "debug_assets/none.parquet"}, ["scripts/make_debug_assets.py"]),
-    "no evaluation file": (lambda tmp, _: {"eval_dataset": tmp / "none.jsonl"}, ["none.jsonl", "no such file"]),
-    "neither file nor hub": (lambda *_: {"dataset": "no/such-dataset"}, ["no/such-dataset", ".parquet", "hub"]),
+    "no dataset file": (
+        lambda tmp, _: {"dataset": tmp / "none.parquet"},
+        ["none.parquet", "no such file"],
+    ),
+    "no debug assets": (
+        lambda *_: {"dataset": "debug_assets/none.parquet"},
+        ["scripts/make_debug_assets.py"],
+    ),
+    "no evaluation file": (
+        lambda tmp, _: {"eval_dataset": tmp / "none.jsonl"},
+        ["none.jsonl", "no such file"],
+    ),
+    "neither file nor hub": (
+        lambda *_: {"dataset": "no/such-dataset"},
+        ["no/such-dataset", ".parquet", "hub"],
+    ),
     "empty jsonl": (lambda tmp, _: {"dataset": rows_file(tmp, [])}, ["data.jsonl"]),
     "empty parquet": (lambda tmp, _: {"dataset": empty_parquet(tmp)}, ["empty.parquet", "empty"]),
-    "garbage parquet": (lambda tmp, _: {"dataset": file_with(tmp, "rubbish", "x.parquet")}, ["x.parquet", "read"]),
-    "garbage jsonl": (lambda tmp, _: {"dataset": file_with(tmp, "{{{\n", "x.jsonl")}, ["x.jsonl", "read"]),
+    "garbage parquet": (
+        lambda tmp, _: {"dataset": write_text(tmp / "x.parquet", "rubbish")},
+        ["x.parquet", "read"],
+    ),
+    "garbage jsonl": (
+        lambda tmp, _: {"dataset": write_text(tmp / "x.jsonl", "{{{\n")},
+        ["x.jsonl", "read"],
+    ),
     "no column prompt": (
         lambda tmp, _: {"dataset": rows_file(tmp, [without("prompt")])},
         ["data.jsonl", "`prompt`", "data_source"],
@@ -100,7 +117,9 @@ TABLE = {
         ["data.jsonl", "`data_source`", "--reward_fn"],
     ),
     "row without ground truth": (
-        lambda tmp, _: {"dataset": rows_file(tmp, [ROW, ROW, {**ROW, "reward_model": {"style": "rule"}}])},
+        lambda tmp, _: {
+            "dataset": rows_file(tmp, [ROW, ROW, {**ROW, "reward_model": {"style": "rule"}}])
+        },
         ["data.jsonl", "row 2", "ground_truth"],
     ),
     "no column reward_model": (
@@ -127,9 +146,14 @@ TABLE = {
         lambda tmp, _: {"dataset": rows_file(tmp, [{**ROW, "prompt": ["53812="]}])},
         ["data.jsonl", "row 0", "`prompt`", "messages"],
     ),
-    "row is a text": (lambda tmp, _: {"dataset": file_with(tmp, '"53812="\n', "x.jsonl")}, ["x.jsonl", "read"]),
+    "row is a text": (
+        lambda tmp, _: {"dataset": write_text(tmp / "x.jsonl", '"53812="\n')},
+        ["x.jsonl", "read"],
+    ),
     "template that refuses": (
-        lambda tmp, _: {"chat_template": file_with(tmp, "{{ raise_exception('no system role') }}", "t.jinja")},
+        lambda tmp, _: {
+            "chat_template": write_text(tmp / "t.jinja", "{{ raise_exception('no system role') }}")
+        },
         ["row 0", "`prompt`", "--chat_template", "no system role"],
     ),
     "value model with two labels": (
@@ -156,7 +180,10 @@ TABLE = {
         lambda tmp, assets: {"reward_model_path": reward_model(tmp, assets, tokenizer="other")},
         ["--reward_model_path", "tokenizer"],
     ),
-    "no reward model": (lambda tmp, _: {"reward_model_path": tmp / "none"}, ["--reward_model_path", "none"]),
+    "no reward model": (
+        lambda tmp, _: {"reward_model_path": tmp / "none"},
+        ["--reward_model_path", "none"],
+    ),
     "seed that vLLM refuses": (lambda *_: {"seed": -1}, ["--seed", "-1", "0 or more"]),
     "data source that is a list, as open-instruct's may be": (
         lambda tmp, _: {"dataset": rows_file(tmp, [OPEN_INSTRUCT_ROW | {"dataset": ["gsm8k"]}])},
@@ -182,28 +209,43 @@ TABLE = {
         lambda tmp, _: {"dataset": rows_file(tmp, [ROW, {**ROW, "data_source": "no/such"}])},
         ["data.jsonl, row 1", "no/such", "gsm8k", "--reward_fn"],
     ),
-    "all prompts too long": (lambda *_: {"max_prompt_token_length": 3}, ["--max_prompt_token_length 3", "none"]),
+    "all prompts too long": (
+        lambda *_: {"max_prompt_token_length": 3},
+        ["--max_prompt_token_length 3", "none"],
+    ),
     "negative": (lambda *_: {"learning_rate": -1e-6}, ["--learning_rate", "-1e-06", "0 or more"]),
-    "negative value learning rate": (lambda *_: {"value_learning_rate": -1e-6}, ["--value_learning_rate", "0"]),
+    "negative value learning rate": (
+        lambda *_: {"value_learning_rate": -1e-6},
+        ["--value_learning_rate", "0"],
+    ),
     "negative value lambda": (lambda *_: {"value_lam": -0.5}, ["--value_lam", "0"]),
     "zero": (lambda *_: {"response_length": 0}, ["--response_length", "above 0"]),
     "above one": (lambda *_: {"gamma": 1.01}, ["--gamma", "at most 1"]),
     "temperature that vLLM refuses": (lambda *_: {"temperature": 2.5}, ["--temperature", "2"]),
     "not a number": (lambda *_: {"beta": "nan"}, ["--beta", "finite"]),
-    "penalty that is not a number": (lambda *_: {"penalty_reward_value": "nan"}, ["--penalty_reward_value", "finite"]),
+    "penalty that is not a number": (
+        lambda *_: {"penalty_reward_value": "nan"},
+        ["--penalty_reward_value", "finite"],
+    ),
     "infinite": (lambda *_: {"cliprange": "inf"}, ["--cliprange", "finite"]),
-    "no reward file": (lambda tmp, _: {"reward_fn": f"{tmp}/none.py:f"}, ["--reward_fn", "none.py", "No such file"]),
-    "reward without function": (lambda tmp, _: {"reward_fn": f"{tmp}/none.py"}, ["--reward_fn", "file.py:function"]),
+    "no reward file": (
+        lambda tmp, _: {"reward_fn": f"{tmp}/none.py:f"},
+        ["--reward_fn", "none.py", "No such file"],
+    ),
+    "reward without function": (
+        lambda tmp, _: {"reward_fn": f"{tmp}/none.py"},
+        ["--reward_fn", "file.py:function"],
+    ),
     "no reward function": (
-        lambda tmp, _: {"reward_fn": f"{file_with(tmp, 'x = 1', 'r.py')}:f"},
+        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', 'x = 1')}:f"},
         ["--reward_fn", "r.py", "'f'"],
     ),
     "reward file with a mistake": (
-        lambda tmp, _: {"reward_fn": f"{file_with(tmp, NOT_PYTHON, 'r.py')}:f"},
+        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', NOT_PYTHON)}:f"},
         ["--reward_fn", "r.py", "SyntaxError"],
     ),
     "reward that fails": (
-        lambda tmp, _: {"reward_fn": f"{file_with(tmp, BAD_REWARD, 'r.py')}:f"},
+        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', BAD_REWARD)}:f"},
         ["good.jsonl, row 0", "r.py:f", "ZeroDivisionError"],
     ),
     "minibatches do not divide": (
@@ -215,20 +257,35 @@ TABLE = {
         ["local_mini_batch_size", "64", "per_device_train_batch_size", "7"],
     ),
     "too few episodes": (lambda *_: {"total_episodes": 63}, ["--total_episodes 63", "64"]),
-    "unknown stop token": (lambda *_: {"stop_token": "<|stop|>"}, ["--stop_token", "<|stop|>", "--stop_token_id"]),
+    "unknown stop token": (
+        lambda *_: {"stop_token": "<|stop|>"},
+        ["--stop_token", "<|stop|>", "--stop_token_id"],
+    ),
     "stop token beyond the vocabulary": (lambda *_: {"stop_token_id": 17}, ["17", "vocabulary"]),
     "no reward source": (
         lambda *_: {"apply_verifiable_reward": False},
         ["reward", "--apply_verifiable_reward", "--reward_model_path"],
     ),
-    "no model": (lambda tmp, _: {"model_name_or_path": tmp / "none"}, ["--model_name_or_path", "none"]),
-    "no model on the hub": (lambda *_: {"model_name_or_path": "no/such-model"}, ["--model_name_or_path", "no/such"]),
+    "no model": (
+        lambda tmp, _: {"model_name_or_path": tmp / "none"},
+        ["--model_name_or_path", "none"],
+    ),
+    "no model on the hub": (
+        lambda *_: {"model_name_or_path": "no/such-model"},
+        ["--model_name_or_path", "no/such"],
+    ),
     "no debug model": (
         lambda *_: {"model_name_or_path": "debug_assets/none"},
         ["debug_assets/none", "scripts/make_debug_assets.py"],
     ),
-    "no value model": (lambda tmp, _: {"value_model_path": tmp / "none"}, ["--value_model_path", "none"]),
-    "no tokenizer": (lambda tmp, _: {"tokenizer_name_or_path": tmp / "none"}, ["--tokenizer_name_or_path", "none"]),
+    "no value model": (
+        lambda tmp, _: {"value_model_path": tmp / "none"},
+        ["--value_model_path", "none"],
+    ),
+    "no tokenizer": (
+        lambda tmp, _: {"tokenizer_name_or_path": tmp / "none"},
+        ["--tokenizer_name_or_path", "none"],
+    ),
     "tokenizer of another model": (
         lambda tmp, assets: {
             "model_name_or_path": model_with_a_wider_tokenizer(tmp, assets),
@@ -236,8 +293,14 @@ TABLE = {
         },
         ["tokenizer", "17", "9"],
     ),
-    "no chat template": (lambda tmp, _: {"chat_template": tmp / "none.jinja"}, ["--chat_template", "none.jinja"]),
-    "response too long": (lambda *_: {"response_length": 256}, ["--response_length", "positions", "256"]),
+    "no chat template": (
+        lambda tmp, _: {"chat_template": tmp / "none.jinja"},
+        ["--chat_template", "none.jinja"],
+    ),
+    "response too long": (
+        lambda *_: {"response_length": 256},
+        ["--response_length", "positions", "256"],
+    ),
     "folder of another run": (lambda tmp, _: other_run(tmp), ["mine", "another run", "--run_name"]),
     "wandb without login": (lambda *_: {"with_tracking": True}, ["--with_tracking", "wandb login"]),
 }
@@ -252,16 +315,10 @@ def no_login(monkeypatch, tmp_path):
 
 
 def options_of(name, tmp_path, assets):
-    data = rows_file(tmp_path, [ROW] * 70, "good.jsonl")
+    data = write_rows(tmp_path / "good.jsonl", [ROW] * 70)
     defaults = {"dataset": data, "model_name_or_path": assets / "model", "response_length": 8}
     defaults |= {"output_dir": tmp_path / "output", "run_name": "run"}
     return defaults | TABLE[name][0](tmp_path, assets)
-
-
-def command_line(options):
-    from conftest import flags_of
-
-    return flags_of(options)
 
 
 def check_message(stderr, fragments):
@@ -276,7 +333,7 @@ def check_message(stderr, fragments):
 def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch, capfd, no_login):
     options = options_of(name, tmp_path, assets)
     before = sorted(tmp_path.rglob("*"))
-    arguments = [*command_line(options), "--dry_run"]
+    arguments = [*flags_of(options), "--dry_run"]
     monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *arguments])
     monkeypatch.chdir(Path(ppo_sync.__file__).parent)
     with pytest.raises(SystemExit) as stop:
@@ -288,7 +345,14 @@ def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["no dataset file", "row without ground truth", "no model", "folder of another run", "wandb without login"]
+    "name",
+    [
+        "no dataset file",
+        "row without ground truth",
+        "no model",
+        "folder of another run",
+        "wandb without login",
+    ],
 )
 def test_bad_input_ends_the_real_command(name, assets, tmp_path, run_script):
     options = options_of(name, tmp_path, assets)
@@ -307,11 +371,19 @@ def test_bad_input_ends_the_real_command(name, assets, tmp_path, run_script):
 @pytest.mark.slow
 def test_model_that_does_not_exist_is_no_long_wait(tmp_path, run_script):
     # As on a machine without network: no HF_HUB_OFFLINE, and a hub that refuses the connection.
-    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    run = run_script("ppo_sync.py", tmp_path, model_name_or_path="no/such-model", timeout=60, env=environment)
+    environment = {
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+    }
+    run = run_script(
+        "ppo_sync.py", tmp_path, model_name_or_path="no/such-model", timeout=60, env=environment
+    )
     assert run.returncode == 2
     assert "Traceback" not in run.output
-    assert run.stderr.splitlines()[-1].startswith("ppo_sync.py: error: --model_name_or_path no/such-model")
+    assert run.stderr.splitlines()[-1].startswith(
+        "ppo_sync.py: error: --model_name_or_path no/such-model"
+    )
     assert run.seconds < 20
 
 
@@ -333,16 +405,17 @@ def test_flags_that_do_not_parse_are_named(flag, fragments, monkeypatch, capfd):
     assert all(fragment in stderr for fragment in fragments)
 
 
-def test_no_eos_anywhere_is_named(assets, tmp_path, capsys):
-    import shutil
-
+def test_no_eos_anywhere_is_named(assets, tmp_path, monkeypatch, capsys):
     shutil.copytree(assets / "model", tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text("{}")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    options = options_of("negative", tmp_path, assets) | {"learning_rate": 1e-6}
+    options |= {"model_name_or_path": tmp_path / "model"}
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *flags_of(options), "--dry_run"])
     with pytest.raises(SystemExit):
-        ppo_sync.load_tokenizer_and_config(ppo_sync.Args(model_name_or_path=str(tmp_path / "model")))
-    assert "--stop_token" in capsys.readouterr().err
+        ppo_sync.main()
+    check_message(capsys.readouterr().err, ["stop tokens []", "--stop_token"])
 
 
 def test_only_rank_0_prints_the_error(monkeypatch, capsys):
@@ -355,12 +428,23 @@ def test_only_rank_0_prints_the_error(monkeypatch, capsys):
 
 def test_dry_run_scores_a_row_of_every_source(tmp_path, assets, monkeypatch, capsys):
     """A file of three sources, as verl's scripts write them."""
-    truths = {"openai/gsm8k": "72", "DigitalLearningGmbH/MATH-lighteval": r"\frac{3}{4}", "Rowan/hellaswag": "2"}
+    truths = {
+        "openai/gsm8k": "72",
+        "DigitalLearningGmbH/MATH-lighteval": r"\frac{3}{4}",
+        "Rowan/hellaswag": "2",
+    }
     rows = [
-        ROW | {"data_source": name, "reward_model": {"style": "rule", "ground_truth": t}} for name, t in truths.items()
+        ROW | {"data_source": name, "reward_model": {"style": "rule", "ground_truth": t}}
+        for name, t in truths.items()
     ]
-    options = {"dataset": rows_file(tmp_path, rows * 30), "model_name_or_path": assets / "model", "response_length": 8}
-    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *command_line(options | {"output_dir": tmp_path}), "--dry_run"])
+    options = {
+        "dataset": rows_file(tmp_path, rows * 30),
+        "model_name_or_path": assets / "model",
+        "response_length": 8,
+        "output_dir": tmp_path,
+        "reward_fn": f"{REPO / 'scripts' / 'rewards' / 'graders.py'}:compute_score",
+    }
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *flags_of(options), "--dry_run"])
     ppo_sync.main()
     output = capsys.readouterr().out
     for name in truths:
@@ -372,7 +456,14 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, run_script, small_
     options = {"output_dir": tmp_path / "output", "eval_dataset": small_eval, "num_epochs": 2}
     run = run_script("ppo_sync.py", tmp_path / "streams", dry_run=True, **options)
     assert (run.returncode, run.stderr) == (0, "")
-    for figure in ("20,000 prompts", "32 held out", "2 of 16 prompts x 2", "2 a step", "4 in all", "debug/sorting"):
+    for figure in (
+        "20,000 prompts",
+        "32 held out",
+        "2 of 16 prompts x 2",
+        "2 a step",
+        "4 in all",
+        "debug/sorting",
+    ):
         assert figure in run.stdout
     assert not (tmp_path / "output").exists()
     assert not any(name.startswith("tandem_") for name in os.listdir(tmp_path))

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import REPO, alive, descendants, environment, wait_until
+from helpers import REPO
+from helpers.processes import alive, descendants, environment, wait_until
 
 SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
 pytestmark = pytest.mark.slow
@@ -32,7 +33,8 @@ def reward():
     if not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
     # Only this is a reason to skip: a sandbox with a hole, too, does not load.
-    namespaces = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    namespaces = ["bwrap", "--unshare-all", "--unshare-user"]
+    namespaces += ["--ro-bind", "/", "/", "--proc", "/proc", "true"]
     if (tried := subprocess.run(namespaces, capture_output=True, text=True)).returncode:
         pytest.skip(f"this machine lets bubblewrap make no namespaces: {tried.stderr.strip()}")
     return runpy.run_path(str(SCRIPT), run_name="reward_fn")
@@ -44,11 +46,21 @@ def score(reward):
 
 
 HUMANEVAL = {
-    "prompt": 'from typing import List\n\n\ndef largest(numbers: List[int]) -> int:\n    """The largest number."""\n',
-    "test": "def check(candidate):\n    assert candidate([1, 3, 2]) == 3\n    assert candidate([-1]) == -1\n",
+    "prompt": (
+        "from typing import List\n\n\n"
+        'def largest(numbers: List[int]) -> int:\n    """The largest number."""\n'
+    ),
+    "test": (
+        "def check(candidate):\n"
+        "    assert candidate([1, 3, 2]) == 3\n"
+        "    assert candidate([-1]) == -1\n"
+    ),
     "entry_point": "largest",
 }
-MBPP = {"test_list": ["assert depth(root) == 2", "assert depth(None) == 0"], "test_setup_code": "root = Node(Node())"}
+MBPP = {
+    "test_list": ["assert depth(root) == 2", "assert depth(None) == 0"],
+    "test_setup_code": "root = Node(Node())",
+}
 MBPP_SOLUTION = """class Node:
     def __init__(self, below=None):
         self.below = below
@@ -61,7 +73,8 @@ PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 def test_right_programs_score_1_and_wrong_ones_their_share(score):
     assert score(HONEST, HONEST_TESTS) == 1.0
     assert score(HONEST, json.dumps(HONEST_TESTS)) == 1.0
-    assert score(HONEST.replace("2 * x", "x + 2"), HONEST_TESTS) == 0.5  # the second raises TypeError
+    wrong = HONEST.replace("2 * x", "x + 2")
+    assert score(wrong, HONEST_TESTS) == 0.5  # the second raises TypeError
     assert score(MBPP_SOLUTION, MBPP) == 1.0  # the set-up uses the program's class
     assert score("I would rather not.", MBPP) == 0.0
     whole = f"```python\n{HUMANEVAL['prompt']}    return max(numbers)\n```"
@@ -73,7 +86,8 @@ def test_right_programs_score_1_and_wrong_ones_their_share(score):
     assert score("print(3)", PAIRS) == 0.5
     # Competitive programs do their work in a thread with a larger stack, or read the file 0.
     threaded = "import threading\ndef main():\n  print(sum(map(int, open(0).read().split())))\n"
-    assert score(f"{threaded}if __name__ == '__main__':\n  threading.Thread(target=main).start()", PAIRS) == 1.0
+    threaded += "if __name__ == '__main__':\n  threading.Thread(target=main).start()"
+    assert score(threaded, PAIRS) == 1.0
 
 
 def test_the_last_python_block_is_the_program(reward):
@@ -92,7 +106,15 @@ def test_doctests_are_right(reward):
     assert runner.summarize() == (0, 2)
 
 
-UNKNOWN = ["def f", 5, [], {}, {"test_list": []}, {"inputs": ["1"]}, {"fn_name": "f", "inputs": [1], "outputs": [1]}]
+UNKNOWN = [
+    "def f",
+    5,
+    [],
+    {},
+    {"test_list": []},
+    {"inputs": ["1"]},
+    {"fn_name": "f", "inputs": [1], "outputs": [1]},
+]
 
 
 @pytest.mark.parametrize("truth", UNKNOWN)
@@ -101,7 +123,8 @@ def test_a_ground_truth_of_no_known_form_is_an_error(score, truth):
         score(HONEST, truth if isinstance(truth, str) else json.dumps(truth))
 
 
-# Forks, and its children fork, until there are 100 of them or the next is refused. Only the first process comes back.
+# Forks, and its children fork, until there are 100 of them or the next is refused. Only the first
+# process comes back.
 FORKS = """import os, time
 first, count = os.getpid(), os.open("/tmp/count", os.O_RDWR | os.O_CREAT | os.O_APPEND)
 try:
@@ -121,10 +144,16 @@ HOSTILE = {
     "endless loop": ("while True: pass", "assert True"),
     "sleep": ("import time\ntime.sleep(60)", "assert True"),
     "fork bomb": (FORKS.replace("IN_CHILD", "pass"), "assert forks >= 100"),
-    "fork bomb in sessions of its own": (FORKS.replace("IN_CHILD", "os.setsid()"), "assert forks >= 100"),
+    "fork bomb in sessions of its own": (
+        FORKS.replace("IN_CHILD", "os.setsid()"),
+        "assert forks >= 100",
+    ),
     "10 GB": ("data = bytearray(10 << 30)", "assert data"),
     "10 GB in a child": (
-        "import os\nif os.fork() == 0:\n  bytearray(10 << 30)\n  os._exit(0)\nstatus = os.wait()[1]",
+        (
+            "import os\nif os.fork() == 0:\n  bytearray(10 << 30)\n  os._exit(0)\n"
+            "status = os.wait()[1]"
+        ),
         "assert status == 0",
     ),
     "memory that outlives its process": (
@@ -133,15 +162,22 @@ c = ctypes.CDLL(None)
 made = [c.shmget(0, 1 << 20, 0o1600), c.msgget(0, 0o1600), c.semget(0, 1, 0o1600)]""",
         "assert max(made) >= 0",
     ),
-    "full disk": ("with open('/tmp/x', 'wb') as f:\n  for _ in range(1000): f.write(bytes(1 << 20))", "assert True"),
-    "network": ("import socket\nconnection = socket.create_connection(('127.0.0.1', PORT), 5)", "assert connection"),
+    "full disk": (
+        "with open('/tmp/x', 'wb') as f:\n  for _ in range(1000): f.write(bytes(1 << 20))",
+        "assert True",
+    ),
+    "network": (
+        "import socket\nconnection = socket.create_connection(('127.0.0.1', PORT), 5)",
+        "assert connection",
+    ),
     "home folder": ("text = open('HOME_FILE').read()", "assert text"),
     "project": ("import os\nnames = os.listdir('REPO')", "assert names"),
     "environment": ("import os", "assert 'TANDEM_SECRET' in os.environ"),
     "writing outside": (
         """import os
 written = []
-for folder in ("OUTSIDE", "/", "/usr", "/usr/lib", "/etc", "/dev", "/home", "/root", os.path.dirname(os.__file__)):
+for folder in ("OUTSIDE", "/", "/usr", "/usr/lib", "/etc", "/dev", "/home", "/root", \
+os.path.dirname(os.__file__)):
     try:
         open(folder + "/written", "w")
         written.append(folder)
@@ -149,16 +185,25 @@ for folder in ("OUTSIDE", "/", "/usr", "/usr/lib", "/etc", "/dev", "/home", "/ro
         pass""",
         "assert written",
     ),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", "assert True"),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
+        "assert True",
+    ),
     "deep recursion in C": (
         "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)",
         "assert True",
     ),
-    "killing its parent": ("import os\nparent = os.getppid()\nos.kill(parent, 9)", "assert os.getppid() != parent"),
+    "killing its parent": (
+        "import os\nparent = os.getppid()\nos.kill(parent, 9)",
+        "assert os.getppid() != parent",
+    ),
     "killing all": ("import os\nos.kill(-1, 9)\nparent = os.getppid()", "assert parent != 1"),
     "parent's memory": ("memory = open('/proc/1/mem', 'rb')", "assert memory"),
     "parent's files": ("results = open('/proc/1/fd/1', 'w')", "assert results"),
-    "user namespace": ("import ctypes\nresult = ctypes.CDLL(None).unshare(0x10000000)", "assert result == 0"),
+    "user namespace": (
+        "import ctypes\nresult = ctypes.CDLL(None).unshare(0x10000000)",
+        "assert result == 0",
+    ),
     "sys.exit": ("import sys\nsys.exit(0)", "assert True"),
     "os._exit": ("def f():\n  import os\n  os._exit(0)", "assert f() == 1"),
     "exit in the function": ("def f():\n  exit()", "assert f() == 1"),
@@ -180,10 +225,18 @@ def test_a_hostile_program_gets_nothing_and_disturbs_nothing(score, tmp_path, mo
     monkeypatch.setenv("TANDEM_SECRET", "1")
     tmp_path.chmod(0o777)
     program, test = HOSTILE[name]
-    with tempfile.NamedTemporaryFile(dir=Path.home()) as file, socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        tempfile.NamedTemporaryFile(dir=Path.home()) as file,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         file.write(b"text")
         file.flush()
-        places = {"PORT": server.getsockname()[1], "HOME_FILE": file.name, "REPO": REPO, "OUTSIDE": tmp_path}
+        places = {
+            "PORT": server.getsockname()[1],
+            "HOME_FILE": file.name,
+            "REPO": REPO,
+            "OUTSIDE": tmp_path,
+        }
         for word, value in places.items():
             program = program.replace(word, str(value))
         started = time.monotonic()
@@ -229,7 +282,8 @@ def fork():
 
 def test_what_a_case_leaves_in_files_does_not_reach_the_next(score):
     program = (
-        "import os\nfound = os.listdir('/tmp')\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nopen('d', 'w')"
+        "import os\nfound = os.listdir('/tmp')\n"
+        "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nopen('d', 'w')"
     )
     assert score(program, ["assert found == []"] * 3) == 1.0
 
@@ -246,7 +300,8 @@ def find():
                     return True
     return False
 """
-    # The program has the pattern, only the last case has the word; that it is found there shows that it could be.
+    # The program has the pattern, only the last case has the word; that it is found there shows
+    # that it could be.
     assert score(program, ["assert not find()", "assert find()  # zebra"]) == 1.0
 
 
@@ -264,13 +319,17 @@ def test_a_fork_bomb_takes_no_processes_from_others(score):
 
 def test_a_killed_worker_leaves_nothing_running(reward):
     """The scripts kill a worker that takes too long."""
-    call = f"import runpy; runpy.run_path({str(SCRIPT)!r})['compute_score']('', 'while True: pass', ['assert True'])"
+    call = (
+        f"import runpy; runpy.run_path({str(SCRIPT)!r})"
+        "['compute_score']('', 'while True: pass', ['assert True'])"
+    )
     # Without the limit of a case the program would run for longer than the test waits.
     limits = {"TANDEM_SANDBOX_SECONDS": "60", "TANDEM_SANDBOX_TOTAL_SECONDS": "60"}
     worker = subprocess.Popen([sys.executable, "-c", call], env=environment(limits))
 
     def loops():
-        # The worker's own sandbox to try things in, when it loads the file, is never busy for that long.
+        # The worker's own sandbox to try things in, when it loads the file, is never busy for that
+        # long.
         with contextlib.suppress(psutil.Error):
             return any(process.cpu_times().user > 0.5 for process in descendants(worker))
 
@@ -290,12 +349,13 @@ def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
 
 
 def test_a_bubblewrap_that_does_not_work_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(
-        RuntimeError, match=r"does not work here.*No permissions to create new namespace.*--privileged"
-    ):
+    why = r"does not work here.*No permissions to create new namespace.*--privileged"
+    with pytest.raises(RuntimeError, match=why):
         runpy.run_path(str(SCRIPT), run_name="reward_fn")
 
 
@@ -356,7 +416,8 @@ class Service(http.server.BaseHTTPRequestHandler):
         except subprocess.TimeoutExpired:
             status, stdout = "Failed", ""
         result = {"stdout": stdout, "execution_time": time.monotonic() - started}
-        answer = {"status": self.server.status or status, "message": "no workers", "run_result": result}
+        status = self.server.status or status
+        answer = {"status": status, "message": "no workers", "run_result": result}
         body = json.dumps(answer).encode()
         with contextlib.suppress(BrokenPipeError):
             self.send_response(200)
@@ -388,7 +449,8 @@ def test_a_service_runs_the_code_instead(service):
     assert score("code", HONEST.replace("2 * x", "x + 2"), HONEST_TESTS) == 0.5
     assert score("code", "import sys\nsys.exit(0)", HONEST_TESTS) == 0.0
     assert score("code", "print(3)", PAIRS) == 0.5
-    assert {"language": "python", "stdin": "1 2\n", "code": "print(3)"}.items() <= service.jobs[-2].items()
+    asked = {"language": "python", "stdin": "1 2\n", "code": "print(3)"}
+    assert asked.items() <= service.jobs[-2].items()
     # A service in trouble is no verdict on the program.
     service.status = "SandboxError"
     with pytest.raises(RuntimeError, match="SandboxError: no workers"):
@@ -402,9 +464,8 @@ def test_waiting_for_a_service_is_no_failure_of_the_program(service, monkeypatch
     assert score("code", HONEST, HONEST_TESTS) == 1.0
     assert service.jobs[1]["run_timeout"] > 2  # of 3, although half of them are over
     started = time.monotonic()
-    with pytest.raises(
-        RuntimeError, match=r"run_code is too slow: [12] of 30 test cases in 4 s, of which programs ran"
-    ):
+    why = r"run_code is too slow: [12] of 30 test cases in 4 s, of which programs ran"
+    with pytest.raises(RuntimeError, match=why):
         score("code", HONEST, HONEST_TESTS * 15)
     assert time.monotonic() - started < 5
 
@@ -413,5 +474,6 @@ def test_an_endless_program_at_a_service_is_its_own_failure(service, monkeypatch
     monkeypatch.setenv("TANDEM_SANDBOX_SECONDS", "2")
     monkeypatch.setenv("TANDEM_SANDBOX_TOTAL_SECONDS", "5")
     score = runpy.run_path(str(SCRIPT), run_name="reward_fn")["compute_score"]
-    assert score("code", "def f(endless):\n  while endless: pass", ["f(False)"] + ["f(True)"] * 19) == 1 / 20
+    program = "def f(endless):\n  while endless: pass"
+    assert score("code", program, ["f(False)"] + ["f(True)"] * 19) == 1 / 20
     assert len(service.jobs) < 6

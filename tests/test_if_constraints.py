@@ -4,7 +4,7 @@ import runpy
 import sys
 
 import pytest
-from conftest import REPO
+from helpers import REPO
 
 SCRIPT = REPO / "scripts" / "rewards" / "if_constraints.py"
 
@@ -23,8 +23,18 @@ EXAMPLES = [
         ["Sun, sunny."],
         ["The sun. The moon."],
     ),
-    ("keywords:frequency", {"keyword": "sun", "frequency": 2, "relation": "less than"}, ["The sun."], ["Sun, sunny."]),
-    ("keywords:forbidden_words", {"forbidden_words": ["car", "bus"]}, ["The carpet."], ["A car.", "The BUS, then."]),
+    (
+        "keywords:frequency",
+        {"keyword": "sun", "frequency": 2, "relation": "less than"},
+        ["The sun."],
+        ["Sun, sunny."],
+    ),
+    (
+        "keywords:forbidden_words",
+        {"forbidden_words": ["car", "bus"]},
+        ["The carpet."],
+        ["A car.", "The BUS, then."],
+    ),
     (
         "keywords:forbidden_words",
         {"forbidden_words": ["C++", ".NET ", "e.g."]},
@@ -67,12 +77,42 @@ EXAMPLES = [
         ["One.\n\nhello, two.", 'One.\n\n"Hello" two.\n\n'],
         ["Hello.\n\nTwo.", "One.\n\nHello.\n\nThree.", "Hello"],
     ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, ["[name], [street] 1"], ["[name]"]),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, ["Bye.\np. s. One more."], ["Bye. PS: no."]),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["Bye.\nP.P.S More."], ["P.S. No."]),
-    ("detectable_content:postscript", {"postscript_marker": "N.B."}, ["Bye.\nN.b. this."], ["Bye. nxbx"]),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, ["* a\n- b"], ["* a", "* a\n* b\n* c", "** a\n* b"]),
-    ("detectable_format:constrained_response", {}, ["Well. My answer is maybe."], ["Maybe.", "My answer is perhaps."]),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        ["[name], [street] 1"],
+        ["[name]"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        ["Bye.\np. s. One more."],
+        ["Bye. PS: no."],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.P.S"},
+        ["Bye.\nP.P.S More."],
+        ["P.S. No."],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "N.B."},
+        ["Bye.\nN.b. this."],
+        ["Bye. nxbx"],
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        ["* a\n- b"],
+        ["* a", "* a\n* b\n* c", "** a\n* b"],
+    ),
+    (
+        "detectable_format:constrained_response",
+        {},
+        ["Well. My answer is maybe."],
+        ["Maybe.", "My answer is perhaps."],
+    ),
     (
         "detectable_format:number_highlighted_sections",
         {"num_highlights": 2},
@@ -85,11 +125,31 @@ EXAMPLES = [
         ["SECTION 1\nA\nSECTION 2\nB"],
         ["SECTION 1\nA\nSection 2\nB", "SECTION A\nSECTION B"],
     ),
-    ("detectable_format:json_format", {}, ['{"a": [1]}', '```json\n{"a": 1}\n```'], ["{a: 1}", 'Here: {"a": 1}']),
+    (
+        "detectable_format:json_format",
+        {},
+        ['{"a": [1]}', '```json\n{"a": 1}\n```'],
+        ["{a: 1}", 'Here: {"a": 1}'],
+    ),
     ("detectable_format:title", {}, ["<<Storm>>\nIt rained."], ["<Storm>", "<< >>", "<<Sto\nrm>>"]),
-    ("combination:two_responses", {}, ["A ****** B", "****** A ****** B"], ["A", "A ****** A", "A ****** B ****** C"]),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say why."}, ["say why. Because."], ["Because. Say why."]),
-    ("startend:end_checker", {"end_phrase": "That is all."}, ['"Yes. That is ALL."'], ["That is all. Bye."]),
+    (
+        "combination:two_responses",
+        {},
+        ["A ****** B", "****** A ****** B"],
+        ["A", "A ****** A", "A ****** B ****** C"],
+    ),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Say why."},
+        ["say why. Because."],
+        ["Because. Say why."],
+    ),
+    (
+        "startend:end_checker",
+        {"end_phrase": "That is all."},
+        ['"Yes. That is ALL."'],
+        ["That is all. Bye."],
+    ),
     ("startend:quotation", {}, [' "Yes." '], ['"Yes.', '"', "'Yes.'"]),
     (
         "change_case:capital_word_frequency",
@@ -135,7 +195,8 @@ def test_the_score_is_the_share_of_the_constraints_met(score):
         "length_constraints:number_words",
         "detectable_format:title",
     ]
-    # As rows come from the hub, with all parameters of all constraints, or from pandas, with 3.0 for 3.
+    # As rows come from the hub, with all parameters of all constraints, or from pandas, with 3.0
+    # for 3.
     empty = {"num_words": None, "relation": None, "keywords": None}
     truth = {
         "instruction_id_list": names,
@@ -145,12 +206,20 @@ def test_the_score_is_the_share_of_the_constraints_met(score):
     assert score("ifeval", "Three words here.", json.dumps(truth)) == 0.5
     assert score("ifeval", '"Three words here."', truth) == 0.75
     nth = {"num_paragraphs": 2.0, "nth_paragraph": 2.0, "first_word": "two"}
-    truth = {"instruction_id_list": ["length_constraints:nth_paragraph_first_word"], "kwargs": [nth]}
+    truth = {
+        "instruction_id_list": ["length_constraints:nth_paragraph_first_word"],
+        "kwargs": [nth],
+    }
     assert score("ifeval", "One.\n\nTwo.", truth) == 1.0
 
 
 def test_the_rows_of_open_instruct_are_read(score):
-    row = [{"instruction_id": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {"num_words": None}]}]
+    row = [
+        {
+            "instruction_id": ["punctuation:no_comma", "startend:quotation"],
+            "kwargs": [None, {"num_words": None}],
+        }
+    ]
     for truth in (row, json.dumps(row), str(row), [json.dumps(row[0])]):
         assert score("ifeval", "No commas here.", truth) == 0.5
 
@@ -162,7 +231,10 @@ def test_the_rows_of_open_instruct_are_read(score):
             {"instruction_id_list": ["keywords:rhyme"], "kwargs": [{}]},
             "'keywords:rhyme'; known are change_case:capital",
         ),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "keywords:existence with {}: .*'keywords'"),
+        (
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
+            "keywords:existence with {}: .*'keywords'",
+        ),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "zip"),
         ({"instruction_id_list": [], "kwargs": []}, "ground_truth must be"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "ground_truth must be"),
@@ -171,9 +243,15 @@ def test_the_rows_of_open_instruct_are_read(score):
         # open-instruct's other form, of functions by another name.
         (
             {"func_name": "verify_paragraph_count", "N": 2},
-            r"^ground_truth must be {instruction_id_list, kwargs} or .*; it is .*verify_paragraph_count[^\n]*$",
+            (
+                r"^ground_truth must be {instruction_id_list, kwargs} or .*; "
+                r"it is .*verify_paragraph_count[^\n]*$"
+            ),
         ),
-        ([{"instruction_id": ["count:rhymes"], "kwargs": [None]}], "unknown constraint 'count:rhymes'; known are"),
+        (
+            [{"instruction_id": ["count:rhymes"], "kwargs": [None]}],
+            "unknown constraint 'count:rhymes'; known are",
+        ),
         (
             {
                 "instruction_id_list": ["length_constraints:number_words"],

@@ -1,87 +1,40 @@
-"""Tests of the reward model's training, and a script that writes the gradient of one optimizer batch from as many
-ranks as the launcher starts it on: python test_reward_model.py OUT.pt MICRO_BATCH_SIZE
-"""
+"""scripts/train_reward_model.py: its loss, its scores, its data, and runs."""
 
-import ast
-import doctest
 import json
 import math
-import os
 import subprocess
 import sys
-
-import pytest
-import torch
-from accelerate import Accelerator
-from conftest import REPO, TWO_RANKS, environment, flags_of
-
-sys.path.insert(0, str(REPO / "scripts"))
+from unittest import mock
 
 import make_debug_assets
+import pytest
+import torch
 import train_reward_model as rm
-from rollouts import PAD, STOP, VOCAB, tiny_config, tiny_policy
+from helpers import REPO
+from helpers.files import read_json_lines, write_rows
+from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
+from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_ranks
+from helpers.rollouts import PAD, STOP, VOCAB, tiny_language_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-# Responses of (chosen, rejected): no two micro-batches have the same width.
-SIZES = [(3, 7), (12, 5), (2, 2), (9, 4), (6, 15), (4, 3), (5, 5), (11, 10)]
-DEBUG = {"num_train_epochs": 3, "local_mini_batch_size": 128, "per_device_train_batch_size": 128}
-DEBUG |= {"learning_rate": 2e-3, "center_rewards_coefficient": 0.01}
+DEBUG = {
+    "num_train_epochs": 3,
+    "local_mini_batch_size": 128,
+    "per_device_train_batch_size": 128,
+    "learning_rate": 2e-3,
+    "center_rewards_coefficient": 0.01,
+}
 
 
-def tiny_args(**changes):
-    options = {"dtype": "float32", "stop_token_id": STOP, "pad_token_id": PAD, "center_rewards_coefficient": 0.1}
-    return rm.Args(**options | changes)
+def load_tokenizer(args):
+    """The tokenizer; the ids that main() takes from it are filled into args."""
+    tokenizer, config = rm.load_tokenizer_and_config(args)
+    args.stop_token_id = rm.find_stop_token(args, tokenizer)
+    args.pad_token_id = rm.find_pad_token(args, tokenizer, config)
+    return tokenizer
 
 
-def tiny_reward_model(**changes):
-    torch.manual_seed(1)
-    config = tiny_config(num_labels=1, **changes)
-    return rm.RewardModel(AutoModelForSequenceClassification.from_config(config)).double()
-
-
-def make_pairs():
-    generator = torch.Generator().manual_seed(2)
-    pairs = []
-    for chosen, rejected in SIZES:
-        rows = [[*torch.randint(2, VOCAB, (n,), generator=generator).tolist(), STOP] for n in (chosen, rejected)]
-        pairs.append({"chosen_ids": rows[0], "rejected_ids": rows[1], "length": max(chosen, rejected) + 1})
-    return pairs
-
-
-def gradient_and_sums(accelerator, model, size):
-    model.zero_grad()
-    args = tiny_args(per_device_train_batch_size=size)
-    sums = rm.accumulate_gradients(accelerator, model, make_pairs(), list(range(8)), args)
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
-    return gradient, dict(zip(sums, totals, strict=True))
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    return Accelerator(cpu=True)
-
-
-def test_doctests_are_right():
-    for module in (rm, make_debug_assets):
-        result = doctest.testmod(module)
-        assert result.attempted > 1 and result.failed == 0
-
-
-def test_what_has_the_name_of_ppos_is_ppos():
-    def definitions(path):
-        source = path.read_text()
-        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-        return {node.name: ast.get_source_segment(source, node) for node in nodes}
-
-    mine, ppos = definitions(REPO / "scripts" / "train_reward_model.py"), definitions(REPO / "ppo_sync.py")
-    others = {"main", "fill_in", "load_tokenizer_and_config", "accumulate_gradients"}  # what they do is another thing
-    shared = (mine.keys() & ppos.keys()) - others
-    assert {"bad_input", "lr_multiplier"} <= shared
-    assert [name for name in shared if mine[name] != ppos[name]] == []
-
-
-# ------------------------------------------------------------------------------------------------------- mathematics
+# ------------------------------------------------------------------------------------- mathematics
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
@@ -100,9 +53,11 @@ def test_calibration_of_a_model_that_is_as_right_as_it_is_sure():
     margins = [math.log(3)] * 75 + [-math.log(3)] * 25 + [math.log(9)] * 90 + [-math.log(9)] * 10
     error, bins = rm.calibration(torch.tensor(margins, dtype=torch.float64) * (1 - 1e-9))
     assert error == pytest.approx(0.0, abs=1e-8)
-    assert [b[2] for b in bins] == [100, 100]
-    assert [b[:2] for b in bins] == [pytest.approx((0.7, 0.75)), pytest.approx((0.85, 0.9))]
-    assert [b[3] for b in bins] == pytest.approx([0.75, 0.9]) and [b[4] for b in bins] == pytest.approx([0.75, 0.9])
+    assert [b.num_pairs for b in bins] == [100, 100]
+    assert [b.low for b in bins] == pytest.approx([0.7, 0.85])
+    assert [b.high for b in bins] == pytest.approx([0.75, 0.9])
+    assert [b.mean_confidence for b in bins] == pytest.approx([0.75, 0.9])
+    assert [b.accuracy for b in bins] == pytest.approx([0.75, 0.9])
 
 
 def test_calibration_error_weighs_bins_by_their_pairs():
@@ -118,41 +73,53 @@ def test_evaluation_metrics_are_those_of_the_scores():
     assert metrics["eval/margin"] == pytest.approx(0.0)
     assert metrics["eval/scores_mean"] == 1.0
     assert metrics["eval/scores_chosen"] == metrics["eval/scores_rejected"] == 1.0
-    assert metrics["eval/loss"] == pytest.approx((0.3132617 + 1.3132617 + math.log(2)) / 3, abs=1e-6)
+    assert metrics["eval/loss"] == pytest.approx(
+        (0.3132617 + 1.3132617 + math.log(2)) / 3, abs=1e-6
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ scores
+# ------------------------------------------------------------------------------------------ scores
 
 
 def scores_alone(model, pairs):
     """What transformers says of every row on its own, without padding: (2, pairs)."""
-    rows = [[pair[name] for pair in pairs] for name in ("chosen_ids", "rejected_ids")]
-    return torch.tensor([[model(torch.tensor([ids])).logits.item() for ids in part] for part in rows])
+    rows = [[pair.chosen_ids for pair in pairs], [pair.rejected_ids for pair in pairs]]
+    return torch.tensor(
+        [[model(torch.tensor([ids])).logits.item() for ids in part] for part in rows]
+    )
 
 
 @pytest.mark.parametrize("pad", [PAD, STOP, VOCAB - 1])
 def test_score_is_at_the_last_token_by_length_not_by_pad_id(accelerator, pad):
     model, pairs = tiny_reward_model(), make_pairs()
     together = torch.stack(rm.score_pairs(accelerator, model, pairs, tiny_args(pad_token_id=pad)))
-    torch.testing.assert_close(together.float(), scores_alone(model.model, pairs), rtol=0, atol=1e-6)
-    every = rm.score_all(accelerator, model, pairs, tiny_args(pad_token_id=pad, per_device_train_batch_size=3))
+    torch.testing.assert_close(
+        together.float(), scores_alone(model.model, pairs), rtol=0, atol=1e-6
+    )
+    every = rm.score_all(
+        accelerator, model, pairs, tiny_args(pad_token_id=pad, per_device_train_batch_size=3)
+    )
     torch.testing.assert_close(every, together.float(), rtol=0, atol=1e-6)
 
 
 def test_transformers_own_forward_gives_the_same_where_eos_pads(assets, accelerator, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     tokenizer.pad_token = tokenizer.eos_token
-    tiny_policy(vocab_size=20, pad_token_id=None).save_pretrained(tmp_path / "policy")
+    tiny_language_model(vocab_size=20, pad_token_id=None).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     args = tiny_args(model_name_or_path=str(tmp_path / "policy"))
-    tokenizer, _ = rm.load_tokenizer_and_config(args)
+    tokenizer = load_tokenizer(args)
     assert tokenizer.pad_token_id == args.stop_token_id == STOP
     model = rm.load_reward_model(args)
     rm.save_reward_model(model, tokenizer, tmp_path / "reward")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert loaded.config.num_labels == 1 and loaded.config.pad_token_id not in (None, STOP)
+
+    def within_vocabulary(ids):
+        return [i % 17 for i in ids[:-1]] + [STOP]
+
     pairs = [
-        {name: [i % 17 for i in ids[:-1]] + [STOP] for name, ids in p.items() if name != "length"}
+        rm.Pair(p.row, within_vocabulary(p.chosen_ids), within_vocabulary(p.rejected_ids))
         for p in make_pairs()
     ]
     together = torch.stack(rm.score_pairs(accelerator, model, pairs, args)).detach()
@@ -176,7 +143,10 @@ def test_loss_is_the_mean_over_pairs(accelerator):
     model.zero_grad()
     total = 0.0
     for pair in pairs:
-        good, bad = (model.model(torch.tensor([pair[f"{name}_ids"]])).logits[0, 0] for name in ("chosen", "rejected"))
+        good, bad = (
+            model.model(torch.tensor([ids])).logits[0, 0]
+            for ids in (pair.chosen_ids, pair.rejected_ids)
+        )
         total = total + torch.log1p((bad - good).exp()) + 0.1 * (good + bad) ** 2
     (total / 8).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -186,27 +156,16 @@ def test_loss_is_the_mean_over_pairs(accelerator):
 
 @pytest.mark.slow
 def test_gradient_of_two_ranks_is_that_of_one(tmp_path):
-    results = {}
-    for ranks, size, launcher in ((1, 8, ()), (2, 4, TWO_RANKS), (2, 1, TWO_RANKS)):
-        path = tmp_path / f"{ranks}x{size}.pt"
-        command = [sys.executable, *launcher, __file__, str(path), str(size)]
-        subprocess.run(command, env=environment(), check=True, timeout=120, capture_output=True)
-        results[ranks, size] = torch.load(path)
-        assert results[ranks, size]["ranks"] == ranks
-    expected = results[1, 8]
-    for result in results.values():
-        assert (result["gradient"] - expected["gradient"]).norm() < 1e-10 * expected["gradient"].norm()
+    expected = gradient_of_ranks("reward_model", 1, 8, tmp_path)
+    for size in (4, 1):
+        result = gradient_of_ranks("reward_model", 2, size, tmp_path)
+        difference = result["gradient"] - expected["gradient"]
+        assert difference.norm() < 1e-10 * expected["gradient"].norm()
         assert result["sums"] == pytest.approx(expected["sums"], rel=1e-10)
-        torch.testing.assert_close(result["scores"], expected["scores"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(result["forward"], expected["forward"], rtol=0, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------- model
-
-
-@pytest.fixture
-def saved_policy(tmp_path):
-    tiny_policy(hidden_size=512, num_hidden_layers=1, attention_dropout=0.3).save_pretrained(tmp_path / "policy")
-    return tmp_path / "policy"
+# ------------------------------------------------------------------------------------------- model
 
 
 def test_new_head_starts_small(saved_policy):
@@ -220,10 +179,14 @@ def test_new_head_starts_small(saved_policy):
 def test_dropout_is_off_and_the_body_is_the_policys(saved_policy, accelerator):
     model = rm.load_reward_model(tiny_args(model_name_or_path=str(saved_policy)))
     assert model.training
-    first, second = (torch.stack(rm.score_pairs(accelerator, model, make_pairs(), tiny_args())) for _ in range(2))
+    first, second = (
+        torch.stack(rm.score_pairs(accelerator, model, make_pairs(), tiny_args())) for _ in range(2)
+    )
     assert torch.equal(first, second)
-    policy = tiny_policy(hidden_size=512, num_hidden_layers=1).model.state_dict()
-    assert all(torch.equal(value, policy[name]) for name, value in model.model.model.state_dict().items())
+    policy = tiny_language_model(hidden_size=512, num_hidden_layers=1).model.state_dict()
+    assert all(
+        torch.equal(value, policy[name]) for name, value in model.model.model.state_dict().items()
+    )
 
 
 def test_head_of_a_reward_model_is_kept(saved_policy, tmp_path):
@@ -234,22 +197,23 @@ def test_head_of_a_reward_model_is_kept(saved_policy, tmp_path):
     assert torch.equal(again.model.score.weight, model.model.score.weight)
 
 
-# -------------------------------------------------------------------------------------------------------------- data
+# -------------------------------------------------------------------------------------------- data
 
 ASK = {"role": "user", "content": "53812="}
+
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("12358", "13582"))
+
 ROW = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
 
 
-def write_rows(folder, rows, name="pairs.jsonl"):
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
+def pairs_file(folder, rows):
+    return write_rows(folder / "pairs.jsonl", rows)
 
 
 @pytest.fixture
 def tokenizer_and_args(assets):
     args = rm.Args(model_name_or_path=str(assets / "model"))
-    return rm.load_tokenizer_and_config(args)[0], args
+    return load_tokenizer(args), args
 
 
 @pytest.mark.parametrize(
@@ -262,24 +226,31 @@ def tokenizer_and_args(assets):
         {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "53812=", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
     ],
-    ids=["messages and texts", "texts", "dialogues", "messages", "messages and dialogues", "text and dialogues"],
+    ids=[
+        "messages and texts",
+        "texts",
+        "dialogues",
+        "messages",
+        "messages and dialogues",
+        "text and dialogues",
+    ],
 )
 def test_every_form_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer_and_args, tmp_path):
     tokenizer, args = tokenizer_and_args
-    (pair,) = rm.prepare_pairs(write_rows(tmp_path, [row]), "train", tokenizer, args)
+    (pair,) = rm.prepare_pairs(str(pairs_file(tmp_path, [row])), "train", tokenizer, args)
     prompt = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
-    for name, answer in (("chosen", "12358"), ("rejected", "13582")):
-        assert tokenizer.decode(pair[f"{name}_ids"]) == f"{prompt}{answer}<|end|>"
-        assert pair[f"{name}_ids"].count(args.stop_token_id) == 1
-    assert pair["length"] == 14
+    for ids, answer in ((pair.chosen_ids, "12358"), (pair.rejected_ids, "13582")):
+        assert tokenizer.decode(ids) == f"{prompt}{answer}<|end|>"
+        assert ids.count(args.stop_token_id) == 1
+    assert pair.length == 14
 
 
 def test_earlier_turns_stay_in_the_prompt(tokenizer_and_args, tmp_path):
     tokenizer, args = tokenizer_and_args
     dialogue = [ASK, BAD, {"role": "user", "content": "0="}]
     row = {"chosen": [*dialogue, GOOD], "rejected": [*dialogue, BAD]}
-    (pair,) = rm.prepare_pairs(write_rows(tmp_path, [row]), "train", tokenizer, args)
-    text = tokenizer.decode(pair["chosen_ids"])
+    (pair,) = rm.prepare_pairs(str(pairs_file(tmp_path, [row])), "train", tokenizer, args)
+    text = tokenizer.decode(pair.chosen_ids)
     assert text == "<|user|>53812=<|assistant|>13582<|end|><|user|>0=<|assistant|>12358<|end|>"
 
 
@@ -287,59 +258,102 @@ def test_long_and_equal_pairs_are_dropped_and_counted(tokenizer_and_args, tmp_pa
     tokenizer, args = tokenizer_and_args
     args.max_token_length = 14
     long = ROW | {"rejected": "123588"}
-    path = write_rows(tmp_path, [long, ROW, ROW | {"rejected": "12358"}, long, ROW])
-    assert [pair["index"] for pair in rm.prepare_pairs(path, "train", tokenizer, args)] == [1, 4]
+    rows = [long, ROW, ROW | {"rejected": "12358"}, long, ROW]
+    path = str(pairs_file(tmp_path, rows))
+    assert [pair.row for pair in rm.prepare_pairs(path, "train", tokenizer, args)] == [1, 4]
     out = capsys.readouterr().out
-    assert "dropped 3 of 5" in out and "2 longer than --max_token_length 14, 1 whose responses are the same" in out
+    assert "dropped 3 of 5" in out
+    assert "2 longer than --max_token_length 14, 1 whose responses are the same" in out
 
 
 # name: (options from a temporary folder, what the message must hold)
 TABLE = {
     "no file": (lambda tmp: {"dataset": tmp / "none.parquet"}, ["none.parquet", "no such file"]),
-    "no evaluation file": (lambda tmp: {"eval_dataset": tmp / "none.jsonl"}, ["none.jsonl", "no such file"]),
-    "no debug assets": (lambda _: {"dataset": "debug_assets/none.parquet"}, ["scripts/make_debug_assets.py"]),
-    "garbage": (lambda tmp: {"dataset": write_rows(tmp, ["{"])}, ["pairs.jsonl", "read"]),
-    "empty": (lambda tmp: {"dataset": write_rows(tmp, [])}, ["pairs.jsonl", "empty"]),
+    "no evaluation file": (
+        lambda tmp: {"eval_dataset": tmp / "none.jsonl"},
+        ["none.jsonl", "no such file"],
+    ),
+    "no debug assets": (
+        lambda _: {"dataset": "debug_assets/none.parquet"},
+        ["scripts/make_debug_assets.py"],
+    ),
+    "garbage": (
+        lambda tmp: {"dataset": pairs_file(tmp, ["{"])},
+        ["pairs.jsonl", "read"],
+    ),
+    "empty": (
+        lambda tmp: {"dataset": pairs_file(tmp, [])},
+        ["pairs.jsonl", "empty"],
+    ),
     "no column": (
-        lambda tmp: {"dataset": write_rows(tmp, [{"prompt": "1", "response": "2"}])},
+        lambda tmp: {"dataset": pairs_file(tmp, [{"prompt": "1", "response": "2"}])},
         ["pairs.jsonl", "`chosen`, `rejected`", "response"],
     ),
     "no prompt": (
-        lambda tmp: {"dataset": write_rows(tmp, [ROW, {"chosen": "1", "rejected": "2"}])},
+        lambda tmp: {"dataset": pairs_file(tmp, [ROW, {"chosen": "1", "rejected": "2"}])},
         ["pairs.jsonl", "row 1", "`chosen`", "`prompt`"],
     ),
     "rejected is null": (
-        lambda tmp: {"dataset": write_rows(tmp, [ROW, ROW, ROW | {"rejected": None}])},
+        lambda tmp: {"dataset": pairs_file(tmp, [ROW, ROW, ROW | {"rejected": None}])},
         ["pairs.jsonl", "row 2", "`rejected`"],
     ),
     "content is null": (
-        lambda tmp: {"dataset": write_rows(tmp, [ROW | {"chosen": [ASK, GOOD | {"content": None}]}])},
+        lambda tmp: {
+            "dataset": pairs_file(tmp, [ROW | {"chosen": [ASK, GOOD | {"content": None}]}])
+        },
         ["row 0", "`chosen`", "no text"],
     ),
     "user speaks last": (
-        lambda tmp: {"dataset": write_rows(tmp, [{"chosen": [ASK, GOOD], "rejected": [ASK, ASK]}])},
+        lambda tmp: {"dataset": pairs_file(tmp, [{"chosen": [ASK, GOOD], "rejected": [ASK, ASK]}])},
         ["row 0", "`rejected`", "assistant", "of the user"],
     ),
     "all equal": (
-        lambda tmp: {"dataset": write_rows(tmp, [ROW | {"rejected": "12358"}] * 3)},
+        lambda tmp: {"dataset": pairs_file(tmp, [ROW | {"rejected": "12358"}] * 3)},
         ["pairs.jsonl", "3 pairs", "3 whose responses are the same"],
     ),
-    "all too long": (lambda _: {"max_token_length": 5}, ["good.jsonl", "70 longer than --max_token_length 5"]),
-    "too few pairs": (lambda _: {"local_mini_batch_size": 80}, ["good.jsonl", "70 pairs", "--local_mini_batch_size"]),
-    "batches that do not divide": (lambda _: {"per_device_train_batch_size": 7}, ["local_mini_batch_size", "64", "7"]),
+    "all too long": (
+        lambda _: {"max_token_length": 5},
+        ["good.jsonl", "70 longer than --max_token_length 5"],
+    ),
+    "too few pairs": (
+        lambda _: {"local_mini_batch_size": 80},
+        ["good.jsonl", "70 pairs", "--local_mini_batch_size"],
+    ),
+    "batches that do not divide": (
+        lambda _: {"per_device_train_batch_size": 7},
+        ["local_mini_batch_size", "64", "7"],
+    ),
     "negative": (lambda _: {"learning_rate": -1.0}, ["--learning_rate", "above 0"]),
-    "not finite": (lambda _: {"center_rewards_coefficient": "nan"}, ["--center_rewards_coefficient"]),
+    "not finite": (
+        lambda _: {"center_rewards_coefficient": "nan"},
+        ["--center_rewards_coefficient"],
+    ),
     "warm-up of more than all": (lambda _: {"warmup_ratio": 1.5}, ["--warmup_ratio", "at most 1"]),
-    "no model": (lambda tmp: {"model_name_or_path": tmp / "none"}, ["--model_name_or_path", "none"]),
-    "no tokenizer": (lambda tmp: {"tokenizer_name_or_path": tmp / "none"}, ["--tokenizer_name_or_path", "none"]),
-    "no template": (lambda tmp: {"chat_template": tmp / "none.jinja"}, ["--chat_template", "no such file"]),
+    "no model": (
+        lambda tmp: {"model_name_or_path": tmp / "none"},
+        ["--model_name_or_path", "none"],
+    ),
+    "no tokenizer": (
+        lambda tmp: {"tokenizer_name_or_path": tmp / "none"},
+        ["--tokenizer_name_or_path", "none"],
+    ),
+    "no template": (
+        lambda tmp: {"chat_template": tmp / "none.jinja"},
+        ["--chat_template", "no such file"],
+    ),
     "unknown stop token": (lambda _: {"stop_token": "<|stop|>"}, ["--stop_token", "<|stop|>"]),
-    "folder of another run": (lambda tmp: {"output_dir": tmp.parent, "run_name": tmp.name}, ["--run_name"]),
+    "folder of another run": (
+        lambda tmp: {"output_dir": tmp.parent, "run_name": tmp.name},
+        ["--run_name"],
+    ),
 }
 
 
 def options_of(name, folder, assets):
-    options = {"dataset": write_rows(folder, [ROW] * 70, "good.jsonl"), "model_name_or_path": assets / "model"}
+    options = {
+        "dataset": write_rows(folder / "good.jsonl", [ROW] * 70),
+        "model_name_or_path": assets / "model",
+    }
     return options | {"output_dir": folder / "output", "run_name": "run"} | TABLE[name][0](folder)
 
 
@@ -360,13 +374,45 @@ def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch,
 
 def test_classifier_of_several_labels_is_refused(saved_policy, capsys):
     config = json.loads((saved_policy / "config.json").read_text())
-    config |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
+    config |= {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {"0": "a", "1": "b"},
+    }
     (saved_policy / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit):
         rm.load_tokenizer_and_config(
-            tiny_args(model_name_or_path=str(saved_policy), tokenizer_name_or_path="debug_assets/model")
+            tiny_args(
+                model_name_or_path=str(saved_policy), tokenizer_name_or_path="debug_assets/model"
+            )
         )
     assert "2 labels" in capsys.readouterr().err
+
+
+def test_main_takes_the_ids_of_stop_and_pad_tokens_from_the_tokenizer(
+    assets, tmp_path, monkeypatch
+):
+    class ReachedModel(Exception):
+        pass
+
+    def load_reward_model(args):
+        raise ReachedModel(args.stop_token_id, args.pad_token_id)
+
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {
+        "dataset": pairs_file(tmp_path, [ROW] * 70),
+        "model_name_or_path": assets / "model",
+        "tokenizer_name_or_path": tmp_path / "tokenizer",
+        "output_dir": tmp_path,
+    }
+    monkeypatch.setattr(sys, "argv", ["train_reward_model.py", *flags_of(options)])
+    monkeypatch.setattr(rm, "Accelerator", mock.MagicMock())
+    monkeypatch.setattr(rm, "load_reward_model", load_reward_model)
+    with pytest.raises(ReachedModel) as reached:
+        rm.main()
+    vocab_size = json.loads((assets / "model" / "config.json").read_text())["vocab_size"]
+    assert reached.value.args == (STOP, vocab_size - 1)
 
 
 def test_debug_pairs_are_right_and_wrong_and_held_out(assets):
@@ -378,24 +424,38 @@ def test_debug_pairs_are_right_and_wrong_and_held_out(assets):
         digits = [row["prompt"][0]["content"][:-1] for row in rows]
         assert [row["chosen"] for row in rows] == [make_debug_assets.sort_digits(d) for d in digits]
         assert not any(row["rejected"] == row["chosen"] for row in rows)
-        careless = [r["rejected"] == make_debug_assets.careless_sort(d) for r, d in zip(rows, digits, strict=True)]
+        careless = [
+            r["rejected"] == make_debug_assets.careless_sort(d)
+            for r, d in zip(rows, digits, strict=True)
+        ]
         assert 0.01 < sum(careless) / len(rows) < 0.2
         assert {len(row["rejected"]) for row in rows} == set(range(8))
         prompts[split] = set(digits)
     assert not prompts["train"] & prompts["test"] and len(prompts["test"]) == 1000
 
 
-# --------------------------------------------------------------------------------------------------------------- runs
+# -------------------------------------------------------------------------------------------- runs
 
 
 def run(folder, assets, launcher=(), env=None, **options):
-    defaults = {"dataset": assets / "preference_train.parquet", "eval_dataset": assets / "preference_test.parquet"}
-    defaults |= {"model_name_or_path": assets / "model", "dtype": "float32", "output_dir": folder, "run_name": "run"}
-    command = [sys.executable, *launcher, "scripts/train_reward_model.py", *flags_of(defaults | options)]
+    defaults = {
+        "dataset": assets / "preference_train.parquet",
+        "eval_dataset": assets / "preference_test.parquet",
+        "model_name_or_path": assets / "model",
+        "dtype": "float32",
+        "output_dir": folder,
+        "run_name": "run",
+    }
+    command = [
+        sys.executable,
+        *launcher,
+        "scripts/train_reward_model.py",
+        *flags_of(defaults | options),
+    ]
     streams = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     done = subprocess.run(command, cwd=REPO, env=environment(env), timeout=280, **streams)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, read_json_lines(folder / "run" / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -421,14 +481,15 @@ def test_saved_model_gives_the_scores_of_the_run(debug_run, assets, accelerator)
     run_dir, _, metrics = debug_run
     model = AutoModelForSequenceClassification.from_pretrained(run_dir / "model")
     args = rm.Args(model_name_or_path=str(run_dir / "model"), dtype="float32")
-    tokenizer, _ = rm.load_tokenizer_and_config(args)
+    tokenizer = load_tokenizer(args)
     assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
     pairs = rm.prepare_pairs(str(assets / "preference_test.parquet"), "test", tokenizer, args)
     scores = scores_alone(model, pairs)
     # The head that was saved is kept, and transformers' own forward agrees with ours.
     ours = rm.score_all(accelerator, rm.load_reward_model(args), pairs, args)
     torch.testing.assert_close(ours, scores, rtol=0, atol=1e-3)
-    assert (scores[0] > scores[1]).double().mean().item() == pytest.approx(metrics[-1]["eval/accuracy"], abs=2e-3)
+    accuracy = (scores[0] > scores[1]).double().mean().item()
+    assert accuracy == pytest.approx(metrics[-1]["eval/accuracy"], abs=2e-3)
     assert scores.std().item() == pytest.approx(metrics[-1]["eval/scores_std"], abs=1e-3)
 
 
@@ -437,11 +498,21 @@ def test_two_ranks_train_as_one(assets, tmp_path):
     import datasets
 
     for split, count in (("train", 512), ("test", 33)):  # an odd number: one rank has a pair more
-        rows = datasets.Dataset.from_parquet(str(assets / f"preference_{split}.parquet")).select(range(count))
-        rows.to_parquet(str(tmp_path / f"{split}.parquet"))
-    options = {"dataset": tmp_path / "train.parquet", "eval_dataset": tmp_path / "test.parquet"}
-    options |= {"learning_rate": 1e-3, "center_rewards_coefficient": 0.01}
-    _, one = run(tmp_path / "one", assets, local_mini_batch_size=128, per_device_train_batch_size=32, **options)
+        rows = datasets.Dataset.from_parquet(str(assets / f"preference_{split}.parquet"))
+        rows.select(range(count)).to_parquet(str(tmp_path / f"{split}.parquet"))
+    options = {
+        "dataset": tmp_path / "train.parquet",
+        "eval_dataset": tmp_path / "test.parquet",
+        "learning_rate": 1e-3,
+        "center_rewards_coefficient": 0.01,
+    }
+    _, one = run(
+        tmp_path / "one",
+        assets,
+        local_mini_batch_size=128,
+        per_device_train_batch_size=32,
+        **options,
+    )
     sizes = {"local_mini_batch_size": 64, "per_device_train_batch_size": 16}
     cpu = {"ACCELERATE_USE_CPU": "true"}
     _, two = run(tmp_path / "two", assets, launcher=TWO_RANKS, env=cpu, **sizes, **options)
@@ -449,19 +520,3 @@ def test_two_ranks_train_as_one(assets, tmp_path):
     for mine, theirs in zip(one, two, strict=True):
         for name in mine.keys() - {"time/training", "time/from_scratch"}:
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-4), name
-
-
-def main():
-    accelerator = Accelerator(cpu=True)
-    model, size = accelerator.prepare(tiny_reward_model()), int(sys.argv[2])
-    gradient, sums = gradient_and_sums(accelerator, model, size)
-    scores = rm.score_all(accelerator, model, make_pairs()[:5], tiny_args(per_device_train_batch_size=2))
-    if accelerator.is_main_process:
-        result = {"gradient": gradient, "sums": sums, "scores": scores, "ranks": accelerator.num_processes}
-        torch.save(result, sys.argv[1])
-    accelerator.wait_for_everyone()
-    os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
-
-
-if __name__ == "__main__":
-    main()

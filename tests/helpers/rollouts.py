@@ -1,7 +1,7 @@
-"""Tiny models and a made-up rollout of unequal lengths, for tests and for two_rank_gradient.py."""
+"""Tiny models and a made-up rollout of unequal lengths, for tests and two_rank_gradient.py."""
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import ppo_sync
 
@@ -28,16 +28,31 @@ def tiny_config(**changes):
     return Qwen2Config(**options | changes)
 
 
-def tiny_policy(seed=0, **changes):
+def tiny_language_model(seed=0, **changes):
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(tiny_config(**changes))
 
 
-def tiny_value_model(seed=1, **changes):
-    from transformers import Qwen2ForSequenceClassification
-
+def tiny_classifier(seed, **changes):
+    """One label, as reward and value models have."""
     torch.manual_seed(seed)
-    return ppo_sync.ValueModel(Qwen2ForSequenceClassification(tiny_config(num_labels=1, **changes)))
+    return Qwen2ForSequenceClassification(tiny_config(num_labels=1, **changes))
+
+
+def tiny_policy(seed=0, temperature=0.8, **changes):
+    return ppo_sync.PolicyModel(tiny_language_model(seed, **changes), temperature)
+
+
+def tiny_value_model(seed=1, **changes):
+    return ppo_sync.ValueModel(tiny_classifier(seed, **changes))
+
+
+def load_policy(args):
+    """The policy as main() loads it."""
+    model, _ = ppo_sync.load_model(
+        ppo_sync.AutoModelForCausalLM, args.model_name_or_path, args, trained=True
+    )
+    return ppo_sync.PolicyModel(model, args.temperature)
 
 
 def tiny_args(**changes):
@@ -54,7 +69,7 @@ def tiny_args(**changes):
 
 
 def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
-    """A batch as main() builds it; log-probabilities and values are not those of any model, so that ratios clip."""
+    """A batch as main() builds it; no model gave its log-probabilities: ratios clip."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count):
@@ -62,23 +77,37 @@ def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
 
     prompts = [ids(prompt) for prompt, _ in sizes]
     responses = [[*ids(response - 1), STOP] for _, response in sizes]
-    lengths = [(response, prompt) for prompt, response in sizes]
-    counts = torch.tensor([response for response, _ in lengths])
+    counts = torch.tensor([response for _, response in sizes])
     mask = (torch.arange(int(counts.max())) < counts[:, None]).to(dtype)
 
     def noise(mean=0.0, scale=1.0):
-        return (torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale + mean).to(dtype) * mask
+        values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        return (values * scale + mean).to(dtype) * mask
 
-    batch = {"prompts": prompts, "responses": responses, "lengths": lengths, "mask": mask}
-    batch |= {"logprobs": noise(-3.0), "weights": noise(1.0, 0.2).clamp(min=0), "advantages": noise()}
-    return batch | {"values": noise(), "returns": noise()}
+    # In this order: they are drawn from one generator
+    logprobs, weights = noise(-3.0), noise(1.0, 0.2).clamp(min=0)
+    advantages, values, returns = noise(), noise(), noise()
+    return ppo_sync.Batch(
+        prompt_ids=prompts,
+        responses=responses,
+        mask=mask,
+        scores=torch.zeros(len(sizes), dtype=dtype),
+        sampler_logprobs=logprobs.clone(),
+        logprobs=logprobs,
+        ref_logprobs=logprobs.clone(),
+        values=values,
+        rewards=torch.zeros_like(mask),
+        advantages=advantages,
+        returns=returns,
+        importance_weights=weights,
+    )
 
 
 def gradients(accelerator, policy, value_model, batch, args):
-    """One vector of all gradients of one optimizer batch, and the sums that accumulate_gradients returns."""
+    """One vector of all gradients of one optimizer batch, and the sums over its tokens."""
     for model in (policy, value_model):
         model.zero_grad()
-    rows = list(range(len(batch["prompts"])))
+    rows = list(range(len(batch.prompt_ids)))
     sums = ppo_sync.accumulate_gradients(accelerator, policy, value_model, batch, rows, args)
     parameters = [*policy.parameters(), *value_model.parameters()]
     vector = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])

@@ -1,0 +1,118 @@
+"""Where tests stand in the way of the scripts' functions: the hooks, all in one place.
+
+accumulate_gradients    before_update, after_gradients
+compute_metrics         with_each_batch
+write_metrics           collect_metrics
+load_model              at_each_loading
+save_file               leave_out
+VLLM.call               around_engine_calls
+VLLM.sync_weights       before_each_sync
+queue                   count_queues
+VLLM                    test_loop.py has a stub in its place
+
+What a hook needs of a call it takes by the name of the parameter: a script may reorder its
+parameters, and have others besides. A hook lasts as long as the process, or as long as a test where
+it is set with put=monkeypatch.setattr.
+"""
+
+import functools
+import inspect
+from types import SimpleNamespace
+
+
+def around(owner, name, instead, put=setattr):
+    """Puts instead(call, given) in the place of owner.name.
+
+    given: {parameter: argument}, which instead may change; call() goes on with it.
+    """
+    function = getattr(owner, name)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def hooked(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        return instead(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
+
+    put(owner, name, hooked)
+
+
+def before_update(script, do, put=setattr):
+    """do(rows, accelerator, args) before the gradients of each optimizer batch."""
+
+    def instead(call, given):
+        do(given["mini_batch"], given["accelerator"], given["args"])
+        return call()
+
+    around(script, "accumulate_gradients", instead, put)
+
+
+def after_gradients(script, do, put=setattr):
+    """do(accelerator) when the gradients of an optimizer batch are there, before its update."""
+
+    def instead(call, given):
+        result = call()
+        do(given["accelerator"])
+        return result
+
+    around(script, "accumulate_gradients", instead, put)
+
+
+def with_each_batch(script, do, put=setattr):
+    """do(batch, args) with each step's batch, when it is complete.
+
+    It is complete when the metrics are made of it: GRPO's may get its log-probabilities in the
+    update.
+    """
+
+    def instead(call, given):
+        do(given["batch"], given["args"])
+        return call()
+
+    around(script, "compute_metrics", instead, put)
+
+
+def collect_metrics(script, lines, put=setattr):
+    """Appends each step's metrics to a list; they are not written."""
+    around(script, "write_metrics", lambda call, given: lines.append(given["metrics"]), put)
+
+
+def at_each_loading(script, do, put=setattr):
+    """do() before a model is loaded."""
+
+    def instead(call, given):
+        do()
+        return call()
+
+    around(script, "load_model", instead, put)
+
+
+def leave_out(script, tensor, put=setattr):
+    """Weights that go to vLLM by file go without this tensor."""
+
+    def instead(call, given):
+        weights = given["tensors"]
+        given["tensors"] = {name: value for name, value in weights.items() if name != tensor}
+        return call()
+
+    around(script, "save_file", instead, put)
+
+
+def around_engine_calls(script, instead, put=setattr):
+    """instead(call, given); given["function"] is what vLLM's process will run."""
+    around(script.VLLM, "call", instead, put)
+
+
+def before_each_sync(script, do, put=setattr):
+    """do(weights, version) before the policy's weights go to vLLM."""
+
+    def instead(call, given):
+        policy = given["self"].accelerator.unwrap_model(given["policy"])
+        do(policy.state_dict(), given["version"])
+        return call()
+
+    around(script.VLLM, "sync_weights", instead, put)
+
+
+def count_queues(script, queue_class, put=setattr):
+    """The script's queues are of this class."""
+    put(script, "queue", SimpleNamespace(Queue=queue_class))

@@ -1,0 +1,128 @@
+"""The processes that tests start: how they begin, what they leave behind, how they end."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers import REPO
+from helpers.files import read_json_lines
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@dataclass
+class Run:
+    """What is left of a finished process; run_dir may not exist."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+    seconds: float
+
+    @property
+    def metrics(self):
+        return read_json_lines(self.run_dir / "metrics.jsonl")
+
+    @property
+    def output(self):
+        return f"{self.stdout}\n{self.stderr}"
+
+
+def flags_of(options):
+    """{"lam": 0.9, "whiten_rewards": True} -> ["--lam", "0.9", "--whiten_rewards"]"""
+    flags = []
+    for name, value in options.items():
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is False:
+            flags.append(f"--no-{name}")
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def environment(extra=None):
+    """That of a user's shell: no thread count, no launcher, no login of the one who tests."""
+    hidden = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
+    return {name: value for name, value in os.environ.items() if name not in hidden} | (extra or {})
+
+
+def descendants(process):
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def wait_until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+    return result
+
+
+def alive(processes):
+    def lives(process):
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    return [process for process in processes if lives(process)]
+
+
+def shared_memory_of(process):
+    """Named shared memory that a process has mapped: vLLM's queues take hundreds of MB of it."""
+    maps = Path(f"/proc/{process.pid}/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return {
+        line.split()[-1]
+        for line in lines
+        if "/dev/shm/psm_" in line and not line.endswith("(deleted)")
+    }
+
+
+def end(process):
+    """Ends a process that a test started, and all that it started."""
+    children = descendants(process)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    process.wait()
+
+
+def finish(process, timeout, started_at):
+    try:
+        process.wait(timeout)
+    except BaseException as error:
+        end(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        tail = (process.folder / "stderr").read_text()[-2000:]
+        pytest.fail(f"{process.args} still ran after {timeout} s; stderr ends with:\n{tail}")
+    stdout, stderr = ((process.folder / name).read_text() for name in ("stdout", "stderr"))
+    return Run(process.returncode, stdout, stderr, process.run_dir, time.monotonic() - started_at)
+
+
+def gradient_of_ranks(subject, ranks, size, folder):
+    """What two_rank_gradient.py writes on one or two ranks, with micro-batches of a size."""
+    import torch
+
+    path = folder / f"{ranks}x{size}.pt"
+    script = str(REPO / "tests" / "helpers" / "two_rank_gradient.py")
+    launcher = TWO_RANKS if ranks == 2 else ()
+    command = [sys.executable, *launcher, script, subject, str(path), str(size)]
+    subprocess.run(command, env=environment(), check=True, timeout=120, capture_output=True)
+    result = torch.load(path)
+    assert result["ranks"] == ranks
+    return result

@@ -1,0 +1,68 @@
+"""Writes the gradient of one optimizer batch, from as many ranks as the launcher starts.
+
+python two_rank_gradient.py {ppo,reward_model} OUT.pt MICRO_BATCH_SIZE
+
+OUT.pt is a dict with the gradient, the sums over the batch's tokens, what each rank computes of the
+whole batch, put together ("forward"), and the number of ranks.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import torch
+from accelerate import Accelerator
+
+import ppo_sync
+from helpers import preference_pairs, rollouts
+
+
+def ppos(accelerator, size):
+    batch = rollouts.make_rollout()
+    policy = accelerator.prepare(rollouts.tiny_policy().double())
+    value_model = accelerator.prepare(rollouts.tiny_value_model().double())
+    args = rollouts.tiny_args(
+        per_device_train_batch_size=size, world_size=accelerator.num_processes
+    )
+    gradient, sums = rollouts.gradients(accelerator, policy, value_model, batch, args)
+    totals = accelerator.reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
+    # In float32, which forward_all returns
+    policy = accelerator.prepare(rollouts.tiny_policy())
+    logprobs = ppo_sync.forward_all(
+        accelerator, policy, batch.prompt_ids, batch.responses, [list(range(8))], size, args
+    )
+    return gradient, dict(zip(sums, totals.tolist(), strict=True)), logprobs
+
+
+def reward_models(accelerator, size):
+    model = accelerator.prepare(preference_pairs.tiny_reward_model())
+    gradient, sums = preference_pairs.gradient_and_sums(accelerator, model, size)
+    # An odd number: one rank has a pair more
+    args = preference_pairs.tiny_args(per_device_train_batch_size=2)
+    pairs = preference_pairs.make_pairs()[:5]
+    scores = preference_pairs.rm.score_all(accelerator, model, pairs, args)
+    return gradient, sums, scores
+
+
+def main():
+    subject, path, size = sys.argv[1:]
+    accelerator = Accelerator(cpu=True)
+    compute = {"ppo": ppos, "reward_model": reward_models}[subject]
+    gradient, sums, forward = compute(accelerator, int(size))
+    if accelerator.is_main_process:
+        result = {
+            "gradient": gradient,
+            "sums": sums,
+            "forward": forward,
+            "ranks": accelerator.num_processes,
+        }
+        torch.save(result, path)
+    accelerator.wait_for_everyone()
+    os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Runs an async script under watch, or with a fault: wrapped_async.py SCRIPT FAULT [its flags].
+
+Whatever the fault, every call of the engine is checked to be the only one, and what goes through
+the two queues is counted; with KEEP_VERSIONS set to a folder the weights of every sync are kept
+there, every batch in the run's folder.
+
+FAULT is one of
+    none
+    disk         the final save of the tokenizer finds the disk full
+    generator    the generation of the third step's responses fails while the second step trains:
+                 its first update takes until then
+"""
+
+import importlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
+
+import torch
+
+from helpers import hooks
+from helpers.saving_batches import save_batches
+
+
+class CountingQueue(queue.Queue):
+    made = []  # noqa: RUF012
+
+    def __init__(self, maxsize):
+        super().__init__(maxsize)
+        self.came, self.went = 0, 0
+        self.made.append(self)
+
+    def put(self, item):
+        super().put(item)
+        self.came += 1
+
+    def get(self):
+        item = super().get()
+        self.went += 1
+        return item
+
+    @classmethod
+    def answers(cls, request_class):
+        """What waits in any of the queues and is no request: rollouts, and what went wrong."""
+        waiting = [item for one in cls.made for item in list(one.queue)]
+        return [item for item in waiting if not isinstance(item, request_class)]
+
+
+def burn(llm, *args):
+    """Called in vLLM's process."""
+    raise OSError("the engine is on fire")
+
+
+def watch(script):
+    """One call of the engine at a time; what is counted and told is read by tests."""
+    busy = threading.Lock()
+
+    def alone(call, given):
+        if not busy.acquire(blocking=False):
+            raise RuntimeError(f"{given['function']} while another thread uses vLLM")
+        try:
+            return call()
+        finally:
+            busy.release()
+
+    hooks.around_engine_calls(script, alone)
+    hooks.count_queues(script, CountingQueue)
+    hooks.at_each_loading(script, lambda: print("A model is loaded"))
+
+
+def keep_versions(script, folder):
+    syncs = itertools.count()
+
+    def keep(weights, version):
+        weights = {name: value.clone() for name, value in weights.items()}
+        torch.save(weights, folder / f"sync_{next(syncs)}_version_{version}.pt")
+
+    hooks.before_each_sync(script, keep)
+    save_batches(script)
+
+
+def fail_in_generation(script):
+    generations, updates = itertools.count(1), itertools.count(1)
+
+    def fail_in_the_third_request(call, given):
+        # Two calls a request: its prompts, and those of an evaluation
+        if given["function"] is script.sample_responses and next(generations) == 5:
+            given["function"] = burn
+        return call()
+
+    def wait_in_the_second_step(accelerator):
+        if not accelerator.is_main_process:
+            return
+        print("Gradients of an update are there", flush=True)
+        if next(updates) == 3:  # two updates a step
+            deadline = time.monotonic() + 60
+            while not CountingQueue.answers(script.Request) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    hooks.around_engine_calls(script, fail_in_the_third_request)
+    hooks.after_gradients(script, wait_in_the_second_step)
+
+
+def fail_in_the_final_save():
+    from transformers import PreTrainedTokenizerBase
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    PreTrainedTokenizerBase.save_pretrained = full_disk
+
+
+def main():
+    name, fault = sys.argv.pop(1), sys.argv.pop(1)
+    script = importlib.import_module(name.removesuffix(".py"))
+    if fault == "generator":
+        fail_in_generation(script)
+    elif fault == "disk":
+        fail_in_the_final_save()
+    else:
+        assert fault == "none", fault
+    watch(script)
+    if "KEEP_VERSIONS" in os.environ:
+        keep_versions(script, Path(os.environ["KEEP_VERSIONS"]))
+    try:
+        script.main()
+        print("Through the queues:", [(q.came, q.went) for q in CountingQueue.made])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":  # vLLM's processes import this file too
+    main()

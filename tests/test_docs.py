@@ -1,0 +1,84 @@
+"""README.md and docs/: what they point at is there."""
+
+import ast
+import re
+
+import pytest
+from conftest import REPO
+
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+SCRIPTS = ["ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"]
+# Flags of other programs: the launchers, the tests, the benchmarks, docker
+OTHER_FLAGS = {
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "nproc_per_node",
+    "help",
+    "privileged",
+    "steps",
+    "what",
+    "local_save_dir",
+    "local_dataset_path",
+    "split",
+    "center_rewards_coefficient",
+}
+
+
+def flags_of_scripts():
+    flags = set(OTHER_FLAGS)
+    for script in SCRIPTS:
+        tree = ast.parse((REPO / script).read_text())
+        (args,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
+        names = [field.target.id for field in args.body if isinstance(field, ast.AnnAssign)]
+        flags |= {*names, *(f"no-{name}" for name in names)}
+    return flags
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+    for path in re.findall(r"\b(?:scripts|docs|tests)/[\w/.-]+\.(?:py|sh|md|png)", text):
+        assert (REPO / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_exist(page):
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text()))
+    assert named <= flags_of_scripts()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sections_that_are_linked_exist(page):
+    for target, section in re.findall(r"\]\(([^)#]+)#([^)]*)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(), re.MULTILINE)
+        assert section in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_one_page():
+    assert len((REPO / "README.md").read_text().split()) < 900
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (REPO / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
+
+
+def test_pages_of_the_scripts_have_the_same_headings():
+    headings = {
+        tuple(re.findall(r"^## (.+)$", (REPO / "docs" / name).read_text(), re.MULTILINE))
+        for name in ("ppo_sync.md", "ppo_vllm_async.md", "grpo_vllm_async.md")
+    }
+    assert headings == {("Usage", "Logged metrics", "Details that matter", "Results")}
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_run_is_explained(vllm_run):
+    text = (REPO / "docs" / "ppo_sync.md").read_text()
+    groups = ("time/", "perf/", "eval/", "mismatch/")
+    names = {name for line in vllm_run.metrics for name in line if not name.startswith(groups)}
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
