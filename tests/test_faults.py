@@ -178,17 +178,12 @@ def test_full_disk_at_the_final_save_keeps_the_metrics(script, run_wrapped_scrip
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ASYNC)
 def test_infinite_loss_stops_the_run_and_keeps_the_batch(script, run_script, tmp_path):
-    options = {
-        "learning_rate": 1e30,
-        "lr_scheduler_type": "constant",
-    }  # after one step the weights are out of bounds
+    # After one step the weights are out of bounds
+    options = {"learning_rate": 1e30, "lr_scheduler_type": "constant"}
     run = run_script(script, tmp_path, total_episodes=320, timeout=120, **options)
     assert run.returncode not in (0, 2)
-    assert (
-        run.stderr.strip()
-        .splitlines()[-1]
-        .startswith("FloatingPointError: gradient not finite in step 2")
-    )
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("FloatingPointError: gradient not finite in step 2")
     assert len(run.metrics) == 1
     assert torch.load(run.run_dir / "bad_batch.pt", weights_only=False)["logprobs"].isnan().any()
 
