@@ -61,6 +61,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -68,7 +69,7 @@ import multiprocessing as mp
 import os
 import queue
 import re
-import runpy
+import resource
 import shutil
 import signal
 import subprocess
@@ -77,10 +78,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -94,7 +97,6 @@ import tyro
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from huggingface_hub import model_info, try_to_load_from_cache
-from pebble import ProcessPool
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import track
@@ -113,6 +115,8 @@ FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a c
 
 # Logits whose softmax is taken at once: 64 MiB in float32, or one row where that is more
 SOFTMAX_CHUNK = 2**24
+# Seconds that a reward worker may take to import the file of --reward_fn
+REWARD_IMPORT_TIMEOUT = 300
 
 
 @dataclass
@@ -164,10 +168,10 @@ class Args:
     # -- Optimization
     learning_rate: float = 1e-6
     """learning rate of the policy"""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
     """how the learning rate changes after its warm-up"""
     warm_up_steps: int = 0
-    """optimizer updates in which the learning rate rises"""
+    """optimizer updates in which a model's learning rate rises, from its own first update"""
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
@@ -184,7 +188,7 @@ class Args:
     """responses sampled for each prompt: a group"""
     local_rollout_batch_size: int = 64
     """prompts per training step and rank"""
-    local_mini_batch_size: int = 64
+    local_mini_batch_size: int = 256
     """responses per optimizer update and rank"""
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass (micro-batch) of a rank"""
@@ -212,32 +216,35 @@ class Args:
     """indices of the GPUs reserved for vLLM, after the learners'; none: it shares rank 0's GPU"""
     vllm_tensor_parallel_size: int = 1
     """GPUs that share one copy of the model in vLLM"""
-    vllm_gpu_memory_utilization: float = 0.3
-    """share of the GPU's memory for vLLM (weights and KV cache)"""
+    vllm_gpu_memory_utilization: float | None = None
+    """share of a GPU's memory for vLLM; None: 0.9 of GPUs of its own, 0.3 of one that it shares"""
     vllm_enforce_eager: bool = False
     """run vLLM without CUDA graphs: starts faster, generates slower"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """the reward model's score is multiplied by this"""
+    """the reward model's score is multiplied by this; 0: it only starts the value model"""
     apply_verifiable_reward: bool = True
     """score responses with compute_score, or with reward_fn"""
     verification_reward: float = 1.0
     """the verifiable score is multiplied by this"""
     reward_fn: str | None = None
     """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
-    reward_workers: int = 2
-    """processes that call reward_fn"""
+    reward_workers: int | None = None
+    """processes that call reward_fn; None: as many as a rank has CPU cores, 8 at most"""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; where it fails or takes longer, the response scores 0"""
+    """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
+    reward_memory: float = 4.0
+    """GiB of address space that a reward worker may take; 0: no limit"""
     add_r1_style_format_reward: bool = False
     """reward the form <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
     """what the form <think>...</think><answer>...</answer> is worth"""
     non_stop_penalty: bool = False
     """a response without a stop token scores penalty_reward_value, whatever it earned"""
-    penalty_reward_value: float = -10.0
-    """with non_stop_penalty: the score of a response without a stop token"""
+    penalty_reward_value: float = 0.0
+    """with non_stop_penalty: the score of a response without a stop token; much less than a wrong
+    answer's would give the wrong answers of its group positive advantages"""
     min_response_length: int = 0
     """with non_stop_penalty: responses of fewer tokens are penalized as well"""
 
@@ -250,10 +257,13 @@ class Args:
     """the policy ratio is clipped to 1 +- cliprange"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
+    dual_clip: float = 0.0
+    """for negative advantages the ratio is clipped to this as well (1912.09729: 3.0); 0: off"""
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """level of ratios and importance weights; sequence: GSPO"""
+    """level of ratios and importance weights; sequence: GSPO, which has --cliprange 3e-4
+    --cliprange_higher 4e-4"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """the loss is a mean over tokens, over responses of their token means, or over
     responses x response_length (Dr. GRPO)"""
@@ -261,6 +271,11 @@ class Args:
     """leave responses without a stop token out of the loss (DAPO)"""
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler on the policy loss; 0: no weights"""
+    mismatch_mask: Literal["none", "token", "sequence"] = "none"
+    """the policy does not train on tokens whose ratio learner/sampler is far from 1, or on
+    responses where its geometric mean is; they still count in the loss's mean"""
+    mismatch_mask_range: float = 2.0
+    """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
 
     # -- Output
     with_tracking: bool = False
@@ -329,13 +344,15 @@ class Rollout:
 
 @dataclass
 class Scores:
-    """What responses earned; each list is (episodes,)."""
+    """What responses earned, in all and by part; each list is (episodes,)."""
 
-    scores: list[float]  # the sum of all rewards, or the penalty: what is trained on
+    scores: list[float | None]  # the sum of all rewards, or the penalty; None: a reward failed
     texts: list[str]
-    correct: list[bool | None]  # by the verifiable reward; None: there is no ground truth
+    verifiable: list[float | None]  # None: there is no ground truth, or the call failed
     model_scores: list[float | None]  # by the reward model; None: there is none
-    failures: int  # responses whose verifiable reward failed; they score 0
+    formats: list[bool]  # whether the response has the form of add_r1_style_format_reward
+    penalized: list[bool]  # whether the penalty took the place of the sum
+    failures: list[str | None]  # why the verifiable reward failed; None: it did not
 
 
 @dataclass
@@ -348,13 +365,14 @@ class Batch:
     prompt_ids: list[list[int]]  # (episodes,), token ids
     responses: list[list[int]]  # (episodes,), token ids
     mask: Tensor  # (episodes, width), 1.0 where there is a response token
-    scores: Tensor  # (episodes,)
+    scores: Tensor  # (episodes,), 0.0 where there is none
+    scored: Tensor  # (episodes,), 1.0 where there is a score, 0.0 where a reward failed
+    loss_mask: Tensor  # (episodes, width), 1.0 at the tokens of the loss
     sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
     logprobs: Tensor | None  # (episodes, width), by the policy before this step's updates; None
     # where the step has a single one, whose own forward pass gives them
     ref_logprobs: Tensor | None  # (episodes, width), by the reference policy; None with beta 0
     advantages: Tensor  # (episodes, width)
-    in_loss: Tensor  # (episodes,), 0.0 where a response is left out of the loss, else 1.0
 
 
 # ---------------------------------------------------------------------------------- small helpers
@@ -369,7 +387,7 @@ def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
     if "debug_assets/" in message:
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if is_rank_0():
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node that finds it
         line = " ".join(message.split())[:450]
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -465,6 +483,11 @@ def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def uses_reward_model(args: Args) -> bool:
+    """Whether a reward model scores responses."""
+    return args.reward_model_path is not None and args.reward_model_multiplier > 0
+
+
 def prepare_prompts(
     path: str, split: str, tokenizer, reward_tokenizer, args: Args, is_eval: bool = False
 ) -> list[Prompt]:
@@ -496,16 +519,19 @@ def prepare_prompts(
 
     # Held-out prompts are always scored by a rule where there is one
     keep_ground_truth = args.apply_verifiable_reward or is_eval
+    # Rows without a ground truth may stand among the others where a reward model scores them
+    needs_ground_truth = args.apply_verifiable_reward and not uses_reward_model(args)
+    without_rule = (
+        "`reward_model.ground_truth` is missing, and the verifiable reward needs it; for rows "
+        "without one use --no-apply_verifiable_reward --reward_model_path MODEL"
+    )
     prompts = []
     for index, row in enumerate(rows):
         where = f"{path}, row {index}"
         ground_truth = ground_truth_of(row)
         data_source = row.get("data_source")
-        if args.apply_verifiable_reward and ground_truth is None:
-            bad_input(
-                f"{where}: `reward_model.ground_truth` is missing, and the verifiable reward "
-                f"needs it"
-            )
+        if needs_ground_truth and ground_truth is None:
+            bad_input(f"{where}: {without_rule}")
         if not isinstance(data_source or "", str):
             bad_input(f"{where}: `data_source` must be a string")
         try:
@@ -536,6 +562,9 @@ def prepare_prompts(
         bad_input(f"{path}: none is left; dropped {dropped}")
     if len(prompts) < len(rows) and is_rank_0():
         print(f"{path}: dropped {dropped}")
+    no_ground_truth = all(prompt.ground_truth is None for prompt in prompts)
+    if args.apply_verifiable_reward and no_ground_truth and not is_eval:
+        bad_input(f"{path}, every row: {without_rule}")
     return prompts
 
 
@@ -616,30 +645,51 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 
 
 @functools.cache
-def load_reward_file(path: str) -> dict[str, Any]:
-    """What the Python file of --reward_fn defines, by name. It is run once in each process."""
-    return runpy.run_path(path)
+def load_reward_fn(reward_fn: str) -> Callable:
+    """The function of --reward_fn path/to/file.py:function; its file is run once in each process.
+
+    As with `python path/to/file.py`, the file can import its neighbours. ImportError: there is no
+    such function.
+    """
+    path, _, name = reward_fn.rpartition(":")
+    if reward_fn.endswith(".py"):
+        path, name = reward_fn, ""
+    if not path.endswith(".py"):
+        raise ImportError("it must be path/to/file.py:function")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location("reward_file", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["reward_file"] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        known = [f"{path}:{name}" for name, one in functions if one.__module__ == "reward_file"]
+        raise ImportError(f"name one of its functions: {', '.join(known)}")
+    return function
 
 
 def verifiable_reward(reward_fn: str | None, prompt: Prompt, response: str) -> float:
-    """What compute_score, or path/to/file.py:function, says of a response.
+    """What compute_score, or path/to/file.py:function, says of a response: a finite number."""
+    if reward_fn is None:
+        score = compute_score(prompt.data_source, response, prompt.ground_truth)
+    else:
+        score = load_reward_fn(reward_fn)(
+            prompt.data_source, response, prompt.ground_truth, extra_info=prompt.extra_info
+        )
+    if not math.isfinite(score):
+        raise ValueError(f"the reward is {score}")
+    return float(score)
 
-    Raises RuntimeError where that fails or is no finite number. Workers call it too, and not
-    every exception survives the way back from another process; this one does.
-    """
-    try:
-        if reward_fn is None:
-            score = compute_score(prompt.data_source, response, prompt.ground_truth)
-        else:
-            path, _, name = reward_fn.rpartition(":")
-            score = load_reward_file(path)[name](
-                prompt.data_source, response, prompt.ground_truth, extra_info=prompt.extra_info
-            )
-        if not math.isfinite(score):
-            raise ValueError(f"it returned {score}")
-        return float(score)
-    except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+def describe_error(error: BaseException, reward_fn: str) -> str:
+    """What went wrong in a reward, and the last line of the file of --reward_fn that led there."""
+    path = reward_fn.rpartition(":")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(path)]
+    place = f" ({path}, line {lines[-1]})" if lines else ""
+    text = f"{type(error).__name__}: {error}{place}"
+    return text.encode(errors="backslashreplace").decode()  # so that it can be printed
 
 
 def die_with_script() -> None:
@@ -653,64 +703,217 @@ def die_with_script() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def start_reward_workers(args: Args) -> ProcessPool:
-    """Processes for --reward_fn, which may hang or crash. They start with the first call."""
-    # What takes long to import is imported once, and inherited by every worker
-    mp.set_forkserver_preload(["accelerate", "transformers.models.auto.modeling_auto", "tyro"])
-    return ProcessPool(
-        max_workers=args.reward_workers,
-        max_tasks=0,  # workers are never recycled
-        initializer=die_with_script,
-        context=mp.get_context("forkserver"),
-    )
+def run_reward_worker(connection, args: Args) -> None:
+    """The main function of a reward worker's process.
+
+    It first imports the file of --reward_fn, then scores each (prompt, response) that comes. Each
+    time it answers (score, error): error is a text, or None. Whatever happens in the user's code
+    ends there, sys.exit() and Ctrl-C included.
+    """
+    # A session of its own: Ctrl-C is for the script alone, and what a reward starts ends with it
+    os.setsid()
+    die_with_script()
+    if args.reward_memory > 0:
+        allowed = psutil.Process().memory_info().vms + int(args.reward_memory * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    score, error = None, None
+    try:
+        load_reward_fn(args.reward_fn)
+    except BaseException as raised:
+        error = describe_error(raised, args.reward_fn)
+    connection.send((score, error))
+    with contextlib.suppress(EOFError, OSError):  # the script has closed its end
+        while True:
+            prompt, response = connection.recv()
+            score, error = None, None
+            try:
+                score = verifiable_reward(args.reward_fn, prompt, response)
+            except BaseException as raised:
+                error = describe_error(raised, args.reward_fn)
+            connection.send((score, error))
+
+
+class RewardWorker:
+    """A process for --reward_fn, whose code may raise, hang, exit, or be killed: that costs a call.
+
+    pebble's and the standard library's pools do not survive the SIGKILL of an idle worker. One
+    thread at a time may use it.
+    """
+
+    def __init__(self, args: Args):
+        self.args = args
+        self.process = None
+        self.connection = None
+        self.is_importing = False  # whether its first answer, to the import, is still to come
+        self.is_stopped = False
+
+    def start(self) -> None:
+        """Starts a process and returns; the process imports the file of --reward_fn meanwhile."""
+        if self.is_stopped:
+            raise RuntimeError("the reward workers have been stopped")
+        # What takes long to import is imported once, and inherited by every worker
+        mp.set_forkserver_preload(["accelerate", "transformers.models.auto.modeling_auto", "tyro"])
+        context = mp.get_context("forkserver")
+        connection, worker_end = context.Pipe()
+        process = context.Process(target=run_reward_worker, args=(worker_end, self.args))
+        process.start()
+        worker_end.close()  # so that the connection ends with the process
+        self.process, self.connection, self.is_importing = process, connection, True
+
+    def load(self) -> None:
+        """Waits until a process has imported the file. RuntimeError: it failed, and why."""
+        if self.process is None or not self.process.is_alive():
+            self.restart()  # it was killed while it was idle
+        if self.is_importing:
+            self.is_importing = False
+            self.receive(REWARD_IMPORT_TIMEOUT)
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        """verifiable_reward in the process. RuntimeError: it failed, and why."""
+        self.load()
+        with contextlib.suppress(OSError):  # receive says what has happened
+            self.connection.send((prompt, response))
+        return self.receive(self.args.reward_timeout)
+
+    def receive(self, seconds: float) -> float | None:
+        """The score in the process's next answer. RuntimeError: the error in it, or there is none.
+
+        Without an answer the process is replaced; and when it has run out of memory.
+        """
+        if not wait([self.connection, self.process.sentinel], seconds):
+            self.restart()
+            raise RuntimeError(f"TimeoutError: it took longer than {seconds:g} seconds")
+        try:
+            if not self.connection.poll():  # a child of the process keeps the connection open
+                raise EOFError
+            score, error = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(timeout=5)
+            exitcode = self.process.exitcode
+            self.restart()
+            raise RuntimeError(f"its process ended with exit code {exitcode}") from None
+        if error is None:
+            return score
+        if error.startswith("MemoryError"):  # what the process holds may be too much for good
+            self.restart()
+        raise RuntimeError(error)
+
+    def restart(self) -> None:
+        """Puts a new process in the place of this one."""
+        self.end_process()
+        self.start()
+
+    def end_process(self) -> None:
+        """Ends the process, and all that it has started."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def stop(self) -> None:
+        """Ends the process for good."""
+        self.is_stopped = True
+        self.end_process()
+
+
+def start_reward_workers(args: Args) -> list[RewardWorker]:
+    """The processes for --reward_fn; none without it."""
+    workers = []
+    if args.reward_fn:
+        workers = [RewardWorker(args) for _ in range(args.reward_workers)]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def call_workers(
+    workers: list[RewardWorker], prompts: list[Prompt], texts: list[str]
+) -> list[float | Exception]:
+    """Scores responses, as many at a time as there are workers; one that fails is its exception."""
+    idle_workers = deque(workers)
+
+    def score(prompt: Prompt, text: str) -> float | Exception:
+        worker = idle_workers.popleft()
+        try:
+            return worker.score(prompt, text)
+        except Exception as error:
+            return error
+        finally:
+            idle_workers.append(worker)
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        try:
+            return list(threads.map(score, prompts, texts))
+        except BaseException:  # Ctrl-C, SIGTERM: the threads shall not wait for their answers
+            for worker in workers:
+                worker.stop()
+            raise
 
 
 def verifiable_rewards(
-    workers: ProcessPool, prompts: list[Prompt], texts: list[str], args: Args
-) -> tuple[list[float | None], int]:
-    """The verifiable reward of each response (None: no ground truth), and how many failed.
+    workers: list[RewardWorker], prompts: list[Prompt], texts: list[str], args: Args
+) -> tuple[list[float | None], list[str | None]]:
+    """The verifiable reward of each response, and why it failed where it did.
 
-    One that fails or takes too long costs its response the reward and nothing else.
+    The reward is None without a ground truth, and where it failed.
     """
-    # A file of the user's may do anything, so its calls go to the workers, all at once
-    calls = {}
+    rows = [i for i, prompt in enumerate(prompts) if prompt.ground_truth is not None]
+    results = [None] * len(prompts)
     if args.reward_fn:
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            if prompt.ground_truth is not None:
-                arguments = (args.reward_fn, prompt, text)
-                calls[i] = workers.schedule(
-                    verifiable_reward, args=arguments, timeout=args.reward_timeout
-                )
-
-    verifiable_scores = []
-    failures = Counter()
-    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        score = None
-        if prompt.ground_truth is not None:
+        some_prompts = [prompts[i] for i in rows]
+        some_texts = [texts[i] for i in rows]
+        for i, result in zip(rows, call_workers(workers, some_prompts, some_texts), strict=True):
+            results[i] = result
+    else:
+        for i in rows:
             try:
-                if args.reward_fn:
-                    score = calls[i].result()
-                else:
-                    score = verifiable_reward(None, prompt, text)
+                results[i] = verifiable_reward(None, prompts[i], texts[i])
             except Exception as error:
-                score = 0.0
-                failures[f"{prompt.data_source}: {type(error).__name__}: {error}"] += 1
-        verifiable_scores.append(score)
-    for cause, count in failures.items():
+                results[i] = RuntimeError(f"{type(error).__name__}: {error}")
+
+    scores, failures = [], []
+    rows_of = defaultdict(list)  # of each way to fail
+    for prompt, result in zip(prompts, results, strict=True):
+        failed = isinstance(result, Exception)
+        scores.append(None if failed else result)
+        failures.append(str(result) if failed else None)
+        if failed:
+            rows_of[str(result)].append(prompt.row)
+    for cause, failed_rows in rows_of.items():
         print(
-            f"Warning: the reward failed on {count} of {len(prompts)} responses, which score 0: "
-            f"{cause[:300]}"
+            f"Warning: the reward failed on {len(failed_rows)} of {len(prompts)} responses, which "
+            f"are left out: {cause[:300]} (first on {failed_rows[0]})"
         )
-    return verifiable_scores, failures.total()
+    return scores, failures
 
 
-R1_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+# The parts may hold anything but these tags
+NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
+R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
+
+
+def has_r1_format(prompt: str, response: str) -> bool:
+    """Whether a response has the form <think>...</think><answer>...</answer>.
+
+    A prompt may have opened <think> already, as some chat templates do.
+
+    >>> has_r1_format("1 + 1?", "<think>2</think><answer>2</answer>")
+    True
+    >>> has_r1_format("1 + 1? <think>", "2</think><answer>2</answer>")
+    True
+    """
+    if prompt.rstrip().endswith("<think>"):
+        response = "<think>" + response
+    return R1_FORMAT.fullmatch(response) is not None
 
 
 def score_responses(
     accelerator: Accelerator,
     reward_model: torch.nn.Module | None,
-    workers: ProcessPool,
+    workers: list[RewardWorker],
     tokenizer,
     prompts: list[Prompt],
     responses: list[list[int]],
@@ -721,28 +924,29 @@ def score_responses(
     model_scores = [None] * len(prompts)
     if reward_model is not None:
         model_scores = reward_model_scores(accelerator, reward_model, prompts, responses, args)
-    verifiable_scores, failures = on_main_process(
+    verifiable, failures = on_main_process(
         accelerator, verifiable_rewards, workers, prompts, texts, args
     )
+    formats = [has_r1_format(p.text, text) for p, text in zip(prompts, texts, strict=True)]
 
-    scores = []
-    for response, text, model_score, verifiable_score in zip(
-        responses, texts, model_scores, verifiable_scores, strict=True
-    ):
+    scores, penalized = [], []
+    for i, response in enumerate(responses):
         score = 0.0
-        if model_score is not None:
-            score += model_score * args.reward_model_multiplier
-        if args.apply_verifiable_reward and verifiable_score is not None:
-            score += verifiable_score * args.verification_reward
-        if args.add_r1_style_format_reward and R1_FORMAT.fullmatch(text):
+        if model_scores[i] is not None:
+            score += model_scores[i] * args.reward_model_multiplier
+        if args.apply_verifiable_reward and verifiable[i] is not None:
+            score += verifiable[i] * args.verification_reward
+        if args.add_r1_style_format_reward and formats[i]:
             score += args.r1_style_format_reward
-        if args.non_stop_penalty:
-            stopped = response[-1] in args.stop_token_ids
-            if not stopped or len(response) < args.min_response_length:
-                score = args.penalty_reward_value
+        if args.apply_verifiable_reward and failures[i] is not None:
+            score = None  # not known, which is not the same as wrong
+        stopped = response[-1] in args.stop_token_ids
+        too_short = len(response) < args.min_response_length
+        penalized.append(args.non_stop_penalty and (not stopped or too_short))
+        if penalized[i]:
+            score = args.penalty_reward_value
         scores.append(score)
-    correct = [None if score is None else score > 0 for score in verifiable_scores]
-    return Scores(scores, texts, correct, model_scores, failures)
+    return Scores(scores, texts, verifiable, model_scores, formats, penalized, failures)
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -890,6 +1094,19 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each response at each of its tokens: (batch, response_length), like values.
+
+    Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
+
+    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]))
+    tensor([[2., 2.],
+            [5., 0.]])
+    """
+    means = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return means * mask
+
+
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate per token of KL(policy || reference) from tokens of the policy; logprobs' shape.
 
@@ -907,37 +1124,67 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     return torch.expm1(-d) + d
 
 
-def group_advantages(scores: Tensor, number_samples_per_prompt: int, normalization: str) -> Tensor:
+def mismatch_mask(log_ratio: Tensor, mask: Tensor, args: Args) -> Tensor:
+    """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
+
+    log_ratio: learner - sampler log-probabilities. All are (batch, response_length).
+
+    >>> log_ratio, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
+    >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
+    >>> mismatch_mask(log_ratio, mask, args)
+    tensor([[1., 0.],
+            [0., 1.]])
+    >>> mismatch_mask(log_ratio, mask, replace(args, mismatch_mask="sequence"))
+    tensor([[0., 0.],
+            [1., 1.]])
+    """
+    if args.mismatch_mask == "none":
+        return mask
+    if args.mismatch_mask == "sequence":
+        log_ratio = sequence_mean(log_ratio, mask)
+    return mask * (log_ratio.abs() <= math.log(args.mismatch_mask_range))
+
+
+def group_advantages(
+    scores: Tensor,
+    number_samples_per_prompt: int,
+    normalization: str,
+    scored: Tensor | None = None,
+) -> Tensor:
     """How much better a response scored than its group (2402.03300): (episodes,), like scores.
 
     The samples of a prompt stand side by side. "standard" divides by the group's unbiased
     deviation + 1e-8, "centered" does not (2503.20783). Where all scores of a group are equal the
-    advantages are exactly 0, whatever the rounding of their mean. ValueError: groups of one.
+    advantages are exactly 0, whatever the rounding of their mean. Where `scored` is 0 there is no
+    score: it does not count in its group, and its advantage is 0. ValueError: groups of one.
 
     >>> group_advantages(torch.tensor([1.0, 3.0, 0.1, 0.1]), 2, "standard").tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0, 0.0]
     """
     if number_samples_per_prompt < 2:
         raise ValueError("a group needs at least two samples of a prompt")
+    if scored is None:
+        scored = torch.ones_like(scores)
     groups = scores.view(-1, number_samples_per_prompt)
-    advantages = groups - groups.mean(1, keepdim=True)
+    scored = scored.view(-1, number_samples_per_prompt)
+    counts = scored.sum(1, keepdim=True)
+    means = (groups * scored).sum(1, keepdim=True) / counts.clamp(min=1)
+    advantages = (groups - means) * scored
     if normalization == "standard":
-        advantages = advantages / (groups.std(1, keepdim=True) + 1e-8)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0).flatten()
+        variances = (advantages**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt() + 1e-8)
+    return advantages.masked_fill(~has_spread(groups, scored), 0.0).flatten()
 
 
-def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each response at each of its tokens: (batch, response_length), like values.
+def has_spread(groups: Tensor, scored: Tensor) -> Tensor:
+    """Whether a group's scores differ: (groups, 1). Both are (groups, samples of a prompt).
 
-    Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
-
-    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]))
-    tensor([[2., 2.],
-            [5., 0.]])
+    >>> has_spread(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), scored=torch.ones(2, 2)).tolist()
+    [[True], [False]]
     """
-    means = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return means * mask
+    largest = groups.masked_fill(scored == 0, -math.inf).amax(1, keepdim=True)
+    smallest = groups.masked_fill(scored == 0, math.inf).amin(1, keepdim=True)
+    return largest > smallest
 
 
 def importance_weights(
@@ -960,10 +1207,12 @@ def policy_loss(
     importance_weights: Tensor,
     cliprange: float,
     cliprange_higher: float,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (1707.06347) times the importance weight, and where the clip binds.
+    """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], which are equal in PPO.
+    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], which are equal in PPO; and to
+    dual_clip, unless it is 0, where the advantage is negative (1912.09729).
     log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
 
     >>> loss, clipped = policy_loss(
@@ -978,23 +1227,30 @@ def policy_loss(
     """
     plain_loss = -advantages * log_ratio.exp()
     clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
+    loss = torch.max(plain_loss, clipped_loss)
+    clipped = clipped_loss > plain_loss
+    if dual_clip > 0:
+        largest_loss = -advantages * dual_clip
+        too_large = (advantages < 0) & (loss > largest_loss)
+        loss = torch.where(too_large, largest_loss, loss)
+        clipped = clipped | too_large
     # The importance weight comes after the max: it says how much a sample counts, not which
     # branch is the pessimistic one.
-    loss = torch.max(plain_loss, clipped_loss) * importance_weights
-    return loss, clipped_loss > plain_loss
+    return loss * importance_weights, clipped
 
 
-def lr_multiplier(update: int, args: Args) -> float:
-    """Learning rate of optimizer update `update`, from 0, as a share of the base rate.
+def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
+    """A model's learning rate in its update `update`, from 0, as a share of the base rate.
 
-    It is above 0 to the end.
+    It is above 0 to the last of its num_updates updates.
 
-    >>> [lr_multiplier(update, Args(warm_up_steps=2, num_updates=4)) for update in range(4)]
+    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
+    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
     [0.5, 1.0, 1.0, 0.5]
     """
     if update < args.warm_up_steps:
         return (update + 1) / args.warm_up_steps
-    updates_left = max(1, args.num_updates - args.warm_up_steps)
+    updates_left = max(1, num_updates - args.warm_up_steps)
     done = (update - args.warm_up_steps) / updates_left  # in [0, 1)
     if args.lr_scheduler_type == "linear":
         return 1 - done
@@ -1009,13 +1265,17 @@ def lr_multiplier(update: int, args: Args) -> float:
 # The next three functions run in vLLM's process. `llm` is vLLM's LLM.
 
 
-def run_vllm(connection, folder: str, options: dict) -> None:
-    """The main function of vLLM's process: makes an LLM and answers what VLLM.call sends."""
+def run_vllm(connection, folders: list[str], options: dict) -> None:
+    """The main function of vLLM's process: makes an LLM and answers what VLLM.call sends.
+
+    At its end it removes the folders.
+    """
     # A session of its own: Ctrl-C is for the script alone, and all that vLLM starts ends with it
     os.setsid()
 
     def end() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     def watch_script() -> None:
@@ -1084,7 +1344,7 @@ def finish_weight_sync(llm, version: int) -> None:
 # All that follows runs in the learner's process.
 
 
-def vllm_environment(args: Args) -> dict[str, str]:
+def vllm_environment(args: Args, temporary_folder: str) -> dict[str, str]:
     """The environment variables of vLLM's process."""
     # The engine is a world of its own: the learners' ranks and ports are not for it
     launcher = re.compile(
@@ -1106,6 +1366,7 @@ def vllm_environment(args: Args) -> dict[str, str]:
     # These override the user's environment
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    environment["TMPDIR"] = temporary_folder  # vLLM leaves files there when it is killed
     # On a CPU the learner wants some threads, too
     environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // 2))
     # CUDA's handles for weights travel as pickles, which vLLM calls insecure
@@ -1184,6 +1445,7 @@ class VLLM:
         self.process = None  # rank 0 alone has one
         self.connection = None
         self.folder = None  # where weights are handed over without CUDA, in memory if possible
+        self.temporary_folder = None  # vLLM's own
         self.sender = None  # on CUDA: vLLM's weight transfer
 
     def start(self, config, max_length: int) -> None:
@@ -1193,15 +1455,18 @@ class VLLM:
         """
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=memory)
+        self.temporary_folder = tempfile.mkdtemp(prefix="tandem_")
         options = vllm_options(self.args, config, self.folder, max_length)
         context = mp.get_context("spawn")
         self.connection, engine_end = context.Pipe()
+        folders = [self.folder, self.temporary_folder]
         self.process = context.Process(
-            target=run_vllm, args=(engine_end, self.folder, options), name="vLLM"
+            target=run_vllm, args=(engine_end, folders, options), name="vLLM"
         )
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
-        with mock.patch.dict(os.environ, vllm_environment(self.args), clear=True):
+        environment = vllm_environment(self.args, self.temporary_folder)
+        with mock.patch.dict(os.environ, environment, clear=True):
             self.process.start()
         engine_end.close()  # so that the connection ends with the process
 
@@ -1291,8 +1556,9 @@ class VLLM:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.temporary_folder):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def generate_rollout(vllm: VLLM, request: Request, args: Args) -> Rollout:
@@ -1465,14 +1731,24 @@ def reward_model_scores(
     responses: list[list[int]],
     args: Args,
 ) -> list[float]:
-    """The reward model's scores: its head at the last token of each response, found by length."""
-    prompt_ids = [prompt.reward_model_token_ids for prompt in prompts]
-    all_rows = list(range(len(prompts)))
+    """The reward model's scores: its head at the last token of each response, found by length.
+
+    Equal responses to a prompt are scored once: what else is in a micro-batch moves the last bits,
+    and GRPO makes full-size advantages of differences however small.
+    """
+    pairs = [
+        (tuple(prompt.reward_model_token_ids), tuple(response))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    distinct = list(dict.fromkeys(pairs))
+    prompt_ids = [list(prompt) for prompt, _ in distinct]
+    distinct_responses = [list(response) for _, response in distinct]
+    all_rows = list(range(len(distinct)))
     size = args.local_rollout_forward_batch_size
     head = reward_model.score.weight.float()  # in bfloat16 many scores would be equal
-    scores = torch.zeros(len(prompts), device=accelerator.device)
+    scores = torch.zeros(len(distinct), device=accelerator.device)
     for rows, inputs, mask in collate_micro_batches(
-        accelerator, all_rows, prompt_ids, responses, size, args
+        accelerator, all_rows, prompt_ids, distinct_responses, size, args
     ):
         with autocast(accelerator, args):
             hidden = reward_model.base_model(**inputs).last_hidden_state
@@ -1480,7 +1756,9 @@ def reward_model_scores(
             last_token = mask.sum(1) - 1
             hidden = hidden[torch.arange(len(rows)), last_token].float()  # (batch, hidden_size)
             scores[rows] = (hidden * head).sum(-1)
-    return accelerator.reduce(scores, reduction="sum").tolist()
+    scores = accelerator.reduce(scores, reduction="sum").tolist()
+    score_of = dict(zip(distinct, scores, strict=True))
+    return [score_of[pair] for pair in pairs]
 
 
 def accumulate_gradients(
@@ -1497,13 +1775,14 @@ def accumulate_gradients(
     this rank's tokens, which token_means turns into metrics; and the log-probabilities that the
     policy gave to this rank's rows, (episodes, width), 0 elsewhere.
     """
-    rows_in_loss = [row for row in mini_batch if batch.in_loss[row]]
+    loss_mask = batch.loss_mask[mini_batch]
+    responses_in_loss = int(loss_mask[:, 0].sum())
     if args.loss_aggregation == "token":
-        normalizer = sum(len(batch.responses[row]) for row in rows_in_loss)
+        normalizer = int(loss_mask.sum())
     elif args.loss_aggregation == "sequence":
-        normalizer = len(rows_in_loss)
+        normalizer = responses_in_loss
     else:
-        normalizer = len(rows_in_loss) * args.response_length
+        normalizer = responses_in_loss * args.response_length
     normalizer = max(1, normalizer)
     size = args.per_device_train_batch_size
     micro_batches = collate_micro_batches(
@@ -1532,31 +1811,36 @@ def accumulate_gradients(
             if args.tis_cap > 0:
                 weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
                 weights = weights.clamp(max=args.tis_cap)
+            weights = weights * mismatch_mask(old_logprobs - sampler_logprobs, mask, args)
 
-            mask = mask * batch.in_loss[rows, None]
-            token_log_ratio = (logprobs - old_logprobs) * mask
+            loss_mask = batch.loss_mask[rows, :width]
+            token_log_ratio = (logprobs - old_logprobs) * loss_mask
             log_ratio = token_log_ratio
             if args.importance_sampling_level == "sequence":
-                log_ratio = sequence_mean(token_log_ratio, mask)
+                log_ratio = sequence_mean(token_log_ratio, loss_mask)
             pg_loss, pg_clipped = policy_loss(
                 log_ratio,
                 advantages,
                 weights,
                 cliprange=args.cliprange,
                 cliprange_higher=args.cliprange_higher,
+                dual_clip=args.dual_clip,
             )
             token_loss = pg_loss
             if args.beta > 0:
                 ref_logprobs = batch.ref_logprobs[rows, :width]
-                kl = kl_penalty(logprobs * mask, ref_logprobs * mask, args.kl_estimator) * weights
-                # kl2 as it stands has the gradient of the reverse KL; kl1 and kl3 have it times
-                # the token's ratio (2510.01555)
-                if args.kl_estimator != "kl2":
-                    kl = kl * token_log_ratio.exp()
+                kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
+                # The tokens are the old policy's, so each counts with its ratio. With it kl1 and
+                # kl3 have the gradient of the reverse KL; kl2 has it where the ratio is a constant
+                # (2510.01555).
+                token_ratio = token_log_ratio.exp()
+                if args.kl_estimator == "kl2":
+                    token_ratio = token_ratio.detach()
+                kl = kl * token_ratio * weights
                 token_loss = pg_loss + args.beta * kl
-            scale = mask
+            scale = loss_mask
             if args.loss_aggregation == "sequence":
-                scale = mask / mask.sum(1, keepdim=True).clamp(min=1)
+                scale = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
             loss = (token_loss * scale).sum() / normalizer
             # Ranks average their gradients; times the number of ranks, that is their sum
             accelerator.backward(loss * accelerator.num_processes)
@@ -1574,8 +1858,8 @@ def accumulate_gradients(
             if args.beta > 0:
                 per_token["loss/kl_avg"] = kl
             for name, tensor in per_token.items():
-                sums[name] += (tensor * mask).sum(dtype=torch.float64)
-            sums["tokens"] += mask.sum(dtype=torch.float64)
+                sums[name] += (tensor * loss_mask).sum(dtype=torch.float64)
+            sums["tokens"] += loss_mask.sum(dtype=torch.float64)
             sums["positions"] += inputs["attention_mask"].sum(dtype=torch.float64)
             # A tensor like the others, so that ranks can add it up
             padded = torch.ones_like(inputs["attention_mask"])
@@ -1596,7 +1880,11 @@ def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args
     rounding. A difference that is not finite is left to check_gradient, which saves the batch.
     """
     difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
-    if difference > (1e-3 if args.dtype == "float32" else 0.1):
+    # GPUs may compute float32 with TF32; dividing by a low temperature makes rounding larger
+    limit = 1e-2 if mask.is_cuda else 1e-3
+    if args.dtype == "bfloat16":
+        limit = 0.1 / min(1.0, args.temperature)
+    if difference > limit:
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
         )
@@ -1624,8 +1912,9 @@ def token_means(sums: dict[str, float]) -> dict[str, float]:
     tokens = max(1, sums["tokens"])
     counts = ("tokens", "positions", "padded_positions")
     metrics = {name: total / tokens for name, total in sums.items() if name not in counts}
-    variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
-    metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
+    if "val/ratio" in metrics:  # else the policy was not trained
+        variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
+        metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
     metrics["perf/padding_fraction"] = 1 - sums["positions"] / sums["padded_positions"]
     return metrics
 
@@ -1648,6 +1937,7 @@ def mismatch_metrics(batch: Batch, untruncated_weights: Tensor, args: Args) -> d
         # The effective sample size, as a share of the tokens
         "mismatch/ess": weights.sum() ** 2 / (weights**2).sum() / len(weights),
         "mismatch/tis_clipfrac": cut_off.mean(),
+        "mismatch/masked": 1 - masked_mean(mismatch_mask(difference, mask, args), mask),
     }
 
 
@@ -1665,21 +1955,35 @@ def mean_by_source(
     return {key: sum(group) / len(group) for key, group in groups.items()}
 
 
-def score_metrics(prompts: list[Prompt], scores: Scores) -> dict[str, float]:
-    """The metrics of what each source of reward said, and of how often one failed."""
-    return {
-        **mean_by_source("objective/reward_model_score", prompts, scores.model_scores),
-        **mean_by_source("objective/verifiable_correct_rate", prompts, scores.correct),
-        "objective/reward_failures": scores.failures,
+def score_metrics(
+    group: str, prompts: list[Prompt], scores: Scores, args: Args
+) -> dict[str, float]:
+    """What responses earned, in all and by part: metrics of a group, "objective" or "eval"."""
+    parts = {
+        "scores": scores.scores,
+        "reward_model_score": scores.model_scores,
+        "verifiable_score": scores.verifiable,
+        # Rewards may be shares; less than the whole is not right
+        "verifiable_correct_rate": [
+            None if score is None else score >= 1 for score in scores.verifiable
+        ],
     }
+    if args.add_r1_style_format_reward:
+        parts["format_rate"] = scores.formats
+    if args.non_stop_penalty:
+        parts["penalty_rate"] = scores.penalized
+    metrics = {}
+    for name, values in parts.items():
+        metrics |= mean_by_source(f"{group}/{name}", prompts, values)
+    metrics[f"{group}/reward_failures"] = sum(cause is not None for cause in scores.failures)
+    return metrics
 
 
 def response_metrics(batch: Batch, args: Args) -> dict[str, Any]:
-    """The metrics of a step's responses: their scores, their entropy, how long they are."""
+    """The metrics of a step's responses: spread of their scores, their entropy, their length."""
     stopped = [response[-1] in args.stop_token_ids for response in batch.responses]
     return {
-        "objective/scores": batch.scores.mean(),
-        "objective/scores_std": batch.scores.std(correction=0),
+        "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
         "objective/entropy": (-batch.logprobs * batch.mask).sum(1).mean(),
         "val/num_stop_token_ids": sum(stopped),
         "val/stop_rate": torch.tensor(stopped).float().mean(),
@@ -1695,7 +1999,7 @@ def kl_metrics(batch: Batch, args: Args) -> dict[str, Tensor]:
     return {
         "objective/kl": kl1.sum(1).mean(),
         "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": batch.scores.mean() + non_score_reward,
+        "objective/rlhf_reward": masked_mean(batch.scores, batch.scored) + non_score_reward,
     }
 
 
@@ -1711,7 +2015,8 @@ def compute_metrics(batch: Batch, sums: dict[str, float], args: Args) -> dict[st
         metrics |= kl_metrics(batch, args)
         metrics["objective/loss"] += args.beta * metrics["loss/kl_avg"]
     groups = batch.scores.view(-1, args.number_samples_per_prompt)
-    metrics["val/zero_variance_groups"] = (groups.amax(1) == groups.amin(1)).sum()
+    scored = batch.scored.view(-1, args.number_samples_per_prompt)
+    metrics["val/zero_variance_groups"] = (~has_spread(groups, scored)).sum()
     return metrics
 
 
@@ -1745,12 +2050,18 @@ def evaluation_metrics(rollout: Rollout, scores: Scores, args: Args) -> dict[str
     prompts, responses = rollout.eval_prompts, rollout.eval_responses
     stopped = [response[-1] in args.stop_token_ids for response in responses]
     return {
-        **mean_by_source("eval/verifiable_correct_rate", prompts, scores.correct),
-        **mean_by_source("eval/scores", prompts, scores.scores),
+        **score_metrics("eval", prompts, scores, args),
         "eval/policy_version": rollout.policy_version,
         "eval/sequence_lengths": sum(map(len, responses)) / len(responses),
         "eval/stop_rate": sum(stopped) / len(responses),
     }
+
+
+def append_lines(path: Path, lines: list[dict]) -> None:
+    """Appends lines to a .jsonl file."""
+    with open(path, "a") as file:
+        for line in lines:
+            file.write(json.dumps(line) + "\n")
 
 
 def write_samples(
@@ -1771,16 +2082,15 @@ def write_samples(
             "policy_version": version,
         }
         samples.append(sample)
-    with open(run_dir / "samples.jsonl", "a") as file:
-        for sample in samples:
-            file.write(json.dumps(sample) + "\n")
+    append_lines(run_dir / "samples.jsonl", samples)
 
     columns = list(samples[0])
     cells = [[str(value) for value in sample.values()] for sample in samples]
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", columns, cells, commit=False)
 
-    mean_score = sum(scores.scores) / len(scores.scores)
+    known_scores = [score for score in scores.scores if score is not None]
+    mean_score = sum(known_scores) / max(1, len(known_scores))
     title = f"Held-out prompts, policy version {version}: score {mean_score:.3f}"
     table = Table(*columns[:4], title=title, title_justify="left")
     for row in cells[:4]:
@@ -1791,10 +2101,40 @@ def write_samples(
     Console(soft_wrap=True, markup=False).print(table)
 
 
+def write_rollouts(
+    accelerator: Accelerator,
+    rollout: Rollout,
+    batch: Batch,
+    scores: Scores,
+    run_dir: Path,
+    args: Args,
+) -> None:
+    """Appends a step's first few responses to rollouts.jsonl, with what was made of them."""
+    if not accelerator.is_main_process:
+        return
+    lengths = batch.mask.sum(1)  # (episodes,)
+    advantages = (batch.advantages.sum(1) / lengths).tolist()  # the mean over a response's tokens
+    samples = []
+    for i in range(min(4, len(rollout.prompts))):
+        response = rollout.responses[i]
+        sample = {
+            "training_step": rollout.training_step,
+            "prompt": rollout.prompts[i].text,
+            "response": scores.texts[i],
+            "score": scores.scores[i],
+            "advantage": advantages[i],
+            "length": len(response),
+            "stopped": response[-1] in args.stop_token_ids,
+            "policy_version": rollout.policy_version,
+        }
+        samples.append(sample)
+    append_lines(run_dir / "rollouts.jsonl", samples)
+
+
 def report_evaluation(
     accelerator: Accelerator,
     reward_model: torch.nn.Module | None,
-    workers: ProcessPool,
+    workers: list[RewardWorker],
     tokenizer,
     rollout: Rollout,
     run_dir: Path,
@@ -1826,8 +2166,7 @@ def write_metrics(
     accelerator.log(metrics, step=step)
     if not accelerator.is_main_process:
         return
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(metrics) + "\n")
+    append_lines(run_dir / "metrics.jsonl", [metrics])
     if step % max(1, args.num_training_steps // 20) == 0:
         shown = (
             "objective/scores",
@@ -1837,18 +2176,32 @@ def write_metrics(
         )
         figures = [f"{name.split('/')[1]} {metrics[name]:.3g}" for name in shown if name in metrics]
         console.print(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
+        if metrics["val/stop_rate"] < 0.8 and not args.non_stop_penalty:
+            console.print(
+                f"Warning: {1 - metrics['val/stop_rate']:.0%} of the responses were cut at "
+                f"--response_length {args.response_length}; allow more, or add --non_stop_penalty"
+            )
 
 
-def save_model(accelerator: Accelerator, policy: torch.nn.Module, tokenizer, path: Path) -> None:
-    """Writes the policy and its tokenizer in Hugging Face format, atomically."""
+def save_model(
+    accelerator: Accelerator, policy: torch.nn.Module, tokenizer, path: Path, args: Args
+) -> None:
+    """Writes the policy and its tokenizer in Hugging Face format, atomically.
+
+    Of its generation config only the end tokens change: they are those of the run.
+    """
     model = accelerator.unwrap_model(policy).model
     state = accelerator.get_state_dict(model)
+    generation_config = model.generation_config.to_diff_dict()
+    generation_config["eos_token_id"] = list(args.stop_token_ids)
 
     def write() -> None:
         unfinished = path.with_name(path.name + ".unfinished")
-        # Or else transformers refuses to save a config with a temperature
-        model.generation_config.do_sample = True
-        model.save_pretrained(unfinished, state_dict=state)
+        # transformers refuses to save what a model may have come with, such as a temperature
+        # without do_sample; so this file is written by hand
+        with mock.patch.object(model, "generation_config", transformers.GenerationConfig()):
+            model.save_pretrained(unfinished, state_dict=state)
+        (unfinished / "generation_config.json").write_text(json.dumps(generation_config, indent=2))
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(path)
 
@@ -1864,7 +2217,8 @@ def check_numbers(args: Args) -> None:
     Numbers must be above 0. One may be 0 if its default is 0 or its name is in may_be_0.
     """
     may_be_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
-    may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward"}
+    may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward", "reward_memory"}
+    may_be_0 |= {"reward_model_multiplier"}
     at_most = {
         "warmup_ratio": 1,
         "gamma": 1,
@@ -1880,7 +2234,7 @@ def check_numbers(args: Args) -> None:
             continue
         if name == "stop_token_id":
             continue
-        if not math.isfinite(value):
+        if not math.isfinite(value) and name != "mismatch_mask_range":
             bad_input(f"--{name} is {value}; it must be finite")
         if name == "penalty_reward_value":
             continue
@@ -1892,13 +2246,17 @@ def check_numbers(args: Args) -> None:
             bad_input(f"--{name} is {value}; it must be above 0")
         if value > at_most.get(name, math.inf):
             bad_input(f"--{name} is {value}; it must be at most {at_most[name]}")
+    if not args.mismatch_mask_range >= 1:
+        bad_input(f"--mismatch_mask_range is {args.mismatch_mask_range}; it must be 1 or more")
+    if 0 < args.dual_clip <= 1 + args.cliprange:
+        bad_input(f"--dual_clip is {args.dual_clip}; it must be above 1 + cliprange, or 0")
 
 
 def fill_in(args: Args) -> Args:
     """Checks the numbers, and returns args with those that follow from them filled in."""
     check_numbers(args)
     if not (
-        args.apply_verifiable_reward or args.add_r1_style_format_reward or args.reward_model_path
+        args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
     ):
         bad_input("no reward; add --apply_verifiable_reward, --reward_model_path or another")
     args = replace(args)  # a copy
@@ -1932,6 +2290,11 @@ def fill_in(args: Args) -> Args:
     args.num_updates = args.num_training_steps * args.num_epochs * updates_per_epoch
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+    if args.warm_up_steps >= args.num_updates:
+        bad_input(
+            f"--warm_up_steps {args.warm_up_steps}: the run has {args.num_updates} updates, so "
+            f"the learning rate would not rise to its full value before the last"
+        )
     eval_every = args.num_training_steps
     if args.num_evals > 0:
         eval_every = max(1, args.num_training_steps // args.num_evals)
@@ -1940,8 +2303,12 @@ def fill_in(args: Args) -> Args:
     before_last_step = max(1, args.num_training_steps - 1)
     args.eval_steps = tuple(range(0, before_last_step, eval_every))
 
-    # GPUs
+    # GPUs and CPU cores
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.reward_workers is None:
+        args.reward_workers = min(8, max(1, os.cpu_count() // learners))
+    if args.vllm_gpu_memory_utilization is None:
+        args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     free_gpus = list(range(learners, torch.cuda.device_count()))
     if not set(args.vllm_gpus) <= set(free_gpus):
         bad_input(f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner: {free_gpus}")
@@ -2043,30 +2410,53 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     It is scored as it stands and as \\boxed{...}, and the better score counts. Returns
     {data source: score}; a reward function that fails on one of them is bad input.
     """
-    name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
-    truth_scores = {}
+    first_prompts = {}
     for prompt in prompts:
-        if prompt.ground_truth is None or prompt.data_source in truth_scores:
-            continue
-        truth = str(prompt.ground_truth)
-        try:
-            plain = verifiable_reward(args.reward_fn, prompt, truth)
-            boxed = verifiable_reward(args.reward_fn, prompt, f"\\boxed{{{truth}}}")
-        except Exception as error:
-            bad_input(
-                f"{name} (path/to/file.py:function) fails on {prompt.row} with {truth!r}: {error}"
-            )
-        truth_scores[prompt.data_source] = max(plain, boxed)
+        if prompt.ground_truth is not None:
+            first_prompts.setdefault(prompt.data_source, prompt)
+    worker = RewardWorker(args)
+    truth_scores = {}
+    try:
+        if args.reward_fn and first_prompts:
+            try:
+                worker.load()
+            except RuntimeError as error:
+                bad_input(f"--reward_fn {args.reward_fn}: {error}")
+        for source, prompt in first_prompts.items():
+            truth = str(prompt.ground_truth)
+            answers = [truth, f"\\boxed{{{truth}}}"]
+            try:
+                if args.reward_fn:
+                    scores = [worker.score(prompt, answer) for answer in answers]
+                else:
+                    scores = [verifiable_reward(None, prompt, answer) for answer in answers]
+            except Exception as error:
+                name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
+                bad_input(f"{name} fails on {prompt.row} with {truth!r}: {error}")
+            truth_scores[source] = max(scores)
+    finally:
+        worker.stop()
     return truth_scores
 
 
+def check_scores(scores: Scores) -> None:
+    """RuntimeError: the reward failed on every response of a batch, which leaves nothing to train.
+
+    All ranks see the same scores.
+    """
+    if all(cause is not None for cause in scores.failures):
+        raise RuntimeError(
+            f"the reward failed on all {len(scores.failures)} responses: {scores.failures[0]}"
+        )
+
+
 def parse_args() -> Args:
-    """The arguments of the command line, checked and filled in."""
+    """The arguments of the command line, not yet checked."""
     description = __doc__.split("\n\n")[0]
     args, unknown = tyro.cli(Args, description=description, return_unknown_args=True)
     if unknown:
         bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
-    return fill_in(args)
+    return args
 
 
 def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: int) -> None:
@@ -2127,6 +2517,7 @@ def print_plan(
     print(f"  data     {len(train_prompts):,} prompts of up to {longest} tokens,", end=" ")
     print(f"and {len(eval_prompts):,} held out")
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
+    print(f"  learners {args.world_size}")
     print(f"  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all")
     print(
         f"  memory   {trained:.3g} GiB per rank for each trained model (weights, gradients,",
@@ -2134,8 +2525,18 @@ def print_plan(
     )
     print(f"AdamW), {frozen:.3g} GiB for each")
     print(f"           frozen one and for vLLM's ({num_parameters:,} parameters); and activations")
+    rewards = []
+    if args.apply_verifiable_reward:
+        rewards.append(f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}")
+    if uses_reward_model(args):
+        rewards.append(f"{args.reward_model_multiplier:g} x the reward model's score")
+    if args.add_r1_style_format_reward:
+        rewards.append(f"{args.r1_style_format_reward:g} for <think> and <answer>")
+    print(f"  reward   {' + '.join(rewards)}")
+    if args.non_stop_penalty:
+        print(f"           or {args.penalty_reward_value:g} without a stop token")
     for source, score in truth_scores.items():
-        print(f"  reward   the ground truth of a row of {source} scores {score:g}")
+        print(f"           the ground truth of a row of {source} scores {score:g}")
 
 
 def handle_signals() -> None:
@@ -2180,6 +2581,13 @@ def main() -> None:
         bad_input(
             f"--number_samples_per_prompt {args.number_samples_per_prompt}: a group needs at "
             f"least 2 samples"
+        )
+    args = fill_in(args)
+    widest_clip = max(args.cliprange, args.cliprange_higher)
+    if args.importance_sampling_level == "sequence" and widest_clip > 0.01 and is_rank_0():
+        print(
+            f"Warning: sequence ratios stay so close to 1 that a clip range of {widest_clip:g} "
+            f"never binds; GSPO has --cliprange 3e-4 --cliprange_higher 4e-4"
         )
     handle_signals()
     # A missing head is expected: no warning about it
@@ -2244,7 +2652,7 @@ def main() -> None:
         )
         ref_policy = PolicyModel(ref_model, args.temperature).to(device)
     reward_model = None
-    if args.reward_model_path:
+    if uses_reward_model(args):
         reward_model, _ = load_model(
             AutoModelForSequenceClassification, args.reward_model_path, args, trained=False
         )
@@ -2257,7 +2665,7 @@ def main() -> None:
     vllm = VLLM(accelerator, args)
     prompts_Q = queue.Queue(maxsize=1)
     response_Q = queue.Queue(maxsize=1)
-    workers = start_reward_workers(args)
+    workers = start_reward_workers(args) if is_main else []
     try:
         # ---- vLLM, and the request for the first batch
         console.print("Starting vLLM ...")
@@ -2304,7 +2712,11 @@ def main() -> None:
                 response_scores = score_responses(
                     accelerator, reward_model, workers, tokenizer, rollout.prompts, responses, args
                 )
-            scores = torch.tensor(response_scores.scores, device=device)  # (episodes,)
+            check_scores(response_scores)
+            # A response whose reward failed is no wrong answer: it is left out of the loss
+            scored = torch.tensor([score is not None for score in response_scores.scores])
+            scored = scored.float().to(device)  # (episodes,)
+            scores = torch.tensor([score or 0.0 for score in response_scores.scores], device=device)
 
             # 4. Log-probabilities before any update, (episodes, width). The policy sees the very
             # micro-batches of the first epoch. Other shapes would change the last bits; so the
@@ -2336,26 +2748,27 @@ def main() -> None:
 
             # 5. Advantages: one for all tokens of a response
             advantages = group_advantages(
-                scores, args.number_samples_per_prompt, args.advantage_normalization
+                scores, args.number_samples_per_prompt, args.advantage_normalization, scored
             )
             advantages = advantages[:, None] * mask  # (episodes, width)
 
             # 6. What is in the loss
-            in_loss = torch.ones_like(scores)  # (episodes,)
+            loss_mask = mask * scored[:, None]
             if args.mask_truncated_completions:
                 stopped = [float(r[-1] in args.stop_token_ids) for r in responses]
-                in_loss = torch.tensor(stopped, device=device)
+                loss_mask = loss_mask * torch.tensor(stopped, device=device)[:, None]
 
             batch = Batch(
                 prompt_ids=prompt_ids,
                 responses=responses,
                 mask=mask,
                 scores=scores,
+                scored=scored,
+                loss_mask=loss_mask,
                 sampler_logprobs=sampler_logprobs,
                 logprobs=logprobs,
                 ref_logprobs=ref_logprobs,
                 advantages=advantages,
-                in_loss=in_loss,
             )
 
             # 7. Updates
@@ -2377,7 +2790,7 @@ def main() -> None:
                     grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     grad_norms.append(grad_norm)
                     check_gradient(grad_norm, batch, training_step, run_dir)
-                    lr = args.learning_rate * lr_multiplier(update, args)
+                    lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                     optimizer.param_groups[0]["lr"] = lr
                     optimizer.step()
                     optimizer.zero_grad()
@@ -2398,7 +2811,7 @@ def main() -> None:
             metrics |= compute_metrics(batch, sums, args)
             weights = importance_weights(batch.logprobs, sampler_logprobs, mask, args)
             metrics |= mismatch_metrics(batch, weights, args)
-            metrics |= score_metrics(rollout.prompts, response_scores)
+            metrics |= score_metrics("objective", rollout.prompts, response_scores, args)
             metrics |= speed_metrics(times, batch)
             metrics["optim/grad_norm"] = torch.stack(grad_norms).mean()
             metrics["training_step"] = training_step
@@ -2407,6 +2820,7 @@ def main() -> None:
             metrics["lr"] = lr
             metrics["policy/version"] = version
             metrics["policy/staleness"] = version - rollout.policy_version
+            write_rollouts(accelerator, rollout, batch, response_scores, run_dir, args)
 
             # 10. After the last update, the last evaluation
             if eval_prompts and training_step == args.num_training_steps:
@@ -2420,11 +2834,11 @@ def main() -> None:
                 )
             write_metrics(accelerator, metrics, run_dir, console, args)
 
-        save_model(accelerator, policy, tokenizer, run_dir / "model")
+        save_model(accelerator, policy, tokenizer, run_dir / "model", args)
     finally:
         vllm.stop()
-        workers.stop()
-        workers.join()
+        for worker in workers:
+            worker.stop()
 
     # ---- Pictures, and a summary of the run
     if is_main:

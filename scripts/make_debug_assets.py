@@ -154,7 +154,7 @@ def make_model(tokenizer, settings):
         num_hidden_layers=settings["num_layers"],
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -192,7 +192,7 @@ def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
     if "debug_assets/" in message:
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if is_rank_0():
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node that finds it
         line = " ".join(message.split())[:450]
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -437,17 +437,18 @@ def calibration(margins: Tensor, num_bins: int = 10) -> tuple[float, list[Confid
     return error, bins
 
 
-def lr_multiplier(update: int, args: Args) -> float:
-    """Learning rate of optimizer update `update`, from 0, as a share of the base rate.
+def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
+    """A model's learning rate in its update `update`, from 0, as a share of the base rate.
 
-    It is above 0 to the end.
+    It is above 0 to the last of its num_updates updates.
 
-    >>> [lr_multiplier(update, Args(warm_up_steps=2, num_updates=4)) for update in range(4)]
+    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
+    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
     [0.5, 1.0, 1.0, 0.5]
     """
     if update < args.warm_up_steps:
         return (update + 1) / args.warm_up_steps
-    updates_left = max(1, args.num_updates - args.warm_up_steps)
+    updates_left = max(1, num_updates - args.warm_up_steps)
     done = (update - args.warm_up_steps) / updates_left  # in [0, 1)
     if args.lr_scheduler_type == "linear":
         return 1 - done
@@ -742,12 +743,12 @@ def find_pad_token(args: Args, tokenizer, config) -> int:
 
 
 def parse_args() -> Args:
-    """The arguments of the command line, checked and filled in."""
+    """The arguments of the command line, not yet checked."""
     description = __doc__.split("\n\n")[0]
     args, unknown = tyro.cli(Args, description=description, return_unknown_args=True)
     if unknown:
         bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
-    return fill_in(args)
+    return args
 
 
 def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None:
@@ -783,7 +784,7 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
 
 def main() -> None:
     start_time = time.time()
-    args = parse_args()
+    args = fill_in(parse_args())
     # A shell starts what it puts into the background with Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # No reports on heads that are missing, as they should be
@@ -865,7 +866,7 @@ def main() -> None:
                 )
 
             # 2. The update
-            lr = lr_multiplier(training_step - 1, args) * args.learning_rate
+            lr = lr_multiplier(training_step - 1, args.num_updates, args) * args.learning_rate
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()

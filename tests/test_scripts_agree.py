@@ -18,6 +18,9 @@ ALLOWED = {
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
     "Args.kl_estimator": "likewise",
     "Args.number_samples_per_prompt": "GRPO needs a group",
+    "Args.local_mini_batch_size": "GRPO's batch is eight times as large",
+    "Args.lr_scheduler_type": "PPO's learning rate falls, GRPO's stays",
+    "Args.penalty_reward_value": "in a group a large penalty makes wrong answers look good",
 }
 # Where only GRPO differs: between the PPO scripts these are the same text too.
 ALLOWED_IN_PPO = {"main"}
