@@ -251,7 +251,11 @@ class Args:
 
     # -- PPO
     beta: float = 0.01
-    """weight of the KL penalty in the reward"""
+    """weight of the KL penalty in the reward; with kl_target: in the first step"""
+    kl_target: float = 0.0
+    """KL per response that beta is adapted to (1909.08593, 2.2); 0: beta stays as it is"""
+    kl_horizon: int = 10_000
+    """with kl_target: episodes in which beta changes by a fifth where the KL is far off"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
     """estimator of that KL; kl2 and kl3 in a reward give almost no gradient (2510.01555)"""
     whiten_rewards: bool = False
@@ -1171,6 +1175,16 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     if estimator == "kl2":
         return d**2 / 2
     return torch.expm1(-d) + d
+
+
+def adapted_beta(kl: float, args: Args) -> float:
+    """The next step's beta: larger where the KL of this one was above kl_target (1909.08593, 2.2).
+
+    >>> adapted_beta(9.0, Args(beta=1.0, kl_target=6.0, kl_horizon=100, episodes_per_step=50))
+    1.1
+    """
+    error = min(0.2, max(-0.2, kl / args.kl_target - 1))
+    return args.beta * (1 + error * args.episodes_per_step / args.kl_horizon)
 
 
 def compute_gae(
@@ -2605,6 +2619,11 @@ def main() -> None:
             f"--value_warmup_steps {args.value_warmup_steps} leaves {num_policy_updates} updates "
             f"to the policy, all in the warm-up of its learning rate ({args.warm_up_steps})"
         )
+    if args.kl_target > 0 and (args.beta == 0 or args.kl_horizon < args.episodes_per_step):
+        bad_input(
+            f"--kl_target needs --beta above 0 ({args.beta}), and a --kl_horizon of at least the "
+            f"{args.episodes_per_step} episodes of a step ({args.kl_horizon})"
+        )
     handle_signals()
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
@@ -2857,9 +2876,13 @@ def main() -> None:
             metrics["episode"] = training_step * args.episodes_per_step
             metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
             metrics["lr"] = lr
+            metrics["objective/kl_coef"] = args.beta
             metrics["policy/version"] = version
             metrics["policy/staleness"] = version - rollout.policy_version
             write_rollouts(accelerator, rollout, batch, response_scores, run_dir, args)
+
+            if args.kl_target > 0:
+                args.beta = adapted_beta(metrics["objective/kl"].item(), args)
 
             # 10. After the last update, the last evaluation
             if eval_prompts and training_step == args.num_training_steps:
