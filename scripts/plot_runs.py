@@ -13,8 +13,20 @@ import json
 from pathlib import Path
 
 PANELS = [
-    ("Held-out prompts answered right", ["eval/verifiable_correct_rate"]),
+    (
+        "Held-out prompts: answered right, mean score",
+        ["eval/verifiable_correct_rate", "eval/verifiable_score"],
+    ),
     ("Score (training batches)", ["objective/scores"]),
+    (
+        "Parts of the score (training batches)",
+        [
+            "objective/verifiable_score",
+            "objective/reward_model_score",
+            "objective/format_rate",
+            "objective/penalty_rate",
+        ],
+    ),
     ("KL to the reference policy (nats per response)", ["objective/kl"]),
     ("Entropy (nats per token)", ["policy/entropy_avg"]),
     ("Response length (tokens)", ["val/sequence_lengths"]),
@@ -23,7 +35,8 @@ PANELS = [
     ("Seconds per step", ["time/training", "time/generation", "time/update"]),
 ]
 LOGARITHMIC = {"mismatch/logprob_diff_max"}
-LIMITS = {"eval/verifiable_correct_rate": (0, 1), "val/explained_variance": (-1, 1)}
+LIMITS = {"val/explained_variance": (-1, 1)}
+RATES = {"eval/verifiable_correct_rate"}  # the axis goes from 0 to 1 at least; scores may go on
 
 
 def read_metrics(run_dir):
@@ -43,8 +56,7 @@ def plot_curves(run_dirs, path):
 
     runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
     known = {key for metrics in runs.values() for line in metrics for key in line}
-    panels = [(title, [key for key in keys if key in known]) for title, keys in PANELS]
-    panels = [(title, keys) for title, keys in panels if keys]
+    panels = [(title, keys) for title, keys in PANELS if known.intersection(keys)]
     rows = (len(panels) + 2) // 3
     figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
     for number, (title, keys) in enumerate(panels, start=1):
@@ -63,6 +75,9 @@ def plot_curves(run_dirs, path):
             axes.set_yscale("symlog", linthresh=1e-7)
         if keys[0] in LIMITS:
             axes.set_ylim(*LIMITS[keys[0]])
+        if keys[0] in RATES:
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(min(bottom, 0), max(top, 1))
         axes.grid(alpha=0.3)
         if len(runs) > 1 or len(keys) > 1:
             axes.legend(fontsize=7)

@@ -8,21 +8,34 @@ from pathlib import Path
 
 from plot_runs import read_metrics
 
-RATE = "eval/verifiable_correct_rate"
+RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 
 
-def describe_evaluations(metrics: list[dict]) -> str | None:
-    """The rate of held-out prompts answered right, at the first and at the last evaluation.
+def describe_evaluations(metrics: list[dict]) -> list[str]:
+    """What the first and the last evaluation say: answers right, and where it differs their score.
 
     >>> describe_evaluations([{RATE: 0.5}, {}, {RATE: 0.75}])
-    'Held-out prompts answered right: 50.0% before training, 75.0% after'
+    ['Held-out prompts answered right: 50.0% before training, 75.0% after']
+    >>> describe_evaluations([{RATE: 0.0, SCORE: 0.3}])[1]
+    'Mean score of their answers: 0.300 after training'
     """
-    rates = [f"{line[RATE]:.1%}" for line in metrics if RATE in line]
-    if not rates:
-        return None
-    if len(rates) == 1:
-        return f"Held-out prompts answered right: {rates[0]} after training"
-    return f"Held-out prompts answered right: {rates[0]} before training, {rates[-1]} after"
+    evaluations = [line for line in metrics if RATE in line]
+    if not evaluations:
+        return []
+    rates = [f"{line[RATE]:.1%}" for line in evaluations]
+    sentences = [describe_change("Held-out prompts answered right", rates)]
+    # Rewards that are shares of 1: an answer may be worth something and not be right
+    if any(line.get(SCORE, line[RATE]) != line[RATE] for line in evaluations):
+        scores = [f"{line[SCORE]:.3f}" for line in evaluations]
+        sentences.append(describe_change("Mean score of their answers", scores))
+    return sentences
+
+
+def describe_change(what: str, values: list[str]) -> str:
+    """One value of each evaluation, the first of which is from before training if there are two."""
+    if len(values) == 1:
+        return f"{what}: {values[0]} after training"
+    return f"{what}: {values[0]} before training, {values[-1]} after"
 
 
 def describe_speed(metrics: list[dict]) -> str | None:
@@ -58,7 +71,7 @@ def main():
     metrics = read_metrics(run_dir)
     if not metrics:
         parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
-    for sentence in (describe_evaluations(metrics), describe_speed(metrics)):
+    for sentence in (*describe_evaluations(metrics), describe_speed(metrics)):
         if sentence:
             print(sentence)
     print(f"Model, metrics, samples and pictures: {run_dir}")

@@ -768,6 +768,11 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
             f"optimizer batch of {args.local_mini_batch_size * args.world_size}; set a smaller "
             f"--local_mini_batch_size"
         )
+    if args.warm_up_steps >= args.num_updates:
+        bad_input(
+            f"--warmup_ratio {args.warmup_ratio}: the run has {args.num_updates} updates, so the "
+            f"learning rate would not rise to its full value before the last"
+        )
 
     run_dir = Path(args.output_dir) / args.run_name
     if run_dir.exists() and is_rank_0():  # other ranks may come here when it has been made

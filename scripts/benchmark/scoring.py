@@ -1,11 +1,15 @@
-"""How long verifiable rewards take: 1,000 responses through score_responses, as in a run with two
-workers.
+"""How long verifiable rewards take: responses through score_responses, as in a run.
 
-python scripts/benchmark/scoring.py
+1,000 responses of GSM8K (in the script's process) and of MATH (in two workers); and 512 of a reward
+that takes 0.2 s on one response of ten, beside one that takes no time.
+
+    python scripts/benchmark/scoring.py
 """
 
+import math
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,32 +42,62 @@ def make(source, rng):
     return form % numbers, rf"{text}So the answer is $\boxed{{{form % other}}}$."
 
 
-def main():
-    sys.path.insert(0, str(REPO))
-    import ppo_sync as script
+SLOW = """import time
 
-    rng = random.Random(1)
+def slow(data_source, response, ground_truth, extra_info):
+    if response.startswith("slow"):
+        time.sleep(0.2)
+    return 1.0
+"""
+
+
+def measure(script, source, reward_fn, truths, texts, num_workers):
+    """The seconds that it takes to score the texts, and the scores."""
     accelerator = Accelerator(cpu=True)
     tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
-    for source, reward_fn in (("gsm8k", None), ("math", f"{GRADERS}:compute_score")):
-        args = script.Args(reward_fn=reward_fn, reward_workers=2)
-        workers = script.start_reward_workers(args)
-        pairs = [make(source, rng) for _ in range(1000)]
-        prompts = [script.Prompt("", "", [], [], source, truth, None) for truth, _ in pairs]
-        texts = [text for _, text in pairs]
-        # The first call starts the workers
+    args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
+    prompts = [script.Prompt("", "", [], [], source, truth, None) for truth in truths]
+    workers = script.start_reward_workers(args)
+    try:
+        for worker in workers:
+            worker.load()
+        # The first call of each worker imports what the reward imports
         script.score_responses(
             accelerator, None, workers, tokenizer, prompts[:10], texts[:10], args
         )
         start = time.perf_counter()
         scored = script.score_responses(accelerator, None, workers, tokenizer, prompts, texts, args)
-        seconds = time.perf_counter() - start
-        workers.stop()
-        workers.join()
-        right = sum(scored.correct)
-        print(
-            f"{source}: 1,000 responses in {seconds:.2f} s, {right} right, {scored.failures} failed"
-        )
+        return time.perf_counter() - start, scored
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def main():
+    sys.path.insert(0, str(REPO))
+    import ppo_sync as script
+
+    rng = random.Random(1)
+    for source, reward_fn in (("gsm8k", None), ("math", f"{GRADERS}:compute_score")):
+        truths, texts = zip(*(make(source, rng) for _ in range(1000)), strict=True)
+        seconds, scored = measure(script, source, reward_fn, truths, texts, num_workers=2)
+        right = sum(scored.verifiable)
+        failed = sum(cause is not None for cause in scored.failures)
+        print(f"{source}: 1,000 responses in {seconds:.2f} s, {right:.0f} right, {failed} failed")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "slow.py"
+        path.write_text(SLOW)
+        for num_workers in (2, 8):
+            texts = ["fast"] * 512
+            fast, _ = measure(script, "any", f"{path}:slow", texts, texts, num_workers)
+            slow_texts = [text if i % 10 else "slow" for i, text in enumerate(texts)]
+            slow, _ = measure(script, "any", f"{path}:slow", texts, slow_texts, num_workers)
+            least = math.ceil(slow_texts.count("slow") / num_workers) * 0.2
+            print(
+                f"{num_workers} workers, 512 responses: {fast:.2f} s; {slow:.2f} s where one of "
+                f"ten takes 0.2 s, of which {least:.1f} s cannot be less"
+            )
 
 
 if __name__ == "__main__":
