@@ -193,7 +193,7 @@ class Args:
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass (micro-batch) of a rank"""
     local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of a rank that trains nothing (reference policy, reward model)"""
+    """responses per forward pass of models that are not trained (reference policy, reward model)"""
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
@@ -235,7 +235,7 @@ class Args:
     reward_timeout: float = 10.0
     """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
     reward_memory: float = 4.0
-    """GiB of address space that a reward worker may take; 0: no limit"""
+    """GiB of address space that a reward worker may take above what it starts with; 0: no limit"""
     add_r1_style_format_reward: bool = False
     """reward the form <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
@@ -272,8 +272,8 @@ class Args:
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler on the policy loss; 0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
-    """the policy does not train on tokens whose ratio learner/sampler is far from 1, or on
-    responses where its geometric mean is; they still count in the loss's mean"""
+    """token: no policy gradient from tokens whose ratio learner/sampler is far from 1; sequence:
+    from responses where its geometric mean is; either way they still count in the loss's mean"""
     mismatch_mask_range: float = 2.0
     """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
 
@@ -346,7 +346,8 @@ class Rollout:
 class Scores:
     """What responses earned, in all and by part; each list is (episodes,)."""
 
-    scores: list[float | None]  # the sum of all rewards, or the penalty; None: a reward failed
+    scores: list[float | None]  # the sum of all rewards, or the penalty; None: not known, since a
+    # reward failed
     texts: list[str]
     verifiable: list[float | None]  # None: there is no ground truth, or the call failed
     model_scores: list[float | None]  # by the reward model; None: there is none
@@ -365,9 +366,9 @@ class Batch:
     prompt_ids: list[list[int]]  # (episodes,), token ids
     responses: list[list[int]]  # (episodes,), token ids
     mask: Tensor  # (episodes, width), 1.0 where there is a response token
-    scores: Tensor  # (episodes,), 0.0 where there is none
-    scored: Tensor  # (episodes,), 1.0 where there is a score, 0.0 where a reward failed
-    loss_mask: Tensor  # (episodes, width), 1.0 at the tokens of the loss
+    scores: Tensor  # (episodes,), 0.0 where the score is not known
+    scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
+    loss_mask: Tensor  # (episodes, width), the mask without responses that are left out of the loss
     sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
     logprobs: Tensor | None  # (episodes, width), by the policy before this step's updates; None
     # where the step has a single one, whose own forward pass gives them
@@ -652,7 +653,7 @@ def load_reward_fn(reward_fn: str) -> Callable:
     such function.
     """
     path, _, name = reward_fn.rpartition(":")
-    if reward_fn.endswith(".py"):
+    if reward_fn.endswith(".py"):  # without a name: the error below lists what there is
         path, name = reward_fn, ""
     if not path.endswith(".py"):
         raise ImportError("it must be path/to/file.py:function")
@@ -664,8 +665,8 @@ def load_reward_fn(reward_fn: str) -> Callable:
     function = getattr(module, name, None)
     if not callable(function):
         functions = inspect.getmembers(module, inspect.isfunction)
-        known = [f"{path}:{name}" for name, one in functions if one.__module__ == "reward_file"]
-        raise ImportError(f"name one of its functions: {', '.join(known)}")
+        own = [key for key, function in functions if function.__module__ == "reward_file"]
+        raise ImportError("name one of its functions: " + ", ".join(f"{path}:{key}" for key in own))
     return function
 
 
@@ -707,10 +708,10 @@ def run_reward_worker(connection, args: Args) -> None:
     """The main function of a reward worker's process.
 
     It first imports the file of --reward_fn, then scores each (prompt, response) that comes. Each
-    time it answers (score, error): error is a text, or None. Whatever happens in the user's code
-    ends there, sys.exit() and Ctrl-C included.
+    time it answers (score, error): error is a text, or None. Any exception of the user's code
+    becomes such an error, SystemExit and KeyboardInterrupt included.
     """
-    # A session of its own: Ctrl-C is for the script alone, and what a reward starts ends with it
+    # A session of its own, which can be ended as a whole, and which a Ctrl-C does not reach
     os.setsid()
     die_with_script()
     if args.reward_memory > 0:
@@ -734,17 +735,18 @@ def run_reward_worker(connection, args: Args) -> None:
 
 
 class RewardWorker:
-    """A process for --reward_fn, whose code may raise, hang, exit, or be killed: that costs a call.
+    """A process for --reward_fn, whose code may raise, hang, exit or crash.
 
-    pebble's and the standard library's pools do not survive the SIGKILL of an idle worker. One
-    thread at a time may use it.
+    Whatever happens to the process, only the call in progress fails, and the next call finds a
+    working process. (pebble's pool and the standard library's do not survive the SIGKILL of an idle
+    worker.) One thread at a time may use it.
     """
 
     def __init__(self, args: Args):
         self.args = args
         self.process = None
         self.connection = None
-        self.is_importing = False  # whether its first answer, to the import, is still to come
+        self.owes_import_answer = False  # whether its first answer is still to be received
         self.is_stopped = False
 
     def start(self) -> None:
@@ -758,37 +760,38 @@ class RewardWorker:
         process = context.Process(target=run_reward_worker, args=(worker_end, self.args))
         process.start()
         worker_end.close()  # so that the connection ends with the process
-        self.process, self.connection, self.is_importing = process, connection, True
+        self.process, self.connection, self.owes_import_answer = process, connection, True
 
-    def load(self) -> None:
-        """Waits until a process has imported the file. RuntimeError: it failed, and why."""
-        if self.process is None or not self.process.is_alive():
-            self.restart()  # it was killed while it was idle
-        if self.is_importing:
-            self.is_importing = False
+    def wait_for_import(self) -> None:
+        """Waits until the process has imported the file. RuntimeError: it failed, and why."""
+        if not self.process.is_alive():  # it was killed while it was idle
+            self.restart()
+        if self.owes_import_answer:
+            self.owes_import_answer = False  # True again where receive starts another process
             self.receive(REWARD_IMPORT_TIMEOUT)
 
     def score(self, prompt: Prompt, response: str) -> float:
         """verifiable_reward in the process. RuntimeError: it failed, and why."""
-        self.load()
-        with contextlib.suppress(OSError):  # receive says what has happened
+        self.wait_for_import()
+        with contextlib.suppress(OSError):  # it has just been killed; receive will say so
             self.connection.send((prompt, response))
         return self.receive(self.args.reward_timeout)
 
     def receive(self, seconds: float) -> float | None:
-        """The score in the process's next answer. RuntimeError: the error in it, or there is none.
+        """Returns the score of the process's next answer.
 
-        Without an answer the process is replaced; and when it has run out of memory.
+        RuntimeError: the answer is an error, or none came within these seconds, or the process has
+        died. Without an answer the process is replaced, and where it ran out of memory.
         """
         if not wait([self.connection, self.process.sentinel], seconds):
             self.restart()
             raise RuntimeError(f"TimeoutError: it took longer than {seconds:g} seconds")
         try:
-            if not self.connection.poll():  # a child of the process keeps the connection open
+            if not self.connection.poll():  # it is dead, but a child of it holds the connection
                 raise EOFError
             score, error = self.connection.recv()
         except (EOFError, OSError):
-            self.process.join(timeout=5)
+            self.process.join(timeout=5)  # its connection ends a moment before it does
             exitcode = self.process.exitcode
             self.restart()
             raise RuntimeError(f"its process ended with exit code {exitcode}") from None
@@ -809,7 +812,7 @@ class RewardWorker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
+        self.process.kill()  # it may not have its session yet
         self.process.join()
         self.connection.close()
 
@@ -847,7 +850,7 @@ def call_workers(
     with ThreadPoolExecutor(len(workers)) as threads:
         try:
             return list(threads.map(score, prompts, texts))
-        except BaseException:  # Ctrl-C, SIGTERM: the threads shall not wait for their answers
+        except BaseException:  # Ctrl-C, SIGTERM: threads whose worker is dead end at once
             for worker in workers:
                 worker.stop()
             raise
@@ -860,15 +863,16 @@ def verifiable_rewards(
 
     The reward is None without a ground truth, and where it failed.
     """
-    rows = [i for i, prompt in enumerate(prompts) if prompt.ground_truth is not None]
+    with_truth = [i for i, prompt in enumerate(prompts) if prompt.ground_truth is not None]
     results = [None] * len(prompts)
     if args.reward_fn:
-        some_prompts = [prompts[i] for i in rows]
-        some_texts = [texts[i] for i in rows]
-        for i, result in zip(rows, call_workers(workers, some_prompts, some_texts), strict=True):
-            results[i] = result
+        some_prompts = [prompts[i] for i in with_truth]
+        some_texts = [texts[i] for i in with_truth]
+        answers = call_workers(workers, some_prompts, some_texts)
+        for i, answer in zip(with_truth, answers, strict=True):
+            results[i] = answer
     else:
-        for i in rows:
+        for i in with_truth:
             try:
                 results[i] = verifiable_reward(None, prompts[i], texts[i])
             except Exception as error:
@@ -885,7 +889,7 @@ def verifiable_rewards(
     for cause, failed_rows in rows_of.items():
         print(
             f"Warning: the reward failed on {len(failed_rows)} of {len(prompts)} responses, which "
-            f"are left out: {cause[:300]} (first on {failed_rows[0]})"
+            f"do not count: {cause[:300]} (first on {failed_rows[0]})"
         )
     return scores, failures
 
@@ -940,6 +944,7 @@ def score_responses(
             score += args.r1_style_format_reward
         if args.apply_verifiable_reward and failures[i] is not None:
             score = None  # not known, which is not the same as wrong
+        # The penalty does not depend on the rewards, so not on their failures either
         stopped = response[-1] in args.stop_token_ids
         too_short = len(response) < args.min_response_length
         penalized.append(args.non_stop_penalty and (not stopped or too_short))
@@ -947,6 +952,14 @@ def score_responses(
             score = args.penalty_reward_value
         scores.append(score)
     return Scores(scores, texts, verifiable, model_scores, formats, penalized, failures)
+
+
+def check_scores(scores: Scores) -> None:
+    """RuntimeError: the reward failed on every response of a batch. All ranks see the same."""
+    if all(cause is not None for cause in scores.failures):
+        raise RuntimeError(
+            f"the reward failed on all {len(scores.failures)} responses: {scores.failures[0]}"
+        )
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -1095,7 +1108,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each response at each of its tokens: (batch, response_length), like values.
+    """Each token gets the mean over its response: (batch, response_length), like values.
 
     Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
 
@@ -1211,8 +1224,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], which are equal in PPO; and to
-    dual_clip, unless it is 0, where the advantage is negative (1912.09729).
+    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; PPO gives the same for both. For
+    negative advantages a dual_clip above 0 is another upper limit (1912.09729).
     log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
 
     >>> loss, clipped = policy_loss(
@@ -1240,9 +1253,9 @@ def policy_loss(
 
 
 def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
-    """A model's learning rate in its update `update`, from 0, as a share of the base rate.
+    """A model's learning rate in its own update number `update`, as a share of the base rate.
 
-    It is above 0 to the last of its num_updates updates.
+    Updates count from 0. The rate is above 0 to the last of num_updates.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -1734,7 +1747,7 @@ def reward_model_scores(
     """The reward model's scores: its head at the last token of each response, found by length.
 
     Equal responses to a prompt are scored once: what else is in a micro-batch moves the last bits,
-    and GRPO makes full-size advantages of differences however small.
+    and group advantages (GRPO) make much of differences however small.
     """
     pairs = [
         (tuple(prompt.reward_model_token_ids), tuple(response))
@@ -1874,7 +1887,7 @@ def sum_over_ranks(accelerator: Accelerator, sums: dict[str, Tensor]) -> dict[st
 
 
 def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args: Args) -> None:
-    """Only for on-policy batches: vLLM must have sampled them with just the learner's weights.
+    """Only for on-policy batches: vLLM must have sampled them with exactly the learner's weights.
 
     All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
     rounding. A difference that is not finite is left to check_gradient, which saves the batch.
@@ -1963,7 +1976,7 @@ def score_metrics(
         "scores": scores.scores,
         "reward_model_score": scores.model_scores,
         "verifiable_score": scores.verifiable,
-        # Rewards may be shares; less than the whole is not right
+        # Rewards may give partial credit, and only the whole is right
         "verifiable_correct_rate": [
             None if score is None else score >= 1 for score in scores.verifiable
         ],
@@ -2109,7 +2122,7 @@ def write_rollouts(
     run_dir: Path,
     args: Args,
 ) -> None:
-    """Appends a step's first few responses to rollouts.jsonl, with what was made of them."""
+    """Appends a step's first four responses to rollouts.jsonl, with score and advantage."""
     if not accelerator.is_main_process:
         return
     lengths = batch.mask.sum(1)  # (episodes,)
@@ -2188,7 +2201,7 @@ def save_model(
 ) -> None:
     """Writes the policy and its tokenizer in Hugging Face format, atomically.
 
-    Of its generation config only the end tokens change: they are those of the run.
+    Its generation config is the one that it came with, but for the end tokens, which are the run's.
     """
     model = accelerator.unwrap_model(policy).model
     state = accelerator.get_state_dict(model)
@@ -2198,7 +2211,7 @@ def save_model(
     def write() -> None:
         unfinished = path.with_name(path.name + ".unfinished")
         # transformers refuses to save what a model may have come with, such as a temperature
-        # without do_sample; so this file is written by hand
+        # without do_sample. So it saves a default in its place, and we write this file ourselves.
         with mock.patch.object(model, "generation_config", transformers.GenerationConfig()):
             model.save_pretrained(unfinished, state_dict=state)
         (unfinished / "generation_config.json").write_text(json.dumps(generation_config, indent=2))
@@ -2253,7 +2266,7 @@ def check_numbers(args: Args) -> None:
 
 
 def fill_in(args: Args) -> Args:
-    """Checks the numbers, and returns args with those that follow from them filled in."""
+    """Checks the numbers, and returns a copy with defaults and run-time fields filled in."""
     check_numbers(args)
     if not (
         args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
@@ -2298,8 +2311,8 @@ def fill_in(args: Args) -> Args:
     eval_every = args.num_training_steps
     if args.num_evals > 0:
         eval_every = max(1, args.num_training_steps // args.num_evals)
-    # After 0, eval_every, 2 * eval_every ... steps, but not right before the last step: its line of
-    # metrics has the evaluation after it
+    # After 0, eval_every, 2 * eval_every ... steps. But not before the last step, whose line of
+    # metrics has the last evaluation already.
     before_last_step = max(1, args.num_training_steps - 1)
     args.eval_steps = tuple(range(0, before_last_step, eval_every))
 
@@ -2418,8 +2431,9 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     truth_scores = {}
     try:
         if args.reward_fn and first_prompts:
+            worker.start()
             try:
-                worker.load()
+                worker.wait_for_import()
             except RuntimeError as error:
                 bad_input(f"--reward_fn {args.reward_fn}: {error}")
         for source, prompt in first_prompts.items():
@@ -2437,17 +2451,6 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     finally:
         worker.stop()
     return truth_scores
-
-
-def check_scores(scores: Scores) -> None:
-    """RuntimeError: the reward failed on every response of a batch, which leaves nothing to train.
-
-    All ranks see the same scores.
-    """
-    if all(cause is not None for cause in scores.failures):
-        raise RuntimeError(
-            f"the reward failed on all {len(scores.failures)} responses: {scores.failures[0]}"
-        )
 
 
 def parse_args() -> Args:
@@ -2713,7 +2716,7 @@ def main() -> None:
                     accelerator, reward_model, workers, tokenizer, rollout.prompts, responses, args
                 )
             check_scores(response_scores)
-            # A response whose reward failed is no wrong answer: it is left out of the loss
+            # A failed reward does not mean a wrong answer: the response is left out of the loss
             scored = torch.tensor([score is not None for score in response_scores.scores])
             scored = scored.float().to(device)  # (episodes,)
             scores = torch.tensor([score or 0.0 for score in response_scores.scores], device=device)

@@ -438,9 +438,9 @@ def calibration(margins: Tensor, num_bins: int = 10) -> tuple[float, list[Confid
 
 
 def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
-    """A model's learning rate in its update `update`, from 0, as a share of the base rate.
+    """A model's learning rate in its own update number `update`, as a share of the base rate.
 
-    It is above 0 to the last of its num_updates updates.
+    Updates count from 0. The rate is above 0 to the last of num_updates.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]

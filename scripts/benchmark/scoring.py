@@ -60,7 +60,7 @@ def measure(script, source, reward_fn, truths, texts, num_workers):
     workers = script.start_reward_workers(args)
     try:
         for worker in workers:
-            worker.load()
+            worker.wait_for_import()
         # The first call of each worker imports what the reward imports
         script.score_responses(
             accelerator, None, workers, tokenizer, prompts[:10], texts[:10], args

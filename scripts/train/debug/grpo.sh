@@ -11,5 +11,5 @@ exec .venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_prec
   --model_name_or_path debug_assets/model --dtype float32 --response_length 8 \
   --total_episodes 51200 --local_rollout_batch_size 64 --number_samples_per_prompt 8 --local_mini_batch_size 256 \
   --per_device_train_batch_size 128 --local_rollout_forward_batch_size 256 \
-  --learning_rate 5e-4 --warm_up_steps 10 \
+  --learning_rate 5e-4 --warm_up_steps 10 --lr_scheduler_type linear \
   --non_stop_penalty --penalty_reward_value -1 "$@"
