@@ -57,6 +57,7 @@ arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: D
 """
 
 import contextlib
+import copy
 import fcntl
 import functools
 import hashlib
@@ -66,6 +67,7 @@ import itertools
 import json
 import math
 import multiprocessing as mp
+import numbers
 import os
 import queue
 import re
@@ -125,7 +127,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """name of the experiment"""
     seed: int = 1
-    """seed of everything random: order of prompts, sampling, minibatches, a new value head"""
+    """seed of everything random: order of prompts, sampling, minibatches"""
     run_name: str | None = None
     """folder of the run below output_dir; None: exp_name, seed and the time"""
     output_dir: str = "output"
@@ -223,7 +225,8 @@ class Args:
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """the reward model's score is multiplied by this; 0: it only starts the value model"""
+    """the reward model's score is multiplied by this; 0: it scores nothing (in PPO it still starts
+    the value model)"""
     apply_verifiable_reward: bool = True
     """score responses with compute_score, or with reward_fn"""
     verification_reward: float = 1.0
@@ -384,13 +387,20 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_local_rank_0() -> bool:
+    """Whether this process is the first of its node; known before there is an Accelerator."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
     if "debug_assets/" in message:
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node that finds it
+    if is_local_rank_0():  # once on each node that finds it
         line = " ".join(message.split())[:450]
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    else:
+        time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
     sys.exit(2)
 
 
@@ -658,7 +668,7 @@ def load_reward_fn(reward_fn: str) -> Callable:
     if not path.endswith(".py"):
         raise ImportError("it must be path/to/file.py:function")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location("reward_file", path)
+    spec = importlib.util.spec_from_file_location("reward_file", os.path.abspath(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules["reward_file"] = module
     spec.loader.exec_module(module)
@@ -678,8 +688,8 @@ def verifiable_reward(reward_fn: str | None, prompt: Prompt, response: str) -> f
         score = load_reward_fn(reward_fn)(
             prompt.data_source, response, prompt.ground_truth, extra_info=prompt.extra_info
         )
-    if not math.isfinite(score):
-        raise ValueError(f"the reward is {score}")
+    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+        raise ValueError(f"the reward is {score!r}, and not a finite number")
     return float(score)
 
 
@@ -708,30 +718,42 @@ def run_reward_worker(connection, args: Args) -> None:
     """The main function of a reward worker's process.
 
     It first imports the file of --reward_fn, then scores each (prompt, response) that comes. Each
-    time it answers (score, error): error is a text, or None. Any exception of the user's code
-    becomes such an error, SystemExit and KeyboardInterrupt included.
+    time it answers (score, error, is_last). Any exception of the user's code becomes an error,
+    which is a text, SystemExit and KeyboardInterrupt included. is_last: the process is not fit for
+    another call.
     """
     # A session of its own, which can be ended as a whole, and which a Ctrl-C does not reach
     os.setsid()
     die_with_script()
+    pid = os.getpid()
+    most_memory = math.inf
     if args.reward_memory > 0:
-        allowed = psutil.Process().memory_info().vms + int(args.reward_memory * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
-    score, error = None, None
-    try:
-        load_reward_fn(args.reward_fn)
-    except BaseException as raised:
-        error = describe_error(raised, args.reward_fn)
-    connection.send((score, error))
+        allowance = int(args.reward_memory * 2**30)
+        limit = psutil.Process().memory_info().vms + allowance
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        if hard_limit != resource.RLIM_INFINITY:
+            limit = min(limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        most_memory = limit - allowance / 2
+
+    def attempt(function: Callable, *arguments) -> tuple[Any, str | None]:
+        result, error = None, None
+        try:
+            result = function(args.reward_fn, *arguments)
+        except BaseException as raised:
+            error = describe_error(raised, args.reward_fn)
+        if os.getpid() != pid:  # a child that the reward has forked must not answer
+            os._exit(1)
+        return result, error
+
+    _, error = attempt(load_reward_fn)
+    connection.send((None, error, error is not None))
     with contextlib.suppress(EOFError, OSError):  # the script has closed its end
         while True:
-            prompt, response = connection.recv()
-            score, error = None, None
-            try:
-                score = verifiable_reward(args.reward_fn, prompt, response)
-            except BaseException as raised:
-                error = describe_error(raised, args.reward_fn)
-            connection.send((score, error))
+            score, error = attempt(verifiable_reward, *connection.recv())
+            # What leaks would make all later calls fail, too
+            is_last = error is not None and psutil.Process().memory_info().vms > most_memory
+            connection.send((score, error, is_last))
 
 
 class RewardWorker:
@@ -768,38 +790,38 @@ class RewardWorker:
             self.restart()
         if self.owes_import_answer:
             self.owes_import_answer = False  # True again where receive starts another process
-            self.receive(REWARD_IMPORT_TIMEOUT)
+            self.receive("the import", REWARD_IMPORT_TIMEOUT)
 
     def score(self, prompt: Prompt, response: str) -> float:
         """verifiable_reward in the process. RuntimeError: it failed, and why."""
         self.wait_for_import()
         with contextlib.suppress(OSError):  # it has just been killed; receive will say so
             self.connection.send((prompt, response))
-        return self.receive(self.args.reward_timeout)
+        return self.receive("the call", self.args.reward_timeout)
 
-    def receive(self, seconds: float) -> float | None:
+    def receive(self, task: str, seconds: float) -> float | None:
         """Returns the score of the process's next answer.
 
         RuntimeError: the answer is an error, or none came within these seconds, or the process has
-        died. Without an answer the process is replaced, and where it ran out of memory.
+        died. It is replaced where it gave no answer, and where the answer was its last.
         """
         if not wait([self.connection, self.process.sentinel], seconds):
             self.restart()
-            raise RuntimeError(f"TimeoutError: it took longer than {seconds:g} seconds")
+            raise RuntimeError(f"TimeoutError: {task} took longer than {seconds:g} seconds")
         try:
             if not self.connection.poll():  # it is dead, but a child of it holds the connection
                 raise EOFError
-            score, error = self.connection.recv()
+            score, error, is_last = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(timeout=5)  # its connection ends a moment before it does
             exitcode = self.process.exitcode
             self.restart()
             raise RuntimeError(f"its process ended with exit code {exitcode}") from None
-        if error is None:
-            return score
-        if error.startswith("MemoryError"):  # what the process holds may be too much for good
+        if is_last:
             self.restart()
-        raise RuntimeError(error)
+        if error is not None:
+            raise RuntimeError(error)
+        return score
 
     def restart(self) -> None:
         """Puts a new process in the place of this one."""
@@ -810,7 +832,7 @@ class RewardWorker:
         """Ends the process, and all that it has started."""
         if self.process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # it may not have its session yet
         self.process.join()
@@ -879,17 +901,19 @@ def verifiable_rewards(
                 results[i] = RuntimeError(f"{type(error).__name__}: {error}")
 
     scores, failures = [], []
-    rows_of = defaultdict(list)  # of each way to fail
+    causes = {}  # each with the first failure of its kind
     for prompt, result in zip(prompts, results, strict=True):
-        failed = isinstance(result, Exception)
-        scores.append(None if failed else result)
-        failures.append(str(result) if failed else None)
-        if failed:
-            rows_of[str(result)].append(prompt.row)
-    for cause, failed_rows in rows_of.items():
+        score, failure = result, None
+        if isinstance(result, Exception):
+            score, failure = None, f"{str(result)[:300]} (on {prompt.row})"
+            causes.setdefault(str(result), failure)
+        scores.append(score)
+        failures.append(failure)
+    if causes:
+        count = sum(failure is not None for failure in failures)
         print(
-            f"Warning: the reward failed on {len(failed_rows)} of {len(prompts)} responses, which "
-            f"do not count: {cause[:300]} (first on {failed_rows[0]})"
+            f"Warning: the reward failed on {count} of {len(prompts)} responses, which do not "
+            f"count: {'; '.join(list(causes.values())[:3])}"
         )
     return scores, failures
 
@@ -2020,7 +2044,7 @@ def compute_metrics(batch: Batch, sums: dict[str, float], args: Args) -> dict[st
     """The metrics of a training step: a function of its batch, and of sums over its updates.
 
     sums: what accumulate_gradients returns, added up over updates and ranks. Values are floats,
-    or tensors of one element. README.md says what each metric means.
+    or tensors of one element. docs/ppo_sync.md says what each metric means.
     """
     metrics = {**token_means(sums), **response_metrics(batch, args)}
     metrics["objective/loss"] = metrics["loss/policy_avg"]
@@ -2103,8 +2127,10 @@ def write_samples(
         tracker.log_table("sample_completions", columns, cells, commit=False)
 
     known_scores = [score for score in scores.scores if score is not None]
-    mean_score = sum(known_scores) / max(1, len(known_scores))
-    title = f"Held-out prompts, policy version {version}: score {mean_score:.3f}"
+    mean_score = "unknown"
+    if known_scores:
+        mean_score = f"{sum(known_scores) / len(known_scores):.3f}"
+    title = f"Held-out prompts, policy version {version}: score {mean_score}"
     table = Table(*columns[:4], title=title, title_justify="left")
     for row in cells[:4]:
         shortened = [
@@ -2205,8 +2231,8 @@ def save_model(
     """
     model = accelerator.unwrap_model(policy).model
     state = accelerator.get_state_dict(model)
-    generation_config = model.generation_config.to_diff_dict()
-    generation_config["eos_token_id"] = list(args.stop_token_ids)
+    generation_config = copy.deepcopy(model.generation_config)
+    generation_config.eos_token_id = list(args.stop_token_ids)
 
     def write() -> None:
         unfinished = path.with_name(path.name + ".unfinished")
@@ -2214,7 +2240,8 @@ def save_model(
         # without do_sample. So it saves a default in its place, and we write this file ourselves.
         with mock.patch.object(model, "generation_config", transformers.GenerationConfig()):
             model.save_pretrained(unfinished, state_dict=state)
-        (unfinished / "generation_config.json").write_text(json.dumps(generation_config, indent=2))
+        text = generation_config.to_json_string(keys_to_pop=["compile_config"])
+        (unfinished / "generation_config.json").write_text(text)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(path)
 
@@ -2305,8 +2332,9 @@ def fill_in(args: Args) -> Args:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     if args.warm_up_steps >= args.num_updates:
         bad_input(
-            f"--warm_up_steps {args.warm_up_steps}: the run has {args.num_updates} updates, so "
-            f"the learning rate would not rise to its full value before the last"
+            f"--warm_up_steps {args.warm_up_steps} (or --warmup_ratio {args.warmup_ratio:g}): the "
+            f"run has {args.num_updates} updates, so the learning rate would not rise to its full "
+            f"value before the last"
         )
     eval_every = args.num_training_steps
     if args.num_evals > 0:
@@ -2421,8 +2449,11 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     """Tries the reward out on the ground truth of the first prompt of each data source.
 
     It is scored as it stands and as \\boxed{...}, and the better score counts. Returns
-    {data source: score}; a reward function that fails on one of them is bad input.
+    {data source: score}; a reward function that fails on one of them is bad input. The first rank
+    of a node does it for all: each call may be dear.
     """
+    if not is_local_rank_0():
+        return {}
     first_prompts = {}
     for prompt in prompts:
         if prompt.ground_truth is not None:
@@ -2584,6 +2615,11 @@ def main() -> None:
         bad_input(
             f"--number_samples_per_prompt {args.number_samples_per_prompt}: a group needs at "
             f"least 2 samples"
+        )
+    if args.importance_sampling_level == "sequence" and args.mismatch_mask == "token":
+        bad_input(
+            "--mismatch_mask token: with --importance_sampling_level sequence all tokens of a "
+            "response have one ratio; use --mismatch_mask sequence"
         )
     args = fill_in(args)
     widest_clip = max(args.cliprange, args.cliprange_higher)

@@ -188,13 +188,20 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_local_rank_0() -> bool:
+    """Whether this process is the first of its node; known before there is an Accelerator."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
     if "debug_assets/" in message:
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node that finds it
+    if is_local_rank_0():  # once on each node that finds it
         line = " ".join(message.split())[:450]
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    else:
+        time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
     sys.exit(2)
 
 

@@ -11,7 +11,11 @@ tokens each. Our learner has one thread, as `accelerate launch` gives it, and mi
 rows of like length; TRL has all threads and micro-batches of 32, which it does not sort
 (--trl_micro_batch to try others). The sides take turns. Episodes a second are counted from the end
 of step WARM_UP to the end of the last step but one (the last async step overlaps with nothing).
-Memory is the growth of the trainer process's resident set over what it was before the first step.
+Memory is the peak, over the whole run, of the sum over all processes of a side: what this script
+starts and all that comes from it, so on our side vLLM's process and the reward workers too. It is
+Linux's PSS: a page that processes share is divided among them. RSS would count it in full for each.
+Pages shared with a process of neither side are divided too, so nothing else should run from the
+same environments meanwhile.
 Both sides make the same number of updates; response tokens, over all pairs, must be as many within
 2%.
 
@@ -25,6 +29,7 @@ TRL runs in .venv_trl, which the first call makes.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -34,13 +39,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import psutil
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TRL_VERSION = "1.16.0"
 WARM_UP = 3
+MEMORY_EVERY = 0.2  # seconds
 PROMPTS, GROUP = 16, 8
 WORKLOADS = {"varied": 256, "equal": 64}  # response caps
 REWARD = """
@@ -49,42 +57,7 @@ def score(data_source, response, ground_truth, extra_info=None):
 """
 
 
-# --------------------------------------------------------------------------------------- both sides
-
-
-def watch_memory():
-    """Starts to follow this process's resident set; returns a function for its growth, in MiB."""
-    import psutil
-
-    process = psutil.Process()
-    seen = {"before": process.memory_info().rss, "peak": 0}
-
-    def sample():
-        while True:
-            seen["peak"] = max(seen["peak"], process.memory_info().rss)
-            time.sleep(0.02)
-
-    threading.Thread(target=sample, daemon=True).start()
-    return lambda: (seen["peak"] - seen["before"]) / 2**20
-
-
-def run_tandem(folder, flags):
-    """Our side, in a process of its own: the script, watched from its first weight sync on."""
-    sys.path.insert(0, str(REPO))
-    import grpo_vllm_async as script
-
-    growth = []
-    sync_weights = script.VLLM.sync_weights
-
-    def watched(*args):
-        if not growth:
-            growth.append(watch_memory())
-        return sync_weights(*args)
-
-    script.VLLM.sync_weights = watched
-    sys.argv = ["grpo_vllm_async.py", *flags]
-    script.main()
-    (folder / "memory.json").write_text(json.dumps(growth[0]()))
+# ------------------------------------------------------------------------------------- TRL's side
 
 
 def run_trl(folder, settings):
@@ -144,12 +117,7 @@ def run_trl(folder, settings):
 
     class Log(TrainerCallback):
         def on_train_begin(self, *_, **__):
-            self.growth, self.start, self.lines, self.paused = (
-                watch_memory(),
-                time.perf_counter(),
-                [],
-                0.0,
-            )
+            self.start, self.lines, self.paused = time.perf_counter(), [], 0.0
             if held_out:
                 self.evaluate(step=0)
 
@@ -176,7 +144,6 @@ def run_trl(folder, settings):
 
         def on_train_end(self, *_, **__):
             (folder / "metrics.jsonl").write_text("\n".join(self.lines))
-            (folder / "memory.json").write_text(json.dumps(self.growth()))
 
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -233,7 +200,7 @@ def trl_python():
 
 
 def make_assets(folder):
-    """Model, training prompts and response cap of each workload."""
+    """Model and training prompts of each workload, and the reward."""
     sys.path.insert(0, str(REPO / "scripts"))
     import make_debug_assets
     import torch
@@ -274,26 +241,40 @@ def make_assets(folder):
     (folder / "reward.py").write_text(REWARD)
 
 
+def memory_of(process):
+    """What a process and all that comes from it have in memory now, in bytes: the sum of PSS."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                total += one.memory_full_info().pss
+    return total
+
+
 def run_side(side, settings, threads):
-    """One run in a process of its own; returns its metrics and its memory's growth in MiB."""
+    """One run in processes of its own; returns its metrics and their memory at the peak, in MiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "settings.json").write_text(json.dumps(settings))
-        python = trl_python() if side == "trl" else sys.executable
+        if side == "trl":
+            (folder / "settings.json").write_text(json.dumps(settings))
+            command = [trl_python(), __file__, "--trl_folder", folder]
+        else:
+            command = [sys.executable, REPO / "grpo_vllm_async.py", *flags_of(settings, folder)]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads if side == "tandem" else os.cpu_count())
         }
-        result = subprocess.run(
-            [python, __file__, "--side", side, "--folder", name],
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        if result.returncode:
-            sys.exit(result.stdout + result.stderr)
+        output, peak = folder / "output.txt", 0
+        with (
+            output.open("w") as file,
+            psutil.Popen(command, stdout=file, stderr=file, env=environment) as process,
+        ):
+            while process.poll() is None:
+                peak = max(peak, memory_of(process))
+                time.sleep(MEMORY_EVERY)
+        if process.returncode:
+            sys.exit(output.read_text())
         path = folder / ("metrics.jsonl" if side == "trl" else "run/metrics.jsonl")
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return lines, json.loads((folder / "memory.json").read_text())
+        return [json.loads(line) for line in path.read_text().splitlines()], peak / 2**20
 
 
 def flags_of(settings, folder):
@@ -317,6 +298,7 @@ def flags_of(settings, folder):
         "beta": settings["beta"],
         "learning_rate": settings["learning_rate"],
         "warm_up_steps": settings["warm_up"],
+        "lr_scheduler_type": "linear",  # as TRL's
     }
     if settings["reward"] == "parity":
         flags["reward_fn"] = f"{Path(settings['dataset']).parent.parent / 'reward.py'}:score"
@@ -336,7 +318,8 @@ def speed(lines):
 def compare_throughput(args):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_assets(folder)
+        with ProcessPoolExecutor(max_workers=1) as pool:  # so that torch's pages are not ours too
+            pool.submit(make_assets, folder).result()
         for workload in args.workloads:
             settings = {
                 "model": str(folder / workload / "model"),
@@ -357,9 +340,9 @@ def compare_throughput(args):
                 for side in ("tandem", "trl"):
                     micro_batch = args.micro_batch if side == "tandem" else args.trl_micro_batch
                     run = settings | {"seed": pair, "micro_batch": micro_batch}
-                    lines, growth = run_side(side, run, args.threads)
+                    lines, peak = run_side(side, run, args.threads)
                     tokens = PROMPTS * GROUP * sum(line["val/sequence_lengths"] for line in lines)
-                    found[side] = (speed(lines), growth, len(lines), tokens)
+                    found[side] = (speed(lines), peak, len(lines), tokens)
                 (ours, our_memory, *_), (theirs, their_memory, *_) = found["tandem"], found["trl"]
                 same = found["tandem"][2] == found["trl"][2] == args.steps
                 token_ratio = found["tandem"][3] / found["trl"][3]
@@ -371,7 +354,8 @@ def compare_throughput(args):
                 print(
                     f"{workload}, pair {pair}: {ours:.1f} against {theirs:.1f} episodes/s: "
                     f"{ratios[-1]:.2f} times; "
-                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB more; "
+                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB at the peak: "
+                    f"{memory[-1]:.2f} times; "
                     f"{args.steps} updates, "
                     f"{found['trl'][3] / args.steps / PROMPTS / GROUP:.1f} tokens a response, "
                     f"ratio {token_ratio:.3f}",
@@ -475,17 +459,10 @@ def main():
     )
     parser.add_argument("--updates", type=int, default=200, help="in the comparison of learning")
     parser.add_argument("--output", type=Path, default=Path("vs_trl.png"))
-    parser.add_argument(
-        "--side", choices=["tandem", "trl"], help=argparse.SUPPRESS
-    )  # the process of one run
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--trl_folder", type=Path, help=argparse.SUPPRESS)  # a run of TRL's side
     args = parser.parse_args()
-    if args.side:
-        settings = json.loads((args.folder / "settings.json").read_text())
-        if args.side == "trl":
-            run_trl(args.folder, settings)
-        else:
-            run_tandem(args.folder, flags_of(settings, args.folder))
+    if args.trl_folder:
+        run_trl(args.trl_folder, json.loads((args.trl_folder / "settings.json").read_text()))
     elif args.what == "learning":
         compare_learning(args)
     else:
