@@ -30,6 +30,7 @@ Which file.
     test_bad_input      one line and status 2 for what a user gets wrong
     test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
                         a script of scripts/ each
+    test_pictures       the curves and the last lines of a run
     test_scripts_agree, test_doctests
     test_docs           README.md and docs/: what they point at is there
 
@@ -41,7 +42,7 @@ Helpers, in tests/helpers.
     files               rows and texts for the scripts to read
     processes           starting, watching and ending processes
     hooks               all places where tests stand in the way of a script's functions
-    saving_batches, wrapped_async, broken_sync, two_rank_gradient
+    saving_batches, wrapped_async, broken_sync, two_rank_gradient, vllm_answers
                         programs that tests start
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,

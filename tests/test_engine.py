@@ -8,15 +8,16 @@ import multiprocessing
 import os
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import hooks
+from helpers import REPO, hooks
 from helpers.formulas import padded_forward
-from helpers.processes import alive, wait_until
+from helpers.processes import alive, folders_of_vllm, wait_until
 from helpers.rollouts import STOP, VOCAB, load_policy, tiny_args, tiny_config, tiny_policy
 
 import ppo_sync
@@ -48,7 +49,8 @@ def test_vllms_environment_is_not_left_in_the_learners(fails, accelerator, monke
         with pytest.raises(OSError, match="no more") if fails else contextlib.nullcontext():
             ppo_sync.VLLM(accelerator, tiny_args()).start(tiny_config(), 32)
     finally:
-        shutil.rmtree(made[0])
+        for folder in made:
+            shutil.rmtree(folder)
     assert dict(os.environ) == before
     assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "RANK" not in seen
 
@@ -86,6 +88,36 @@ def test_transformers_backend_samples_alike_with_gradient_checkpointing(accelera
     assert answers[0] == answers[1] and len(set(answers[0][0])) > 3
 
 
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says otherwise."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "tensor_class", "limit"),
+    [
+        ("float32", 1.0, torch.Tensor, 1e-3),
+        ("float32", 0.1, torch.Tensor, 1e-3),
+        ("float32", 1.0, OnCuda, 1e-2),  # it may compute with TF32
+        ("bfloat16", 1.0, torch.Tensor, 0.1),
+        ("bfloat16", 1.0, OnCuda, 0.1),
+        ("bfloat16", 2.0, OnCuda, 0.1),
+        ("bfloat16", 0.25, OnCuda, 0.4),  # dividing by it makes rounding larger
+    ],
+)
+def test_rounding_is_no_lost_weight(dtype, temperature, tensor_class, limit):
+    args = tiny_args(dtype=dtype, temperature=temperature)
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).as_subclass(tensor_class)
+    learners = torch.tensor([[-1.0, -2.0, 0.0]])
+    for sign in (-1, 1):
+        # The mean over the response's tokens counts, of differences of either sign
+        off = sign * limit * torch.tensor([[-0.5, 1.4, 9e9]])
+        ppo_sync.check_sampler(learners, learners + off, mask, args)
+        with pytest.raises(RuntimeError, match="at equal weights"):
+            ppo_sync.check_sampler(learners, learners + off * 1.1, mask, args)
+
+
 # ----------------------------------------------------------------------------------- a real engine
 
 PROMPTS = [
@@ -110,7 +142,12 @@ def started_system(request, tmp_path_factory):
     )
     path = tmp_path_factory.mktemp("model")
     policy.model.save_pretrained(path)
-    args = tiny_args(model_name_or_path=str(path), response_length=16, vllm_enforce_eager=True)
+    args = tiny_args(
+        model_name_or_path=str(path),
+        response_length=16,
+        vllm_enforce_eager=True,
+        vllm_gpu_memory_utilization=0.3,
+    )
     before = set(psutil.Process().children(recursive=True))
     accelerator = Accelerator()
     vllm = ppo_sync.VLLM(accelerator, args)
@@ -122,13 +159,16 @@ def started_system(request, tmp_path_factory):
         parts = {"accelerator": accelerator, "policy": policy, "args": args, "vllm": vllm}
         yield SimpleNamespace(weights=weights, **parts)
     finally:
+        # vLLM removes it when it ends of itself; but it is killed
+        vllm_left_something = list(Path(vllm.temporary_folder).iterdir())
         vllm.stop()
     mine = [
         p for p in family if "resource_tracker" not in "".join(p.cmdline() if alive([p]) else [])
     ]
     assert family
     wait_until(lambda: not alive(mine), 10, f"the end of {mine}")
-    assert not os.path.exists(vllm.folder)
+    assert vllm_left_something
+    assert not os.path.exists(vllm.folder) and not os.path.exists(vllm.temporary_folder)
 
 
 @pytest.fixture
@@ -347,3 +387,32 @@ def test_many_prompt_tokens_at_once_do_not_kill_the_engine(system):
     ]  # no prefix in common
     responses, _ = generate(system, prompts=prompts)
     assert len(responses) == 60
+
+
+# ------------------------------------------------------------------------------- what it leaves
+
+
+@pytest.mark.slow
+def test_killed_script_leaves_no_folder_of_vllm(start_script, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    wrapped = str(REPO / "tests" / "helpers" / "wrapped_async.py")
+    process = start_script(
+        "none",
+        tmp_path,
+        launcher=(wrapped, "ppo_vllm_async.py"),
+        env={"TMPDIR": str(tmp_path / "temporary")},
+        total_episodes=32_000,
+    )
+    metrics = process.run_dir / "metrics.jsonl"
+    wait_until(lambda: process.poll() is not None or metrics.exists(), 240, "a first step")
+    assert process.poll() is None, (tmp_path / "stderr").read_text()
+    weights, temporary = folders_of_vllm((tmp_path / "stdout").read_text())
+    assert list(weights.iterdir())
+    assert temporary.parent == tmp_path / "temporary" and list(temporary.iterdir())
+    process.kill()
+    process.wait()
+    wait_until(
+        lambda: not weights.exists() and not list((tmp_path / "temporary").glob("*")),
+        10,
+        f"the end of {weights} and {temporary}",
+    )

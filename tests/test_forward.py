@@ -1,13 +1,22 @@
 """What models say of padded batches, and the gradients of optimizer batches."""
 
 import functools
+import itertools
 import math
+import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.formulas import logprobs_and_entropies
+from helpers.formulas import (
+    chosen_logprobs,
+    logprobs_and_entropies,
+    surrogate_loss,
+    values_of,
+    weights_by_definition,
+)
 from helpers.processes import gradient_of_ranks
 from helpers.rollouts import (
     PAD,
@@ -15,12 +24,19 @@ from helpers.rollouts import (
     STOP,
     VOCAB,
     gradients,
+    groups_of_equals,
     make_rollout,
+    near_policy,
     tiny_args,
+    tiny_classifier,
     tiny_policy,
     tiny_value_model,
+    with_failed_rewards,
+    without_rows,
 )
+from transformers import AutoTokenizer
 
+import grpo_vllm_async as grpo
 import ppo_sync
 from ppo_sync import Args
 
@@ -44,6 +60,18 @@ def every_row_alone(forward, batch):
         assert mask.all() and inputs["attention_mask"].all()
         results.append(forward(inputs, mask.shape[1])[0])
     return results
+
+
+def one_of_ranks(rank, world_size):
+    """An accelerator of a rank that meets no others: what it would add up is its own share."""
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world_size,
+        device=torch.device("cpu"),
+        no_sync=lambda model: torch.no_grad() if model is None else torch.enable_grad(),
+        backward=lambda loss: loss.backward(),
+        reduce=lambda tensor, reduction: tensor,
+    )
 
 
 # ------------------------------------------------------------------------------- log-probabilities
@@ -204,6 +232,103 @@ def test_value_of_a_state_does_not_know_the_token_to_come():
     assert same == [True] * (mask.shape[1] - 3) + [False] * 3
 
 
+def test_first_values_are_zero_unless_the_checkpoint_has_a_head(saved_policy, tmp_path):
+    batch = make_rollout()
+    args = tiny_args(model_name_or_path=str(saved_policy))
+    inputs, mask = collate(batch, range(8))
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        assert (ppo_sync.load_value_model(args)(inputs, mask.shape[1]) == 0).all()
+    classifier = tiny_classifier(seed=7)
+    classifier.save_pretrained(tmp_path / "classifier")
+    expected = ppo_sync.ValueModel(classifier)(inputs, mask.shape[1])
+    assert (expected != 0).all()
+    for flag in ("value_model_path", "reward_model_path"):
+        loaded = ppo_sync.load_value_model(replace(args, **{flag: str(tmp_path / "classifier")}))
+        assert torch.equal(loaded(inputs, mask.shape[1]), expected)
+
+
+def answers_of_the_debug_task(tokenizer):
+    """Prompts like 53812=, and answers of which about every third is right."""
+    rng = random.Random(0)
+    prompts, responses = [], []
+    for _ in range(96):
+        digits = [rng.choice("0123456789") for _ in range(5)]
+        written = sorted(digits) if rng.random() < 0.3 else [*sorted(digits[:-1]), digits[-1]]
+        prompts.append(tokenizer("".join(digits) + "=")["input_ids"])
+        responses.append([*tokenizer("".join(written))["input_ids"], tokenizer.eos_token_id])
+    return prompts, responses
+
+
+def test_first_advantages_are_the_outcome_and_not_noise(accelerator, assets):
+    args = tiny_args(model_name_or_path=str(assets / "model"), lam=0.95)
+    prompts, responses = answers_of_the_debug_task(AutoTokenizer.from_pretrained(assets / "model"))
+    scores = (torch.rand(96, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    value_model = ppo_sync.load_value_model(args)
+
+    def correlation():
+        rows = list(range(96))
+        values = ppo_sync.forward_all(
+            accelerator, value_model, prompts, responses, [rows], 32, args
+        )
+        rewards, mask = torch.zeros_like(values), torch.ones_like(values)
+        rewards[:, -1] = scores
+        advantages, _ = ppo_sync.compute_gae(rewards, values, mask, gamma=1.0, lam=args.lam)
+        advantages = ppo_sync.masked_whiten(advantages, mask)
+        outcome = scores[:, None].expand_as(mask)
+        return torch.corrcoef(torch.stack([advantages.flatten(), outcome.flatten()]))[0, 1].item()
+
+    assert correlation() > 0.95
+    # So it is not the task that makes them agree
+    head = value_model.model.score.weight.data
+    head.normal_(std=1 / math.sqrt(head.shape[1] + 1), generator=torch.Generator().manual_seed(0))
+    assert correlation() < 0.7
+
+
+# ------------------------------------------------------------------------------ reward model scores
+
+
+def assert_equals_have_equal_scores(prompts, responses, scores):
+    """And their advantages are exactly 0, and others have other scores."""
+    score_of = {}
+    pairs = zip(prompts, responses, strict=True)
+    for (prompt, response), score in zip(pairs, scores, strict=True):
+        ids = tuple(prompt.reward_model_token_ids), tuple(response)
+        assert score_of.setdefault(ids, score) == score
+    assert len(set(score_of.values())) == len(score_of)
+    for normalization in ("standard", "centered"):
+        assert (grpo.group_advantages(torch.tensor(scores), 4, normalization) == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 32])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equal_responses_have_equal_scores(world_size, size):
+    """What else is in their micro-batch moves the last bits, which "standard" makes large."""
+    model, (prompts, responses) = tiny_classifier(seed=3).eval(), groups_of_equals()
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(1)).tolist()
+    args = tiny_args(local_rollout_forward_batch_size=size)
+    for rows in (range(len(prompts)), order):
+        some = [prompts[row] for row in rows], [responses[row] for row in rows]
+        shares = [
+            ppo_sync.reward_model_scores(one_of_ranks(rank, world_size), model, *some, args)
+            for rank in range(world_size)
+        ]
+        scores = [sum(parts) for parts in zip(*shares, strict=True)]  # all 0 but one
+        of_row = dict(zip(rows, scores, strict=True))
+        in_groups = [of_row[row] for row in range(len(prompts))]
+        assert_equals_have_equal_scores(prompts, responses, in_groups)
+
+
+def test_score_of_equal_responses_is_that_of_one_alone(accelerator):
+    model, (prompts, responses) = tiny_classifier(seed=3).eval(), groups_of_equals()
+    scores = ppo_sync.reward_model_scores(accelerator, model, prompts, responses, tiny_args())
+    for prompt, response, score in zip(prompts, responses, scores, strict=True):
+        ids = torch.tensor([prompt.reward_model_token_ids + response])
+        with torch.no_grad():
+            expected = model.score(model.base_model(ids).last_hidden_state[0, -1]).item()
+        assert score == pytest.approx(expected, abs=1e-5)
+
+
 # ------------------------------------------------------------------- minibatches and micro-batches
 
 
@@ -261,34 +386,177 @@ def test_gradient_does_not_depend_on_micro_batches(accelerator, dtype, tolerance
         assert cut_sums[name] == pytest.approx(sums[name], rel=1e-4)
 
 
-def test_loss_is_the_mean_over_tokens_not_over_responses(accelerator):
-    batch, args = make_rollout(), tiny_args()
-    policy, value_model = tiny_policy().double(), tiny_value_model().double()
-    gradient, sums = gradients(accelerator, policy, value_model, batch, args)
+def with_weights(batch, args):
+    """A copy with the importance weights that main() gives the policy's tokens."""
+    log_ratio = batch.logprobs - batch.sampler_logprobs
+    weights = batch.mask
+    if args.tis_cap > 0:
+        weights = log_ratio.exp().clamp(max=args.tis_cap) * batch.mask
+    return replace(
+        batch, importance_weights=weights * ppo_sync.mismatch_mask(log_ratio, batch.mask, args)
+    )
+
+
+def reference_gradient(policy, value_model, batch, args):
+    """PPO's losses as the papers write them, response by response; and both summed over tokens."""
     policy.zero_grad()
     value_model.zero_grad()
-    pg_total = vf_total = 0.0
-    for row, (_, size) in enumerate(SIZES):
-        inputs, _ = collate(batch, [row])
-        logprobs, _ = policy(inputs, size)
-        values = value_model(inputs, size)
-        old, weights, advantages, old_values, returns = (
-            getattr(batch, name)[row, :size]
-            for name in ("logprobs", "importance_weights", "advantages", "values", "returns")
+    pg_total = vf_total = tokens = 0.0
+    for row, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.responses, strict=True)):
+        if not batch.scored[row]:
+            continue
+        size = len(response)
+        tokens += size
+        names = ("logprobs", "sampler_logprobs", "advantages", "values", "returns")
+        old, sampler, advantages, old_values, returns = (
+            getattr(batch, name)[row, :size] for name in names
         )
-        ratio = (logprobs[0] - old).exp()
-        surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        near = old_values + (values[0] - old_values).clamp(-0.3, 0.3)
-        pg_total = pg_total - (weights * surrogate).sum()
-        vf_total = vf_total + torch.max((values[0] - returns) ** 2, (near - returns) ** 2).sum() / 2
-    tokens = sum(size for _, size in SIZES)
+        new = chosen_logprobs(policy.model, prompt, response, args.temperature)
+        weights = weights_by_definition(old, sampler, args)
+        pg_loss = surrogate_loss(
+            (new - old).exp(), advantages, args.cliprange, args.cliprange, args.dual_clip
+        )
+        pg_total = pg_total + (weights * pg_loss).sum()
+        values = values_of(value_model.model, prompt, response)
+        squares = (values - returns) ** 2
+        if args.cliprange_value > 0:
+            near = values.clamp(
+                old_values - args.cliprange_value, old_values + args.cliprange_value
+            )
+            squares = torch.max(squares, (near - returns) ** 2)
+        vf_total = vf_total + squares.sum() / 2
     ((pg_total + vf_total) / tokens).backward()
-    expected = torch.cat(
-        [p.grad.flatten() for p in [*policy.parameters(), *value_model.parameters()]]
-    )
-    assert (gradient - expected).norm() < 1e-10 * expected.norm()
-    assert sums["loss/policy_avg"] == pytest.approx(pg_total.item())
-    assert sums["loss/value_avg"] == pytest.approx(vf_total.item())
+    parameters = [*policy.parameters(), *value_model.parameters()]
+    return torch.cat([p.grad.flatten() for p in parameters]), pg_total.item(), vf_total.item()
+
+
+OPTIONS = [
+    {},
+    {"cliprange": 0.05},
+    {"dual_clip": 1.5},
+    {"cliprange_value": 0.0},
+    {"tis_cap": 0.0},
+    {"tis_cap": 1.1},
+    {"mismatch_mask": "token", "mismatch_mask_range": 1.3},
+    {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2},
+    {"mismatch_mask": "token", "mismatch_mask_range": 1.3, "tis_cap": 0.0},
+    {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2, "dual_clip": 1.2},
+]
+
+
+@pytest.mark.parametrize("failed", [[], [1, 4]], ids=["all scored", "two failed"])
+@pytest.mark.parametrize("distance", [0.0, 0.4], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradient_is_that_of_the_papers_formula(options, distance, failed, accelerator):
+    """A mean over tokens, not over responses."""
+    policy, value_model = tiny_policy().double(), tiny_value_model().double()
+    batch, args = near_policy(make_rollout(), policy, distance), tiny_args(**options)
+    batch = with_failed_rewards(batch, failed)
+    expected, pg_total, vf_total = reference_gradient(policy, value_model, batch, args)
+    assert expected.norm() > 0.1
+    batch = with_weights(batch, args)
+    for size in (8, 3):
+        args.per_device_train_batch_size = size
+        found, sums = gradients(accelerator, policy, value_model, batch, args)
+        assert (found - expected).norm() < 1e-10 * expected.norm(), size
+        assert sums["loss/policy_avg"] == pytest.approx(pg_total, rel=1e-9)
+        assert sums["loss/value_avg"] == pytest.approx(vf_total, rel=1e-9)
+        assert sums["tokens"] == sum(len(batch.responses[r]) for r in range(8) if r not in failed)
+
+
+def test_every_option_changes_the_gradient(accelerator):
+    models, found = (tiny_policy().double(), tiny_value_model().double()), []
+    batch = near_policy(make_rollout(), models[0], 0.4)
+    for options in OPTIONS:
+        args = tiny_args(**options)
+        found.append(gradients(accelerator, *models, with_weights(batch, args), args)[0])
+    for (one, i), (other, j) in itertools.combinations(zip(found, OPTIONS, strict=True), 2):
+        assert (one - other).norm() > 1e-4 * one.norm(), f"{i} as {j}"
+
+
+def gradient_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_mismatch_mask_is_for_the_policy_alone(kind, accelerator):
+    """The value model learns from what the policy may not, and what is masked is in the mean."""
+    policy, value_model = tiny_policy().double(), tiny_value_model().double()
+    args = tiny_args(mismatch_mask=kind, mismatch_mask_range=1.2)
+    plain = with_weights(make_rollout(), tiny_args())
+    masked = with_weights(make_rollout(), args)
+    gone = (masked.importance_weights == 0) & plain.mask.bool()
+    assert 5 < gone.sum() < plain.mask.sum() - 5
+    _, plain_sums = gradients(accelerator, policy, value_model, plain, tiny_args())
+    of_value = gradient_of(value_model)
+    _, sums = gradients(accelerator, policy, value_model, masked, args)
+    of_policy = gradient_of(policy)
+    assert torch.equal(gradient_of(value_model), of_value)
+    assert sums["loss/value_avg"] == plain_sums["loss/value_avg"]
+    assert sums["tokens"] == plain.mask.sum()
+    # The tokens that are left, and their mean for their sum over all
+    left = replace(plain, loss_mask=plain.mask * ~gone)
+    gradients(accelerator, policy, value_model, left, tiny_args())
+    expected = gradient_of(policy) * left.loss_mask.sum() / plain.mask.sum()
+    assert (of_policy - expected).norm() < 1e-6 * expected.norm()
+    # and nothing of the others
+    masked.advantages = torch.where(gone, 1e3, masked.advantages)
+    masked.logprobs = torch.where(gone, -5.0, masked.logprobs)
+    gradients(accelerator, policy, value_model, masked, args)
+    assert torch.equal(gradient_of(policy), of_policy)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_mismatch_mask_without_limit_is_none_to_the_bit(kind, accelerator):
+    models, batch = (tiny_policy(), tiny_value_model()), make_rollout(dtype=torch.float32)
+    off, args = tiny_args(), tiny_args(mismatch_mask=kind, mismatch_mask_range=math.inf)
+    expected, sums = gradients(accelerator, *models, with_weights(batch, off), off)
+    found, sums_without_limit = gradients(accelerator, *models, with_weights(batch, args), args)
+    assert torch.equal(found, expected) and sums_without_limit == sums
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_policy_that_does_not_train_costs_nothing(size, accelerator):
+    """The value model's warm-up: the same gradient to the bit, and none of the policy."""
+    policy, value_model = tiny_policy(), tiny_value_model()
+    batch = make_rollout(dtype=torch.float32)
+    args = tiny_args(per_device_train_batch_size=size)
+    _, with_policy = gradients(accelerator, policy, value_model, batch, args)
+    expected = gradient_of(value_model)
+    policy.forward = lambda *_: pytest.fail("the policy was computed")
+    _, sums = gradients(accelerator, policy, value_model, batch, args, trains_policy=False)
+    assert expected.norm() > 0.1 and torch.equal(gradient_of(value_model), expected)
+    assert all(p.grad is None for p in policy.parameters())
+    names = {"loss/value_avg", "val/clipfrac_avg", "tokens", "positions", "padded_positions"}
+    assert sums == {name: with_policy[name] for name in names}
+    metrics = ppo_sync.token_means(sums)
+    assert not [name for name in metrics if "policy" in name or "ratio" in name]
+    assert with_policy.keys() - names == {
+        "loss/policy_avg",
+        "policy/approxkl_avg",
+        "policy/clipfrac_avg",
+        "policy/entropy_avg",
+        "val/ratio",
+        "val/ratio_squared",
+    }
+
+
+@pytest.mark.parametrize("size", [8, 3, 1])
+def test_response_without_a_score_is_in_neither_loss(size, accelerator):
+    """As if it were not there: not in the sums, and not in what they are divided by."""
+    models = tiny_policy().double(), tiny_value_model().double()
+    failed, args = [1, 6], tiny_args(per_device_train_batch_size=size)
+    batch = with_failed_rewards(make_rollout(), failed)
+    rest = without_rows(make_rollout(), failed)
+    expected, expected_sums = gradients(accelerator, *models, rest, tiny_args())
+    found, sums = gradients(accelerator, *models, batch, args)
+    assert (found - expected).norm() < 1e-10 * expected.norm()
+    for name in sums.keys() - {"positions", "padded_positions"}:
+        assert sums[name] == pytest.approx(expected_sums[name], rel=1e-9), name
+    for name in ("advantages", "values", "returns"):
+        getattr(batch, name)[failed] += 1e3
+    again, sums_again = gradients(accelerator, *models, batch, args)
+    assert torch.equal(again, found) and sums_again == sums
 
 
 def test_losses_of_policy_and_value_model_do_not_mix(accelerator):
@@ -306,7 +574,8 @@ def test_losses_of_policy_and_value_model_do_not_mix(accelerator):
 def test_micro_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
     args, policy, value_model = tiny_args(), tiny_policy(), tiny_value_model()
     batch = make_rollout(sizes=[(3, 2), (4, 2)], dtype=torch.float32)
-    batch.responses, batch.mask = [[], []], torch.zeros_like(batch.mask)
+    batch.responses = [[], []]
+    batch.mask = batch.loss_mask = torch.zeros_like(batch.mask)
     vector, sums = gradients(accelerator, policy, value_model, batch, args)
     assert torch.isfinite(vector).all() and (vector == 0).all()
     assert all(math.isfinite(value) for value in sums.values())
@@ -319,8 +588,9 @@ def test_row_with_nothing_to_train_on_leaves_the_others_alone(accelerator):
     alone, _ = gradients(accelerator, policy, value_model, batch, args)
     batch.prompt_ids.append([5, 6])
     batch.responses.append([])
-    for name in ("mask", "logprobs", "importance_weights", "advantages", "values", "returns"):
-        whole = getattr(batch, name)
+    for name, whole in list(vars(batch).items()):
+        if isinstance(whole, list):
+            continue
         setattr(batch, name, torch.cat([whole, torch.zeros_like(whole[:1])]))
     together, _ = gradients(
         accelerator, policy, value_model, batch, tiny_args(per_device_train_batch_size=3)
@@ -339,29 +609,39 @@ def test_two_ranks_add_up_to_one(size):
     args = tiny_args(per_device_train_batch_size=size)
     shares = []
     for rank in (0, 1):
-        accelerator = SimpleNamespace(
-            process_index=rank,
-            num_processes=2,
-            device=torch.device("cpu"),
-            no_sync=lambda model: torch.no_grad() if model is None else torch.enable_grad(),
-            backward=lambda loss: loss.backward(),
-        )
-        share, _ = gradients(accelerator, *models, batch, args)
+        share, _ = gradients(one_of_ranks(rank, 2), *models, batch, args)
         shares.append(share)
     mean = (shares[0] + shares[1]) / 2  # as DDP averages
     assert (mean - whole).norm() < 1e-10 * whole.norm()
     assert (shares[0] - shares[1]).norm() > 1e-2 * whole.norm()
 
 
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What two_rank_gradient.py writes, by number of ranks and size of micro-batches."""
+    folder = tmp_path_factory.mktemp("ranks")
+    runs = ((1, 8), (1, 1), (2, 4), (2, 2))
+    return {(ranks, size): gradient_of_ranks("ppo", ranks, size, folder) for ranks, size in runs}
+
+
 @pytest.mark.slow
-def test_gradient_of_two_ranks_is_that_of_one(tmp_path):
-    expected = gradient_of_ranks("ppo", 1, 8, tmp_path)
+def test_gradient_of_two_ranks_is_that_of_one(of_ranks):
+    expected = of_ranks[1, 8]
     assert expected["gradient"].norm() > 0.1
-    for ranks, size in ((1, 1), (2, 4), (2, 2)):
-        result = gradient_of_ranks("ppo", ranks, size, tmp_path)
+    for result in of_ranks.values():
         difference = result["gradient"] - expected["gradient"]
         assert difference.norm() < 1e-10 * expected["gradient"].norm()
         torch.testing.assert_close(result["forward"], expected["forward"], rtol=0, atol=1e-5)
         for name, value in expected["sums"].items():
             if name != "padded_positions":
                 assert result["sums"][name] == pytest.approx(value, rel=1e-10), name
+
+
+@pytest.mark.slow
+def test_equal_responses_have_equal_scores_on_two_ranks(of_ranks):
+    prompts, responses = groups_of_equals()
+    for result in of_ranks.values():
+        assert_equals_have_equal_scores(prompts, responses, result["scores"])
+        assert len(set(result["scores_of_one"])) == 1
+        assert result["scores"] == pytest.approx(of_ranks[1, 8]["scores"], abs=1e-5)
+        assert result["scores_of_one"] == pytest.approx(result["scores"][:4], abs=1e-5)

@@ -3,19 +3,31 @@
 Everything else is real: the debug model and data, the thread and the queues, the updates.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
+import io
+import json
+import math
+import shutil
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
+from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
 from helpers.processes import flags_of
 from helpers.rollouts import STOP
-from helpers.runs import response_tokens
+from helpers.runs import METRICS_OF_POLICY_UPDATES, response_tokens
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import ppo_sync
 
 STEPS, EPISODES = 3, 16
 
@@ -23,8 +35,8 @@ STEPS, EPISODES = 3, 16
 def make_stub(script):
     """A class for script.VLLM that samples digits, one in four responses without an end.
 
-    The log-probabilities that it reports are those of the weights that it was given last, but for
-    an older policy's batches, which need not agree: there they are far off.
+    The log-probabilities that it reports are those of the weights that it was given last, and a
+    little off; but for an older policy's batches, which need not agree: there they are far off.
     """
 
     class StubVLLM:
@@ -55,9 +67,10 @@ def make_stub(script):
             inputs, mask = script.collate(prompt_ids, responses, 0, "cpu")
             with torch.no_grad():
                 logprobs, _ = self.policy(inputs, mask.shape[1])
-            if "async" in script.__name__ and self.requests > 1:
-                generator = torch.Generator().manual_seed(seeds[0])
-                logprobs += torch.randn(logprobs.shape, generator=generator)
+            generator = torch.Generator().manual_seed(seeds[0])
+            is_old = "async" in script.__name__ and self.requests > 1
+            error = torch.randn(logprobs.shape, generator=generator)
+            logprobs += error if is_old else 1e-4 * error
             sizes = mask.sum(1).tolist()
             rows = [row[:size].tolist() for row, size in zip(logprobs, sizes, strict=True)]
             return responses, rows, self.synced[-1]
@@ -73,43 +86,117 @@ def make_stub(script):
     return StubVLLM
 
 
-@pytest.fixture(scope="module")
-def run_loop(assets, tmp_path_factory):
-    """run_loop("ppo_sync.py"): its batches, metrics, optimizer batches, and what the stub saw."""
+def rough_score(data_source, response, ground_truth):
+    """Shares of 1, and no score at all of about a third of the stub's answers."""
+    if response.startswith(("6", "7", "8")):
+        raise OSError("the grader is out of paper")
+    return 0.3 * (1 + len(response) % 2)
 
-    @functools.cache
-    def run(name):
+
+@pytest.fixture(scope="module")
+def few_prompts(assets, tmp_path_factory):
+    """Two small files of the debug prompts, and a model whose generation config names more."""
+    folder = tmp_path_factory.mktemp("few_prompts")
+    for name, count in (("train.parquet", 64), ("test.parquet", 8)):
+        rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
+        rows.to_parquet(str(folder / name))
+    shutil.copytree(assets / "model", folder / "model")
+    path = folder / "model" / "generation_config.json"
+    # Without do_sample: transformers refuses to save it
+    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sampling))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_main(few_prompts, tmp_path_factory):
+    """run_main("ppo_sync.py", score, beta=0.1): what was seen of a run; score(...) rewards it."""
+
+    def run(name, score=None, **changes):
         script = importlib.import_module(name.removesuffix(".py"))
         stub = make_stub(script)
-        batches, metrics, mini_batches = [], [], []
-        with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("loop")
+        seen = SimpleNamespace(name=name, script=script, run_dir=folder / "run")
+        seen.batches, seen.mini_batches = [], []
+        seen.rates = defaultdict(list)  # of the optimizer steps of each model
+        seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
+        output = io.StringIO()
+
+        def note_request(call, given):
+            stub.made[0].order.append(f"request {given['training_step']}")
+            return call()
+
+        def note_policy(call, given):
+            parameters = [p.detach().flatten() for p in given["policy"].parameters()]
+            seen.weights.append(torch.cat(parameters))
+            seen.forwards.append(0)
+            return call()
+
+        def note_forward(call, given):
+            if torch.is_grad_enabled():
+                seen.forwards[-1] += 1
+            return call()
+
+        def note_rate(optimizer):
+            *_, last = optimizer.param_groups[0]["params"]
+            model = "value" if last.shape[0] == 1 else "policy"
+            seen.rates[model].append(optimizer.param_groups[0]["lr"])
+
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(script, "VLLM", stub)
+            if score is not None:
+                patch.setattr(script, "compute_score", score)
             hooks.with_each_batch(
-                script, lambda batch, _: batches.append(copy.deepcopy(batch)), put=patch.setattr
+                script,
+                lambda batch, _: seen.batches.append(copy.deepcopy(batch)),
+                put=patch.setattr,
             )
             hooks.before_update(
-                script, lambda rows, *_: mini_batches.append(rows), put=patch.setattr
+                script, lambda rows, *_: seen.mini_batches.append(rows), put=patch.setattr
             )
-            hooks.collect_metrics(script, metrics, put=patch.setattr)
-
-            def note_request(call, given):
-                stub.made[0].order.append(f"request {given['training_step']}")
-                return call()
-
             hooks.around(script, "make_request", note_request, put=patch.setattr)
+            hooks.around(script, "accumulate_gradients", note_policy, put=patch.setattr)
+            hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
+            stack.enter_context(hooks.before_each_optimizer_step(note_rate))
+            stack.enter_context(contextlib.redirect_stdout(output))
             patch.setattr("subprocess.run", lambda *_, **__: None)  # no pictures
-            options = options_of(name, assets, tmp_path_factory.mktemp("loop"))
+            options = options_of(name, few_prompts, folder) | changes
             patch.setattr(sys, "argv", [name, *flags_of(options)])
-            script.main()
-        (vllm,) = stub.made
-        return SimpleNamespace(
-            name=name,
-            script=script,
-            vllm=vllm,
-            batches=batches,
-            metrics=metrics,
-            mini_batches=mini_batches,
-        )
+            try:
+                script.main()
+            except RuntimeError as error:
+                seen.error = error
+        (seen.vllm,) = stub.made
+        seen.output = output.getvalue()
+        if seen.batches:
+            seen.metrics = read_json_lines(seen.run_dir / "metrics.jsonl")
+        return seen
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_loop(run_main, few_prompts):
+    """run_loop("ppo_sync.py", rough=False): a run, made once for all tests."""
+
+    @functools.cache
+    def run(name, rough):
+        if not rough:
+            return run_main(name)
+        changes = {
+            "model_name_or_path": few_prompts / "model",
+            "stop_token": "9",  # which the stub never says
+            "eval_dataset": few_prompts / "test.parquet",
+            "num_evals": 1,
+            "non_stop_penalty": False,
+            "mismatch_mask": "token",
+            "mismatch_mask_range": 1.5 if name in ASYNC else 1.0001,
+            "lr_scheduler_type": None,
+        }
+        if name in PPO:
+            changes |= {"value_warmup_steps": 1, "warm_up_steps": 2}
+        return run_main(name, rough_score, **changes)
 
     return run
 
@@ -117,19 +204,28 @@ def run_loop(assets, tmp_path_factory):
 @pytest.fixture(params=SCRIPTS)
 def loop(request, run_loop):
     """The run of one of the scripts; of_ppo, of_grpo and of_async leave out those without."""
-    return run_loop(request.param)
+    return run_loop(request.param, rough=False)
 
 
-of_ppo = pytest.mark.parametrize("loop", PPO, indirect=True)
-of_grpo = pytest.mark.parametrize("loop", GRPO, indirect=True)
-of_async = pytest.mark.parametrize("loop", ASYNC, indirect=True)
+@pytest.fixture(params=SCRIPTS)
+def rough_loop(request, run_loop):
+    """A run whose rewards fail, whose value model learns alone at first, and so on."""
+    return run_loop(request.param, rough=True)
 
 
-def options_of(name, assets, folder):
+def of(fixture, scripts):
+    return pytest.mark.parametrize(fixture, scripts, indirect=True)
+
+
+of_ppo, of_grpo, of_async = of("loop", PPO), of("loop", GRPO), of("loop", ASYNC)
+
+
+def options_of(name, files, folder):
     options = {
-        "dataset": assets / "train.parquet",
-        "model_name_or_path": assets / "model",
+        "dataset": files / "train.parquet",
+        "model_name_or_path": REPO / "debug_assets" / "model",
         "output_dir": folder,
+        "run_name": "run",
         "dtype": "float32",
         "response_length": 6,
         "total_episodes": STEPS * EPISODES,
@@ -138,6 +234,7 @@ def options_of(name, assets, folder):
         "local_mini_batch_size": 8,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
         "beta": 0.3,
         "kl_estimator": "kl1",
         "non_stop_penalty": True,
@@ -146,7 +243,7 @@ def options_of(name, assets, folder):
         "temperature": 1.3,
     }
     if name in PPO:
-        options |= {"gamma": 0.9, "lam": 0.8, "value_lam": 0.7, "value_learning_rate": 1e-3}
+        options |= {"gamma": 0.9, "lam": 0.8, "value_lam": 0.7, "value_learning_rate": 2e-3}
     return options
 
 
@@ -156,9 +253,11 @@ def test_weights_are_sent_before_each_request(loop):
 
 
 def test_learning_rate_falls_with_every_update(loop):
-    # Two updates a step: the last ones of the steps are 1, 3 and 5 of 6
-    rates = [line["lr"] / 1e-3 for line in loop.metrics]
-    assert rates == pytest.approx([5 / 6, 3 / 6, 1 / 6])
+    falling = [(6 - update) / 6 for update in range(6)]  # two updates a step
+    assert loop.rates["policy"] == pytest.approx([1e-3 * share for share in falling])
+    if loop.name in PPO:
+        assert loop.rates["value"] == pytest.approx([2e-3 * share for share in falling])
+    assert [line["lr"] for line in loop.metrics] == loop.rates["policy"][1::2]
 
 
 @of_async
@@ -241,3 +340,234 @@ def test_importance_weights_are_learner_over_sampler_and_cut_off(loop):
 def test_batches_are_paired_with_the_version_that_sampled(loop):
     assert [line["policy/version"] for line in loop.metrics] == [0, 1, 2]
     assert [line["policy/staleness"] for line in loop.metrics] == [0, 1, 1]
+
+
+# -------------------------------------------------------------------------------------- schedules
+
+
+def test_schedule_of_each_model_runs_over_its_own_updates(rough_loop):
+    # Two updates a step, and a warm-up of two
+    if rough_loop.name in PPO:
+        expected = {"value": [0.5, 1, 1, 0.75, 0.5, 0.25], "policy": [0.5, 1, 1, 0.5]}
+    else:
+        expected = {"policy": [1] * 6}  # GRPO's default is a constant
+    rates = {"value": 2e-3, "policy": 1e-3}
+    for model, shares in expected.items():
+        used = [rate / rates[model] for rate in rough_loop.rates[model]]
+        assert used == pytest.approx(shares), model
+    assert rough_loop.rates.keys() == expected.keys()
+    logged = [line["lr"] for line in rough_loop.metrics if line["lr"] > 0]
+    assert logged == rough_loop.rates["policy"][1::2]
+
+
+@of("rough_loop", PPO)
+def test_policy_rests_while_the_value_model_warms_up(rough_loop):
+    first, *others = rough_loop.metrics
+    assert METRICS_OF_POLICY_UPDATES.isdisjoint(first)
+    assert all(set(line) >= METRICS_OF_POLICY_UPDATES for line in others)
+    assert [line["lr"] > 0 for line in rough_loop.metrics] == [False, True, True]
+    assert first["loss/value_avg"] > 0 and first["optim/value_grad_norm"] > 0
+    # Two updates a step, of two micro-batches each
+    assert rough_loop.forwards == [0, 0, 2, 2, 2, 2]
+    before, _, after_the_step, later, *_ = rough_loop.weights
+    assert torch.equal(before, after_the_step)
+    assert not torch.equal(after_the_step, later)
+
+
+# ------------------------------------------------------------------------------- rewards that fail
+
+
+def scores_by_rough_score(texts):
+    """None where it fails."""
+    scores = []
+    for text in texts:
+        try:
+            scores.append(rough_score(None, text, None))
+        except OSError:
+            scores.append(None)
+    return scores
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+def mean_of_known(scores):
+    known = [score for score in scores if score is not None]
+    return sum(known) / len(known)
+
+
+def test_response_whose_reward_failed_is_no_wrong_answer(rough_loop, tokenizer):
+    for batch, line in zip(rough_loop.batches, rough_loop.metrics, strict=True):
+        texts = tokenizer.batch_decode(batch.responses, skip_special_tokens=True)
+        expected = scores_by_rough_score(texts)
+        failed = torch.tensor([score is None for score in expected])
+        assert 0 < failed.sum() < EPISODES
+        assert batch.scored.tolist() == (~failed).tolist()
+        torch.testing.assert_close(
+            batch.scores, torch.tensor([score or 0.0 for score in expected]), rtol=0, atol=1e-6
+        )
+        assert torch.equal(batch.loss_mask, batch.mask * batch.scored[:, None])
+        known = torch.tensor([score for score in expected if score is not None])
+        assert line["objective/scores"] == pytest.approx(mean_of_known(expected))
+        assert line["objective/scores_std"] == pytest.approx(known.std(correction=0).item())
+        assert line["objective/verifiable_score"] == pytest.approx(mean_of_known(expected))
+        assert line["objective/reward_failures"] == failed.sum()
+        count = f"the reward failed on {int(failed.sum())} of {EPISODES} responses"
+        assert count in rough_loop.output
+
+
+def test_failed_answers_to_held_out_prompts_are_counted(rough_loop):
+    samples = read_json_lines(rough_loop.run_dir / "samples.jsonl")
+    evaluated = [line for line in rough_loop.metrics if "eval/scores" in line]
+    assert len(samples) == 8 * len(evaluated) == 16
+    assert sum(line["eval/reward_failures"] for line in evaluated) > 0
+    for i, line in enumerate(evaluated):
+        of_line = samples[8 * i : 8 * (i + 1)]
+        scores = [sample["score"] for sample in of_line]
+        assert scores == scores_by_rough_score([sample["response"] for sample in of_line])
+        assert line["eval/scores"] == pytest.approx(mean_of_known(scores))
+        assert line["eval/reward_failures"] == scores.count(None)
+
+
+def test_share_of_the_reward_is_a_score_and_no_right_answer(rough_loop):
+    for line in rough_loop.metrics:
+        for group in ("objective", "eval"):
+            if f"{group}/scores" in line:
+                assert line[f"{group}/verifiable_correct_rate"] == 0
+                assert line[f"{group}/verifiable_score"] == pytest.approx(line[f"{group}/scores"])
+
+
+@of("rough_loop", PPO)
+def test_advantages_are_whitened_over_the_scored_responses(rough_loop):
+    for batch in rough_loop.batches:
+        in_loss = (batch.mask * batch.scored[:, None]).bool()
+        assert (batch.advantages[~in_loss] == 0).all()
+        assert batch.advantages[in_loss].mean().item() == pytest.approx(0, abs=1e-5)
+        assert batch.advantages[in_loss].std().item() == pytest.approx(1, abs=1e-4)
+
+
+@of("rough_loop", GRPO)
+def test_response_without_a_score_does_not_count_in_its_group(rough_loop):
+    spreads = 0
+    for batch in rough_loop.batches:
+        found = batch.advantages[:, 0].view(-1, 4)
+        groups, scored = batch.scores.view(-1, 4), batch.scored.view(-1, 4).bool()
+        assert (found[~scored] == 0).all()
+        for advantages, scores, known in zip(found, groups, scored, strict=True):
+            scores = scores[known]
+            expected = torch.zeros_like(scores)
+            if len(scores.unique()) > 1:
+                expected = (scores - scores.mean()) / scores.std()
+                spreads += len(scores) < 4
+            torch.testing.assert_close(advantages[known], expected, rtol=1e-4, atol=1e-5)
+    assert spreads > 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
+    def score(data_source, response, ground_truth):
+        if ground_truth not in response:  # the check before the run tries the ground truth
+            raise OSError("the grader is out of paper")
+        return 1.0
+
+    run = run_main(name, score, non_stop_penalty=False)
+    cause = "the reward failed on all 16 responses: OSError: the grader is out of paper"
+    assert str(run.error) == cause
+    assert run.weights == [] and not (run.run_dir / "model").exists()
+
+
+# ------------------------------------------------------------------------------ sampler and learner
+
+
+def test_tokens_on_which_sampler_and_learner_disagree_are_masked(rough_loop):
+    farthest = math.log(1.5 if rough_loop.name in ASYNC else 1.0001)
+    masked = []
+    for batch, line in zip(rough_loop.batches, rough_loop.metrics, strict=True):
+        log_ratio = (batch.logprobs - batch.sampler_logprobs) * batch.mask
+        apart = log_ratio.abs() > farthest
+        masked.append(apart.sum().item() / batch.mask.sum().item())
+        assert line["mismatch/masked"] == pytest.approx(masked[-1], abs=1e-6)
+        if rough_loop.name in PPO:  # GRPO's weights are made in the update
+            expected = log_ratio.exp().clamp(max=2.0) * batch.mask * ~apart
+            torch.testing.assert_close(batch.importance_weights, expected, rtol=1e-5, atol=1e-6)
+    if rough_loop.name in ASYNC:
+        assert masked.pop(0) == 0
+    assert all(0.1 < share < 0.9 for share in masked)
+
+
+def test_nothing_is_masked_by_default(loop):
+    assert [line["mismatch/masked"] for line in loop.metrics] == [0, 0, 0]
+
+
+# ------------------------------------------------------------------------------- what a run leaves
+
+
+def test_few_responses_of_every_step_can_be_read(rough_loop, tokenizer):
+    samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
+    assert [sample["training_step"] for sample in samples] == [1] * 4 + [2] * 4 + [3] * 4
+    for i, sample in enumerate(samples):
+        step, row = divmod(i, 4)
+        batch, line = rough_loop.batches[step], rough_loop.metrics[step]
+        response = batch.responses[row]
+        assert tokenizer(sample["prompt"])["input_ids"] == batch.prompt_ids[row]
+        assert sample["response"] == tokenizer.decode(response, skip_special_tokens=True)
+        assert [sample["score"]] == scores_by_rough_score([sample["response"]])
+        assert sample["length"] == len(response)
+        assert sample["stopped"] == (response[-1] == STOP)
+        advantages = batch.advantages[row, : len(response)]
+        assert sample["advantage"] == pytest.approx(advantages.mean().item(), abs=1e-6)
+        assert sample["policy_version"] == line["policy/version"] - line.get("policy/staleness", 0)
+    for name in ("score", "advantage", "stopped"):
+        assert len({sample[name] for sample in samples}) > 1, name
+    assert None in {sample["score"] for sample in samples}
+
+
+def test_saved_model_stops_where_the_run_did(rough_loop, few_prompts, tokenizer):
+    saved, original = (
+        json.loads((folder / "generation_config.json").read_text())
+        for folder in (rough_loop.run_dir / "model", few_prompts / "model")
+    )
+    nine = tokenizer.convert_tokens_to_ids("9")
+    versions = {"transformers_version": saved["transformers_version"]}
+    assert saved == original | versions | {"eos_token_id": [STOP, nine]}
+    GenerationConfig.from_pretrained(rough_loop.run_dir / "model")
+
+    model = AutoModelForCausalLM.from_pretrained(rough_loop.run_dir / "model")
+    prompt = torch.tensor([rough_loop.batches[0].prompt_ids[0]])
+    torch.manual_seed(0)
+    hot = {"do_sample": True, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
+    output = model.generate(prompt, **hot, max_new_tokens=32, num_return_sequences=64)
+    ends = set()
+    for row in output[:, prompt.shape[1] :].tolist():
+        end = min((row.index(token) for token in (STOP, nine) if token in row), default=31)
+        assert set(row[end + 1 :]) <= {tokenizer.pad_token_id}
+        ends.add(row[end])
+    assert {STOP, nine} <= ends
+
+
+@pytest.mark.parametrize(
+    ("stop_rate", "penalized", "warns"),
+    [(0.79, False, True), (0.8, False, False), (1.0, False, False), (0.1, True, False)],
+)
+def test_responses_cut_short_are_warned_of(
+    stop_rate, penalized, warns, accelerator, tmp_path, capsys
+):
+    args = ppo_sync.Args(
+        response_length=77, non_stop_penalty=penalized, num_training_steps=1, total_episodes=64
+    )
+    metrics = {"training_step": 1, "val/stop_rate": torch.tensor(stop_rate)}
+    ppo_sync.write_metrics(accelerator, metrics, tmp_path, Console(soft_wrap=True), args)
+    output = capsys.readouterr().out
+    warning = f"{1 - stop_rate:.0%} of the responses were cut at --response_length 77"
+    assert (warning in output) == warns == ("Warning" in output)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_run_warns_of_responses_cut_short_unless_they_are_penalized(name, run_loop):
+    penalized, rough = run_loop(name, rough=False), run_loop(name, rough=True)
+    cut = [[line["val/stop_rate"] < 0.8 for line in run.metrics] for run in (penalized, rough)]
+    assert any(cut[0]) and any(cut[1])
+    assert rough.output.count("were cut at --response_length 6") == sum(cut[1])
+    assert "were cut at" not in penalized.output

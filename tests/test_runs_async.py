@@ -9,7 +9,7 @@ import torch
 from helpers import ASYNC
 from helpers.files import read_json_lines
 from helpers.formulas import padded_forward
-from helpers.processes import TWO_RANKS
+from helpers.processes import TWO_RANKS, folders_of_vllm
 from helpers.runs import batch_of
 from transformers import (
     AutoConfig,
@@ -120,6 +120,11 @@ def test_metrics_of_the_queues_are_there(watched_run):
         } <= set(line)
         assert all(math.isfinite(value) for value in line.values())
     assert "-bound: " in watched_run.stdout
+
+
+def test_no_folder_of_vllm_is_left(watched_run):
+    folders = folders_of_vllm(watched_run.stdout)
+    assert len(folders) == 2 and not any(folder.exists() for folder in folders)
 
 
 # -------------------------------------------------------------------------- against a reward model

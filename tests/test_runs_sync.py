@@ -3,15 +3,13 @@
 import json
 import math
 import statistics
-import subprocess
-import sys
 
 import datasets
 import pytest
 import torch
 from helpers.files import read_json_lines
 from helpers.formulas import chosen_logprobs, gae_by_definition, logprobs_and_entropies
-from helpers.processes import TWO_RANKS, environment
+from helpers.processes import TWO_RANKS, answers_of_vllm
 from helpers.rollouts import STOP  # <|end|> of the debug model too
 from helpers.runs import (
     EVAL_METRICS,
@@ -73,7 +71,9 @@ def test_scores_are_of_the_response_to_the_prompt_beside_it(vllm_run, assets):
         assert batch["scores"].tolist() == scores
         assert line["objective/scores"] == pytest.approx(sum(scores) / 32)
         assert line["objective/scores_std"] == pytest.approx(statistics.pstdev(scores))
-        assert line["objective/verifiable_correct_rate"] == pytest.approx(sum(right) / 32)
+        for name in ("verifiable_correct_rate", "verifiable_score"):
+            assert line[f"objective/{name}"] == pytest.approx(sum(right) / 32)
+        assert line["objective/penalty_rate"] == scores.count(-1.0) / 32
     assert {-1.0, 0.0, 1.0} == {
         score for step in (1, 2, 3, 4) for score in batch_of(vllm_run, step)["scores"].tolist()
     }
@@ -276,6 +276,7 @@ def test_evaluations_are_of_the_policy_that_they_name(vllm_run, assets):
         of_version = by_version[line["eval/policy_version"]]
         right = sum(s["response"] == s["ground_truth"] for s in of_version) / 32
         assert line["eval/verifiable_correct_rate"] == pytest.approx(right)
+        assert line["eval/verifiable_score"] == pytest.approx(right)
         assert line["eval/scores"] == pytest.approx(sum(s["score"] for s in of_version) / 32)
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     for version, path in ((0, assets / "model"), (4, vllm_run.run_dir / "model")):
@@ -285,23 +286,8 @@ def test_evaluations_are_of_the_policy_that_they_name(vllm_run, assets):
         assert answers == [s["response"] for s in by_version[version]]
 
 
-LOAD_BY_VLLM = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    sizes = {"max_model_len": 64, "gpu_memory_utilization": 0.2}
-    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, **sizes)
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
-    prompts = [json.loads(line)["prompt"] for line in open(sys.argv[2])][-4:]
-    outputs = [output.outputs[0] for output in llm.generate(prompts, sampling, use_tqdm=False)]
-    logprobs = [[p[i].logprob for p, i in zip(o.logprobs, o.token_ids)] for o in outputs]
-    responses = [list(output.token_ids) for output in outputs]
-    print("RESULT", json.dumps([responses, [output.text for output in outputs], logprobs]))
-"""
-
-
-def test_final_model_is_the_last_policy_for_transformers_and_for_vllm(vllm_run, assets):
-    path, samples_path = vllm_run.run_dir / "model", vllm_run.run_dir / "samples.jsonl"
+def test_final_model_is_the_last_policy_for_transformers_and_for_vllm(vllm_run, assets, tmp_path):
+    path = vllm_run.run_dir / "model"
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path),
         AutoTokenizer.from_pretrained(path),
@@ -314,21 +300,11 @@ def test_final_model_is_the_last_policy_for_transformers_and_for_vllm(vllm_run, 
         value.dtype == torch.float32 and (value != start[name]).any()
         for name, value in weights.items()
     )
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    command = [sys.executable, "-c", LOAD_BY_VLLM, str(path), str(samples_path)]
-    result = subprocess.run(
-        command, env=environment(variables), capture_output=True, text=True, timeout=180
-    )
-    assert result.returncode == 0, result.stderr
-    (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT"))
-    responses, texts, logprobs = json.loads(line.removeprefix("RESULT"))
-    samples = read_json_lines(samples_path)[-4:]
+    samples = read_json_lines(vllm_run.run_dir / "samples.jsonl")[-4:]
+    texts_of_prompts = [sample["prompt"] for sample in samples]
+    responses, texts, logprobs = answers_of_vllm(path, texts_of_prompts, tmp_path)
     assert texts == [sample["response"] for sample in samples]
-    prompts = tokenizer([s["prompt"] for s in samples])["input_ids"]
+    prompts = tokenizer(texts_of_prompts)["input_ids"]
     mine, _ = logprobs_and_entropies(model, prompts, responses, temperature=1.0)
     for theirs, expected in zip(logprobs, mine, strict=True):
         assert theirs == pytest.approx(expected.tolist(), abs=1e-4)

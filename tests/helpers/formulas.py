@@ -39,6 +39,42 @@ def logprobs_and_entropies(model, prompts, responses, temperature):
     return logprobs, entropies
 
 
+def values_of(model, prompt, response):
+    """What a classifier's head says where each token of a response is chosen: (tokens,)."""
+    hidden = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0]
+    return (hidden @ model.score.weight[0])[len(prompt) - 1 : -1]
+
+
+def surrogate_loss(ratio, advantages, lower, higher, dual_clip):
+    """Of one response, (tokens,): 1707.06347 eq. 7, and 1912.09729 eq. 5 unless dual_clip is 0."""
+    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - lower, 1 + higher) * advantages)
+    if dual_clip > 0:
+        bounded = torch.max(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    return -surrogate
+
+
+def geometric_mean(ratios):
+    return ratios.prod() ** (1 / len(ratios))
+
+
+def weights_by_definition(old, sampler, args, level="token"):
+    """What each token of a response counts for the policy, (tokens,).
+
+    That is learner over sampler, at most tis_cap; and 0 where mismatch_mask says so.
+    """
+    ratios = (old - sampler).exp()
+    means = geometric_mean(ratios).expand(len(ratios))
+    weights = torch.ones_like(ratios)
+    if args.tis_cap > 0:
+        weights = (means if level == "sequence" else ratios).clamp(max=args.tis_cap)
+    if args.mismatch_mask != "none":
+        compared = means if args.mismatch_mask == "sequence" else ratios
+        limit = args.mismatch_mask_range
+        weights = weights * ((compared >= 1 / limit) & (compared <= limit))
+    return weights
+
+
 def padded_forward(model, prompts, responses, device="cpu"):
     """What a PolicyModel or ValueModel returns for a padded batch, and the mask; no gradients."""
     inputs, mask = ppo_sync.collate(prompts, responses, 0, device)

@@ -2,9 +2,10 @@
 
 accumulate_gradients    before_update, after_gradients
 compute_metrics         with_each_batch
-write_metrics           collect_metrics
 load_model              at_each_loading
+torch.optim             before_each_optimizer_step
 save_file               leave_out
+VLLM.start              after_engine_start
 VLLM.call               around_engine_calls
 VLLM.sync_weights       before_each_sync
 queue                   count_queues
@@ -12,12 +13,15 @@ VLLM                    test_loop.py has a stub in its place
 
 What a hook needs of a call it takes by the name of the parameter: a script may reorder its
 parameters, and have others besides. A hook lasts as long as the process, or as long as a test where
-it is set with put=monkeypatch.setattr.
+it is set with put=monkeypatch.setattr; before_each_optimizer_step is a context.
 """
 
+import contextlib
 import functools
 import inspect
 from types import SimpleNamespace
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def around(owner, name, instead, put=setattr):
@@ -71,11 +75,6 @@ def with_each_batch(script, do, put=setattr):
     around(script, "compute_metrics", instead, put)
 
 
-def collect_metrics(script, lines, put=setattr):
-    """Appends each step's metrics to a list; they are not written."""
-    around(script, "write_metrics", lambda call, given: lines.append(given["metrics"]), put)
-
-
 def at_each_loading(script, do, put=setattr):
     """do() before a model is loaded."""
 
@@ -84,6 +83,16 @@ def at_each_loading(script, do, put=setattr):
         return call()
 
     around(script, "load_model", instead, put)
+
+
+@contextlib.contextmanager
+def before_each_optimizer_step(do):
+    """do(optimizer) before each step of any optimizer of torch."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: do(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def leave_out(script, tensor, put=setattr):
@@ -95,6 +104,16 @@ def leave_out(script, tensor, put=setattr):
         return call()
 
     around(script, "save_file", instead, put)
+
+
+def after_engine_start(script, do, put=setattr):
+    """do(folder of the weights, vLLM's temporary folder) when its process has been started."""
+
+    def instead(call, given):
+        call()
+        do(given["self"].folder, given["self"].temporary_folder)
+
+    around(script.VLLM, "start", instead, put)
 
 
 def around_engine_calls(script, instead, put=setattr):

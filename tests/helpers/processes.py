@@ -1,7 +1,9 @@
 """The processes that tests start: how they begin, what they leave behind, how they end."""
 
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -90,6 +92,12 @@ def shared_memory_of(process):
     }
 
 
+def folders_of_vllm(stdout):
+    """Those that wrapped_async.py has named; none before vLLM was started."""
+    line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
+    return [Path(folder) for folder in line[1].split()] if line else []
+
+
 def end(process):
     """Ends a process that a test started, and all that it started."""
     children = descendants(process)
@@ -126,3 +134,21 @@ def gradient_of_ranks(subject, ranks, size, folder):
     result = torch.load(path)
     assert result["ranks"] == ranks
     return result
+
+
+def answers_of_vllm(model, prompts, folder):
+    """What vllm_answers.py prints: token ids, texts and log-probabilities of greedy answers."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    program = str(REPO / "tests" / "helpers" / "vllm_answers.py")
+    command = [sys.executable, program, str(model), str(folder / "prompts.json")]
+    result = subprocess.run(
+        command, env=environment(variables), capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT"))

@@ -1,9 +1,12 @@
 """Tiny models and a made-up rollout of unequal lengths, for tests and two_rank_gradient.py."""
 
+from dataclasses import replace
+
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import ppo_sync
+from helpers.formulas import chosen_logprobs
 
 VOCAB, STOP, PAD = 23, 1, 0
 # (prompt length, response length): no two micro-batches have the same width.
@@ -87,12 +90,15 @@ def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
     # In this order: they are drawn from one generator
     logprobs, weights = noise(-3.0), noise(1.0, 0.2).clamp(min=0)
     advantages, values, returns = noise(), noise(), noise()
+    sampler_logprobs = logprobs - 0.5 * noise()
     return ppo_sync.Batch(
         prompt_ids=prompts,
         responses=responses,
         mask=mask,
         scores=torch.zeros(len(sizes), dtype=dtype),
-        sampler_logprobs=logprobs.clone(),
+        scored=torch.ones(len(sizes), dtype=dtype),
+        loss_mask=mask.clone(),
+        sampler_logprobs=sampler_logprobs,
         logprobs=logprobs,
         ref_logprobs=logprobs.clone(),
         values=values,
@@ -103,12 +109,82 @@ def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
     )
 
 
-def gradients(accelerator, policy, value_model, batch, args):
+def in_float32(batch):
+    """A copy, whose tensors are of the dtype of a real run."""
+    tensors = {n: v.float() for n, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    return replace(batch, **tensors)
+
+
+def near_policy(batch, policy, distance, temperature=0.8):
+    """A copy whose old policy is this one, but for noise; the sampler is as far as it was.
+
+    At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
+    """
+    generator = torch.Generator().manual_seed(6)
+    noise = torch.randn(batch.mask.shape, dtype=torch.float64, generator=generator)
+    old = torch.zeros_like(batch.mask)
+    rows = zip(batch.prompt_ids, batch.responses, strict=True)
+    for row, (prompt, response) in enumerate(rows):
+        with torch.no_grad():
+            logprobs = chosen_logprobs(policy.model, prompt, response, temperature)
+        old[row, : len(response)] = logprobs
+    old = (old + distance * noise) * batch.mask
+    change = old - batch.logprobs
+    return replace(
+        batch,
+        logprobs=old,
+        sampler_logprobs=batch.sampler_logprobs + change,
+        ref_logprobs=batch.ref_logprobs + change,
+    )
+
+
+def with_failed_rewards(batch, rows):
+    """A copy, as main() makes it where the rewards of these rows failed."""
+    scored = batch.scored.clone()
+    scored[rows] = 0
+    return replace(batch, scored=scored, loss_mask=batch.loss_mask * scored[:, None])
+
+
+def without_rows(batch, rows):
+    """A copy without these rows."""
+    kept = [row for row in range(len(batch.responses)) if row not in rows]
+    parts = {
+        name: value[kept] if isinstance(value, torch.Tensor) else [value[row] for row in kept]
+        for name, value in vars(batch).items()
+    }
+    return replace(batch, **parts)
+
+
+def groups_of_equals(groups=32, samples=4, seed=4):
+    """Prompts and responses, of which those of a group are the same token ids.
+
+    One prompt has two groups, and one response comes after two prompts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(most):
+        count = int(torch.randint(1, most + 1, (1,), generator=generator))
+        return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+
+    pairs = [(ids(most=9), ids(most=12)) for _ in range(groups)]
+    pairs[1] = (pairs[0][0], pairs[1][1])
+    pairs[3] = (pairs[3][0], pairs[2][1])
+    prompts, responses = [], []
+    for prompt, response in pairs:
+        # A reward model may have a chat template of its own
+        prompts += [ppo_sync.Prompt("", "", [2], prompt, None, None, None)] * samples
+        responses += [list(response) for _ in range(samples)]
+    return prompts, responses
+
+
+def gradients(accelerator, policy, value_model, batch, args, trains_policy=True):
     """One vector of all gradients of one optimizer batch, and the sums over its tokens."""
     for model in (policy, value_model):
         model.zero_grad()
     rows = list(range(len(batch.prompt_ids)))
-    sums = ppo_sync.accumulate_gradients(accelerator, policy, value_model, batch, rows, args)
+    sums = ppo_sync.accumulate_gradients(
+        accelerator, policy, value_model, batch, rows, trains_policy, args
+    )
     parameters = [*policy.parameters(), *value_model.parameters()]
     vector = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     return vector, {name: value.item() for name, value in sums.items()}

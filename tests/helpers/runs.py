@@ -29,6 +29,9 @@ METRICS_OF = {
         "entropy",
         "loss",
         "verifiable_correct_rate",
+        "verifiable_score",
+        "reward_failures",
+        "kl_coef",
     ],
     "loss/": ["policy_avg", "value_avg"],
     "time/": ["from_scratch", "training", "generation", "reward", "forward", "update"],
@@ -41,17 +44,35 @@ METRICS_OF = {
         "stop_rate",
         "explained_variance",
     ],
-    "optim/": ["grad_norm"],
+    "optim/": ["grad_norm", "value_grad_norm"],
     "perf/": ["episodes_per_second", "response_tokens_per_second", "padding_fraction"],
 }
 PPO_METRICS = {group + name for group, names in METRICS_OF.items() for name in names}
+# Those that there are not in steps in which only the value model learns
+METRICS_OF_POLICY_UPDATES = {
+    "loss/policy_avg",
+    "objective/loss",
+    "optim/grad_norm",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+    "val/ratio_var",
+}
 MISMATCH_METRICS = {
     f"mismatch/{name}"
-    for name in ("logprob_diff_mean", "logprob_diff_max", "kl", "ess", "tis_clipfrac")
+    for name in ("logprob_diff_mean", "logprob_diff_max", "kl", "ess", "tis_clipfrac", "masked")
 }
 EVAL_METRICS = {
     f"eval/{name}"
-    for name in ("verifiable_correct_rate", "scores", "sequence_lengths", "stop_rate")
+    for name in (
+        "verifiable_correct_rate",
+        "verifiable_score",
+        "scores",
+        "reward_failures",
+        "sequence_lengths",
+        "stop_rate",
+    )
 }
 
 

@@ -3,7 +3,8 @@
 python two_rank_gradient.py {ppo,reward_model} OUT.pt MICRO_BATCH_SIZE
 
 OUT.pt is a dict with the gradient, the sums over the batch's tokens, what each rank computes of the
-whole batch, put together ("forward"), and the number of ranks.
+whole batch, put together ("forward"), the number of ranks, and for PPO the reward model's scores of
+equal responses.
 """
 
 import os
@@ -34,7 +35,20 @@ def ppos(accelerator, size):
     logprobs = ppo_sync.forward_all(
         accelerator, policy, batch.prompt_ids, batch.responses, [list(range(8))], size, args
     )
-    return gradient, dict(zip(sums, totals.tolist(), strict=True)), logprobs
+    args.local_rollout_forward_batch_size = size
+    reward_model = rollouts.tiny_classifier(seed=3).eval()
+    prompts, responses = rollouts.groups_of_equals()
+    scores = ppo_sync.reward_model_scores(accelerator, reward_model, prompts, responses, args)
+    return {
+        "gradient": gradient,
+        "sums": dict(zip(sums, totals.tolist(), strict=True)),
+        "forward": logprobs,
+        "scores": scores,
+        # Fewer different responses than ranks
+        "scores_of_one": ppo_sync.reward_model_scores(
+            accelerator, reward_model, prompts[:4], responses[:4], args
+        ),
+    }
 
 
 def reward_models(accelerator, size):
@@ -44,22 +58,16 @@ def reward_models(accelerator, size):
     args = preference_pairs.tiny_args(per_device_train_batch_size=2)
     pairs = preference_pairs.make_pairs()[:5]
     scores = preference_pairs.rm.score_all(accelerator, model, pairs, args)
-    return gradient, sums, scores
+    return {"gradient": gradient, "sums": sums, "forward": scores}
 
 
 def main():
     subject, path, size = sys.argv[1:]
     accelerator = Accelerator(cpu=True)
     compute = {"ppo": ppos, "reward_model": reward_models}[subject]
-    gradient, sums, forward = compute(accelerator, int(size))
+    result = compute(accelerator, int(size))
     if accelerator.is_main_process:
-        result = {
-            "gradient": gradient,
-            "sums": sums,
-            "forward": forward,
-            "ranks": accelerator.num_processes,
-        }
-        torch.save(result, path)
+        torch.save({**result, "ranks": accelerator.num_processes}, path)
     accelerator.wait_for_everyone()
     os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
 

@@ -72,6 +72,9 @@ def watch(script):
     hooks.around_engine_calls(script, alone)
     hooks.count_queues(script, CountingQueue)
     hooks.at_each_loading(script, lambda: print("A model is loaded"))
+    hooks.after_engine_start(
+        script, lambda *folders: print("Folders of vLLM:", *folders, flush=True)
+    )
 
 
 def keep_versions(script, folder):
