@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 import sys
@@ -6,11 +7,17 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
 from helpers.processes import flags_of
 
+import grpo_vllm_async
 import ppo_sync
+import ppo_vllm_async
+
+PPO = [ppo_sync, ppo_vllm_async]
+MODULES = [*PPO, grpo_vllm_async]
 
 ROW = {
     "prompt": [{"role": "user", "content": "53812="}],
@@ -77,8 +84,25 @@ def value_model(folder, assets, **changes):
     return folder / "value"
 
 
-BAD_REWARD = "def f(*arguments, extra_info):\n    return 1 / 0\n"
 NOT_PYTHON = "def f(:\n"
+TWO_FUNCTIONS = "def first(*_, extra_info): return 1.0\ndef second(*_, extra_info): return 1.0\n"
+
+
+def reward(folder, line, **options):
+    """Options with a reward function of one line."""
+    path = write_text(
+        folder / "r.py", f"import os, sys, time\ndef f(*_, extra_info):\n    {line}\n"
+    )
+    return {"reward_fn": f"{path}:f", **options}
+
+
+def reward_file(folder, text, function=":f", name="r.py"):
+    return {"reward_fn": f"{write_text(folder / name, text)}{function}"}
+
+
+# As of preferences: what stands in place of a ground truth is for a reward model
+HH_ROW = ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}}
+ASK_A_REWARD_MODEL = ["ground_truth", "--no-apply_verifiable_reward", "--reward_model_path"]
 
 # name: (options from a temporary folder and the assets, what the message must hold)
 TABLE = {
@@ -120,7 +144,30 @@ TABLE = {
         lambda tmp, _: {
             "dataset": rows_file(tmp, [ROW, ROW, {**ROW, "reward_model": {"style": "rule"}}])
         },
-        ["data.jsonl", "row 2", "ground_truth"],
+        ["data.jsonl, row 2", *ASK_A_REWARD_MODEL],
+    ),
+    "rows for a reward model": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [HH_ROW])},
+        ["data.jsonl, row 0", *ASK_A_REWARD_MODEL],
+    ),
+    "row for a reward model among others": (
+        lambda tmp, _: {"dataset": rows_file(tmp, [ROW, HH_ROW])},
+        ["data.jsonl, row 1", *ASK_A_REWARD_MODEL],
+    ),
+    "row for a reward model that does not score": (
+        lambda tmp, assets: {
+            "dataset": rows_file(tmp, [ROW, HH_ROW]),
+            "reward_model_path": reward_model(tmp, assets),
+            "reward_model_multiplier": 0.0,
+        },
+        ["data.jsonl, row 1", *ASK_A_REWARD_MODEL],
+    ),
+    "no row for the rule": (
+        lambda tmp, assets: {
+            "dataset": rows_file(tmp, [HH_ROW, HH_ROW]),
+            "reward_model_path": reward_model(tmp, assets),
+        },
+        ["data.jsonl, every row", *ASK_A_REWARD_MODEL],
     ),
     "no column reward_model": (
         lambda tmp, _: {"dataset": rows_file(tmp, [without("reward_model")])},
@@ -233,20 +280,89 @@ TABLE = {
         ["--reward_fn", "none.py", "No such file"],
     ),
     "reward without function": (
-        lambda tmp, _: {"reward_fn": f"{tmp}/none.py"},
-        ["--reward_fn", "file.py:function"],
+        lambda tmp, _: reward_file(tmp, TWO_FUNCTIONS, function=""),
+        ["--reward_fn", "r.py:first", "r.py:second"],
     ),
     "no reward function": (
-        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', 'x = 1')}:f"},
-        ["--reward_fn", "r.py", "'f'"],
+        lambda tmp, _: reward_file(tmp, TWO_FUNCTIONS),
+        ["--reward_fn", "r.py:f:", "r.py:first", "r.py:second"],
+    ),
+    "reward that is no function": (
+        lambda tmp, _: reward_file(tmp, "f = 1.0\n" + TWO_FUNCTIONS),
+        ["--reward_fn", "r.py:f:", "r.py:first", "r.py:second"],
+    ),
+    "reward file that is not of Python": (
+        lambda tmp, _: reward_file(tmp, TWO_FUNCTIONS, name="r.txt"),
+        ["--reward_fn", "r.txt", "file.py:function"],
     ),
     "reward file with a mistake": (
-        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', NOT_PYTHON)}:f"},
-        ["--reward_fn", "r.py", "SyntaxError"],
+        lambda tmp, _: reward_file(tmp, NOT_PYTHON),
+        ["--reward_fn", "r.py", "SyntaxError", "line 1"],
+    ),
+    "reward file that fails": (
+        lambda tmp, _: reward_file(tmp, "import os\nos.environ['NO_SUCH_KEY']\n"),
+        ["--reward_fn", "r.py", "KeyError", "line 2"],
+    ),
+    "reward file that exits": (
+        lambda tmp, _: reward_file(tmp, "import sys\nsys.exit('no licence')\n"),
+        ["--reward_fn", "r.py", "SystemExit: no licence"],
+    ),
+    "reward file that crashes": (
+        lambda tmp, _: reward_file(tmp, "import os\nos.abort()\n"),
+        ["--reward_fn", "r.py", "exit code -6"],
     ),
     "reward that fails": (
-        lambda tmp, _: {"reward_fn": f"{write_text(tmp / 'r.py', BAD_REWARD)}:f"},
-        ["good.jsonl, row 0", "r.py:f", "ZeroDivisionError"],
+        lambda tmp, _: reward(tmp, "return 1 / 0"),
+        ["good.jsonl, row 0", "r.py:f", "ZeroDivisionError", "line 3"],
+    ),
+    "reward that hangs": (
+        lambda tmp, _: reward(tmp, "time.sleep(1000)", reward_timeout=0.5),
+        ["good.jsonl, row 0", "r.py:f", "TimeoutError", "0.5 seconds"],
+    ),
+    "reward that exits": (
+        lambda tmp, _: reward(tmp, "sys.exit(0)"),
+        ["good.jsonl, row 0", "r.py:f", "SystemExit"],
+    ),
+    "reward that ends its process": (
+        lambda tmp, _: reward(tmp, "os._exit(0)"),
+        ["good.jsonl, row 0", "r.py:f", "exit code 0"],
+    ),
+    "reward that crashes": (
+        lambda tmp, _: reward(tmp, "os.kill(os.getpid(), 11)"),
+        ["good.jsonl, row 0", "r.py:f", "exit code -11"],
+    ),
+    "reward that returns nothing": (
+        lambda tmp, _: reward(tmp, "pass"),
+        ["good.jsonl, row 0", "r.py:f", "TypeError"],
+    ),
+    "warm-up as long as the run": (
+        lambda *_: {"total_episodes": 640, "warm_up_steps": 10},
+        ["--warm_up_steps 10", "10 updates"],
+    ),
+    "warm-up that is the whole run": (
+        lambda *_: {"total_episodes": 640, "warmup_ratio": 1.0},
+        ["--warm_up_steps 10", "10 updates"],
+    ),
+    "warm-up that is rounded to the whole run": (
+        lambda *_: {"total_episodes": 64, "warmup_ratio": 0.6},
+        ["--warm_up_steps 1", "1 updates"],
+    ),
+    "mask that leaves no ratio": (
+        lambda *_: {"mismatch_mask": "token", "mismatch_mask_range": 0.5},
+        ["--mismatch_mask_range", "0.5", "1 or more"],
+    ),
+    "mask that is not a number": (
+        lambda *_: {"mismatch_mask_range": "nan"},
+        ["--mismatch_mask_range", "nan"],
+    ),
+    "second clip within the first": (
+        lambda *_: {"dual_clip": 1.2},
+        ["--dual_clip", "1.2", "1 + cliprange"],
+    ),
+    "second clip below one": (lambda *_: {"dual_clip": 0.5}, ["--dual_clip", "0.5"]),
+    "negative multiplier": (
+        lambda *_: {"reward_model_multiplier": -1.0},
+        ["--reward_model_multiplier", "0 or more"],
     ),
     "minibatches do not divide": (
         lambda *_: {"local_mini_batch_size": 24},
@@ -265,6 +381,14 @@ TABLE = {
     "no reward source": (
         lambda *_: {"apply_verifiable_reward": False},
         ["reward", "--apply_verifiable_reward", "--reward_model_path"],
+    ),
+    "reward model that counts for nothing as the only reward": (
+        lambda tmp, assets: {
+            "apply_verifiable_reward": False,
+            "reward_model_path": reward_model(tmp, assets),
+            "reward_model_multiplier": 0.0,
+        },
+        ["no reward", "--apply_verifiable_reward", "--reward_model_path"],
     ),
     "no model": (
         lambda tmp, _: {"model_name_or_path": tmp / "none"},
@@ -298,8 +422,8 @@ TABLE = {
         ["--chat_template", "none.jinja"],
     ),
     "response too long": (
-        lambda *_: {"response_length": 256},
-        ["--response_length", "positions", "256"],
+        lambda *_: {"response_length": 512},
+        ["--response_length", "positions", "512"],
     ),
     "folder of another run": (lambda tmp, _: other_run(tmp), ["mine", "another run", "--run_name"]),
     "wandb without login": (lambda *_: {"with_tracking": True}, ["--with_tracking", "wandb login"]),
@@ -314,6 +438,11 @@ def no_login(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
+def files_of(folder):
+    """All but what Python keeps of a reward file that it has imported."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in str(path))
+
+
 def options_of(name, tmp_path, assets):
     data = write_rows(tmp_path / "good.jsonl", [ROW] * 70)
     defaults = {"dataset": data, "model_name_or_path": assets / "model", "response_length": 8}
@@ -321,9 +450,9 @@ def options_of(name, tmp_path, assets):
     return defaults | TABLE[name][0](tmp_path, assets)
 
 
-def check_message(stderr, fragments):
+def check_message(stderr, fragments, program="ppo_sync.py"):
     (line,) = stderr.strip().splitlines()
-    assert line.startswith("ppo_sync.py: error: ")
+    assert line.startswith(f"{program}: error: ")
     assert len(line) < 500
     for fragment in fragments:
         assert fragment in line
@@ -332,7 +461,7 @@ def check_message(stderr, fragments):
 @pytest.mark.parametrize("name", TABLE)
 def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch, capfd, no_login):
     options = options_of(name, tmp_path, assets)
-    before = sorted(tmp_path.rglob("*"))
+    before = files_of(tmp_path)
     arguments = [*flags_of(options), "--dry_run"]
     monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *arguments])
     monkeypatch.chdir(Path(ppo_sync.__file__).parent)
@@ -340,7 +469,7 @@ def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch,
         ppo_sync.main()
     check_message(capfd.readouterr().err, TABLE[name][1])
     assert stop.value.code == 2
-    assert sorted(tmp_path.rglob("*")) == before
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -418,12 +547,198 @@ def test_no_eos_anywhere_is_named(assets, tmp_path, monkeypatch, capsys):
     check_message(capsys.readouterr().err, ["stop tokens []", "--stop_token"])
 
 
-def test_only_rank_0_prints_the_error(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+def test_reward_file_that_hangs_is_no_endless_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ppo_sync, "REWARD_IMPORT_TIMEOUT", 0.5)
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py"])
+    path = write_text(tmp_path / "r.py", "import time\ntime.sleep(1000)\n")
+    prompt = ppo_sync.Prompt("data.jsonl, row 0", "", [], [], "any", "1", None)
+    with pytest.raises(SystemExit) as stop:
+        ppo_sync.check_rewards(ppo_sync.Args(reward_fn=f"{path}:f"), [prompt])
+    assert stop.value.code == 2
+    check_message(capsys.readouterr().err, ["r.py:f", "TimeoutError"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "prints"), [(0, 0, True), (1, 1, False), (8, 0, True), (9, 1, False)]
+)
+def test_first_rank_of_each_node_prints_the_error(rank, local_rank, prints, monkeypatch, capsys):
+    # What is wrong may be wrong on the second node alone: a file that is not there
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     with pytest.raises(SystemExit) as stop:
         ppo_sync.fill_in(ppo_sync.Args(learning_rate=-1.0))
     assert stop.value.code == 2
-    assert capsys.readouterr().err == ""
+    assert ("--learning_rate" in capsys.readouterr().err) == prints
+
+
+def fill_in(script, **options):
+    return script.fill_in(script.Args(**options))
+
+
+@pytest.mark.parametrize("script", MODULES, ids=lambda script: script.__name__)
+def test_limits_themselves_are_allowed(script):
+    episodes = 4 * script.Args.local_rollout_batch_size * script.Args.number_samples_per_prompt
+    updates = fill_in(script, total_episodes=episodes).num_updates
+    args = fill_in(script, total_episodes=episodes, warm_up_steps=updates - 1)
+    assert (args.num_updates, args.warm_up_steps) == (updates, updates - 1)
+    assert fill_in(script, total_episodes=episodes, warmup_ratio=0.5).warm_up_steps == updates / 2
+    for options in (
+        {"mismatch_mask": "token", "mismatch_mask_range": 1.0},
+        {"mismatch_mask": "sequence", "mismatch_mask_range": math.inf},
+        {"dual_clip": 0.0},
+        {"dual_clip": 3.0},
+        {"reward_model_multiplier": 0.0},
+        {"reward_model_multiplier": 0.0, "reward_model_path": "a model"},
+        {
+            "apply_verifiable_reward": False,
+            "add_r1_style_format_reward": True,
+            "reward_model_multiplier": 0.0,
+            "reward_model_path": "a model",
+        },
+    ):
+        filled_in = fill_in(script, **options)
+        assert {name: getattr(filled_in, name) for name in options} == options
+
+
+def run_main(script, options, monkeypatch):
+    """main() on the first rows of its dataset: all of them take seconds."""
+    read_rows = script.read_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "read_rows", lambda *args: read_rows(*args)[:100])
+        patch.setattr(sys, "argv", [f"{script.__name__}.py", *flags_of(options)])
+        patch.chdir(REPO)
+        script.main()
+
+
+@pytest.mark.parametrize("script", PPO, ids=lambda script: script.__name__)
+def test_policy_that_would_only_warm_up_is_refused(script, assets, tmp_path, monkeypatch, capsys):
+    # Ten steps of an update each; the policy's learning rate starts to rise after its value model's
+    options = {"total_episodes": 640, "value_warmup_steps": 7, "output_dir": tmp_path}
+    with pytest.raises(SystemExit) as stop:
+        run_main(script, options | {"dry_run": True, "warm_up_steps": 3}, monkeypatch)
+    assert stop.value.code == 2
+    fragments = ["--value_warmup_steps 7", "3 updates", "warm-up"]
+    check_message(capsys.readouterr().err, fragments, program=f"{script.__name__}.py")
+    with pytest.raises(SystemExit):
+        run_main(script, options | {"dry_run": True, "value_warmup_steps": 10}, monkeypatch)
+    assert "--value_warmup_steps 10" in capsys.readouterr().err
+    run_main(script, options | {"dry_run": True, "warm_up_steps": 2}, monkeypatch)
+
+
+# (of PPO, of GRPO)
+DEFAULTS = {
+    "learning_rate": (1e-6, 1e-6),
+    "lr_scheduler_type": ("linear", "constant"),
+    "beta": (0.01, 0.01),
+    "penalty_reward_value": (-10.0, 0.0),
+    "local_mini_batch_size": (64, 256),
+    "reward_timeout": (10.0, 10.0),
+    "reward_memory": (4.0, 4.0),
+    "dual_clip": (0.0, 0.0),
+    "mismatch_mask": ("none", "none"),
+    "vllm_gpu_memory_utilization": (None, None),
+    "reward_workers": (None, None),
+}
+DEFAULTS_OF_PPO = {"value_learning_rate": 1e-5, "lam": 0.95, "value_lam": 1.0, "gamma": 1.0}
+
+
+@pytest.mark.parametrize("script", MODULES, ids=lambda script: script.__name__)
+def test_defaults_train_a_model(script):
+    args = vars(script.Args())
+    expected = {name: values[script is grpo_vllm_async] for name, values in DEFAULTS.items()}
+    if script in PPO:
+        expected |= DEFAULTS_OF_PPO
+    assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("script", MODULES, ids=lambda script: script.__name__)
+def test_bare_dry_run_passes(script, assets, monkeypatch, capsys):
+    before = sorted(REPO.glob("output/*"))
+    run_main(script, {"dry_run": True}, monkeypatch)
+    output = capsys.readouterr()
+    assert output.err == ""
+    for line in ("learners 1", "reward   1 x compute_score", "row of debug/sorting scores 1"):
+        assert line in output.out
+    assert "Warning" not in output.out
+    assert sorted(REPO.glob("output/*")) == before
+
+
+@pytest.mark.parametrize("script", MODULES, ids=lambda script: script.__name__)
+def test_share_of_a_gpu_depends_on_who_else_uses_it(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    own = {"vllm_gpus": (1,)}
+    assert fill_in(script).vllm_gpu_memory_utilization == 0.3
+    assert fill_in(script, **own).vllm_gpu_memory_utilization == 0.9
+    for options in ({}, own):
+        args = fill_in(script, vllm_gpu_memory_utilization=0.5, **options)
+        assert args.vllm_gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(2, 1, 2), (64, 1, 8), (64, 16, 4), (12, 8, 1), (4, 8, 1)]
+)
+def test_reward_workers_are_as_many_as_the_cores_of_a_rank(cores, ranks, workers, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for script in MODULES:
+        assert fill_in(script).reward_workers == workers
+        assert fill_in(script, reward_workers=3).reward_workers == 3
+
+
+def plan(script, options, tmp_path, monkeypatch, capsys):
+    run_main(script, {"output_dir": tmp_path, "dry_run": True, **options}, monkeypatch)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_names_the_parts_of_the_score_that_are_in_use(assets, tmp_path, monkeypatch, capsys):
+    arguments = (tmp_path, monkeypatch, capsys)
+    model = {"reward_model_path": reward_model(tmp_path, assets)}
+    all_of_them = model | {
+        "verification_reward": 2.0,
+        "reward_model_multiplier": 0.25,
+        "add_r1_style_format_reward": True,
+        "r1_style_format_reward": 0.5,
+        "non_stop_penalty": True,
+        "penalty_reward_value": -3.0,
+    }
+    assert (
+        "reward 2 x compute_score + 0.25 x the reward model's score + 0.5 for <think> and <answer> "
+        "or -3 without a stop token"
+    ) in plan(ppo_sync, all_of_them, *arguments)
+
+    alone = plan(ppo_sync, model | {"apply_verifiable_reward": False}, *arguments)
+    assert "reward 1 x the reward model's score" in alone
+    assert not any(word in alone for word in ("compute_score", "<think>", "stop token"))
+
+    unused = plan(ppo_sync, model | {"reward_model_multiplier": 0.0}, *arguments)
+    assert "reward 1 x compute_score" in unused
+    assert "the reward model" not in unused
+
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert "learners 16" in plan(ppo_sync, {}, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"importance_sampling_level": "sequence"}, True),
+        ({"importance_sampling_level": "sequence", "cliprange": 3e-4}, True),
+        (
+            {
+                "importance_sampling_level": "sequence",
+                "cliprange": 3e-4,
+                "cliprange_higher": 4e-4,
+            },
+            False,
+        ),
+        ({"importance_sampling_level": "token"}, False),
+    ],
+)
+def test_sequence_ratios_that_never_clip_are_warned_of(
+    options, warns, assets, tmp_path, monkeypatch, capsys
+):
+    output = plan(grpo_vllm_async, options, tmp_path, monkeypatch, capsys)
+    assert ("--cliprange 3e-4 --cliprange_higher 4e-4" in output) == warns
 
 
 def test_dry_run_scores_a_row_of_every_source(tmp_path, assets, monkeypatch, capsys):

@@ -142,6 +142,35 @@ def test_training_on_ground_truths_that_are_for_a_reward_model_is_refused(
     assert "hh.parquet, row 0: `reward_model.ground_truth` is missing" in capsys.readouterr().err
 
 
+def for_a_reward_model(prompt):
+    return prompt_row(prompt) | {"reward_model": {"style": "model", "ground_truth": "chosen"}}
+
+
+@pytest.mark.parametrize("first", ["rule", "reward model"])
+def test_rows_of_both_kinds_may_stand_in_one_file(first, bos_tokenizer, tmp_path):
+    rows = [prompt_row("a"), for_a_reward_model("b")]
+    truths = ["1", None]
+    if first == "reward model":
+        rows, truths = rows[::-1], truths[::-1]
+    path = str(write_rows(tmp_path / "mixed.jsonl", rows))
+    args = tiny_args(reward_model_path="a model")
+    for is_eval in (False, True):
+        kept = ppo_sync.prepare_prompts(path, "train", bos_tokenizer, bos_tokenizer, args, is_eval)
+        assert [row.ground_truth for row in kept] == truths
+
+
+def test_held_out_rows_may_all_be_for_the_reward_model(bos_tokenizer, tmp_path):
+    path = str(write_rows(tmp_path / "hh.jsonl", [for_a_reward_model("a")] * 2))
+    arguments = (path, "test", bos_tokenizer, bos_tokenizer)
+    args = tiny_args(reward_model_path="a model")
+    kept = ppo_sync.prepare_prompts(*arguments, args, is_eval=True)
+    assert [row.ground_truth for row in kept] == [None, None]
+    with pytest.raises(SystemExit):
+        ppo_sync.prepare_prompts(*arguments, args)
+    with pytest.raises(SystemExit):
+        ppo_sync.prepare_prompts(*arguments, tiny_args(), is_eval=True)
+
+
 def test_long_prompts_are_dropped_and_counted(bos_tokenizer, tmp_path, capsys):
     rows = [prompt_row(" ".join("a" * n), truth=str(n)) for n in (1, 5, 3, 4, 9)]
     path = str(write_rows(tmp_path / "data.parquet", rows))

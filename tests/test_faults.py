@@ -1,10 +1,13 @@
 """How a run can end: what goes wrong in it, what is sent to it, and what is left behind."""
 
-import math
+import contextlib
 import os
+import random
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -15,7 +18,11 @@ from helpers import ASYNC, REPO, SCRIPTS
 from helpers.files import write_text
 from helpers.processes import TWO_RANKS, alive, descendants, finish, shared_memory_of, wait_until
 from helpers.runs import batch_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import ppo_sync
 
@@ -44,8 +51,280 @@ def test_tensor_left_out_of_the_sync_stops_the_run(run_script, tmp_path):
 
 # ----------------------------------------------------------------------------------------- rewards
 
+FAILING = """
+import ctypes, os, re, signal, subprocess, sys, time
+from pathlib import Path
+
+class Unreadable(Exception):
+    def __init__(self, *, line):  # pickle makes it again from its arguments, and there it fails
+        super().__init__(f"line {line}")
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no words for it")
+
+def leave_a_child():
+    child = subprocess.Popen(["sleep", "1000"], close_fds=False, start_new_session=True)
+    Path(__file__).with_name("child").write_text(str(child.pid))
+
+def right():
+    bytes(2**27)  # takes a little memory itself
+    return 1.0
+
+def raises(): raise OSError("the grader is out of paper")
+def unreadable(): raise Unreadable(line=12)
+def unprintable(): raise Unprintable
+def unencodable(): raise OSError("\\udcff")
+def returns_nan(): return float("nan")
+def sys_exit(): sys.exit()
+def ctrl_c(): raise KeyboardInterrupt
+def os_exit(): os._exit(0)
+def reads_nowhere(): ctypes.string_at(0)
+def sigsegv(): os.kill(os.getpid(), signal.SIGSEGV)
+def hangs(): time.sleep(1000)
+def holds_the_gil(): re.match("(a|aa)+$", 99 * "a" + "b")
+def stops(): os.kill(os.getpid(), signal.SIGSTOP)
+def closes_everything(): os.closerange(3, 1000)
+
+def allocates():
+    blocks = []
+    while len(blocks) < 64:  # 4 GiB
+        blocks.append(bytes(2**26))
+    return 1.0
+
+BLOCKS = []
+
+def leaks():  # too much of the worker's memory to let it work on
+    while len(BLOCKS) < 64:
+        BLOCKS.append(bytes(2**26))
+    return 1.0
+
+def leaves_a_child_and_exits():
+    leave_a_child()
+    os._exit(3)
+
+def leaves_a_child_and_hangs():
+    leave_a_child()
+    time.sleep(1000)
+
+def forks():
+    child = os.fork()
+    if child == 0:
+        return 0.0
+    os.waitpid(child, 0)
+    return 1.0
+
+def waits_to_be_killed():
+    Path(__file__).with_name(f"busy_{os.getpid()}").touch()
+    re.match("(a|aa)+$", 99 * "a" + "b")
+
+def score(data_source, response, ground_truth, extra_info):
+    return globals()[response]()
+"""
+
+
+def line_of(way):
+    lines = FAILING.splitlines()
+    return next(i for i, line in enumerate(lines, start=1) if line.startswith(f"def {way}("))
+
+
+# (way to fail, what the cause must hold)
+WAYS_TO_FAIL = [
+    ("raises", f"OSError: the grader is out of paper (PATH, line {line_of('raises')})"),
+    ("unreadable", f"Unreadable: line 12 (PATH, line {line_of('unreadable')})"),
+    ("unprintable", ""),
+    ("unencodable", "OSError: \\udcff"),
+    ("returns_nan", "ValueError: the reward is nan"),
+    ("sys_exit", "SystemExit"),
+    ("ctrl_c", "KeyboardInterrupt"),
+    ("os_exit", "exit code 0"),
+    ("reads_nowhere", "exit code -11"),
+    ("sigsegv", "exit code -11"),
+    ("hangs", "TimeoutError: the call took longer than 2 seconds"),
+    ("holds_the_gil", "TimeoutError"),
+    ("stops", "TimeoutError"),
+    ("closes_everything", ""),
+    ("allocates", "MemoryError"),
+    ("leaks", "MemoryError"),
+    ("leaves_a_child_and_exits", "exit code 3"),
+    ("leaves_a_child_and_hangs", "TimeoutError"),
+]
+
+
+def start_pool(reward, **options):
+    options = {"reward_workers": 2, "reward_timeout": 2.0, "reward_memory": 0.5} | options
+    return ppo_sync.start_reward_workers(ppo_sync.Args(reward_fn=f"{reward}:score", **options))
+
+
+def call(pool, *texts):
+    """What the pool says of each text: a score, or the text of an error."""
+    prompts = [
+        ppo_sync.Prompt(f"data.jsonl, row {i}", "", [], [], "any", "1", None)
+        for i in range(len(texts))
+    ]
+    results = ppo_sync.call_workers(pool, prompts, list(texts))
+    return [str(result) if isinstance(result, Exception) else result for result in results]
+
+
+def family_of(pool):
+    return [psutil.Process(worker.process.pid) for worker in pool]
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("rewards") / "reward.py", FAILING)
+
+
+@pytest.fixture(scope="module")
+def pool_of_all(failing):
+    pool = start_pool(failing)
+    yield pool
+    for worker in pool:
+        worker.stop()
+
+
+@pytest.fixture
+def pool(pool_of_all, failing):
+    """Two workers for the file of all failures; a child that a reward left ends with the test."""
+    yield pool_of_all
+    pid = failing.with_name("child")
+    if pid.exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        pid.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "cause"), WAYS_TO_FAIL, ids=[way for way, _ in WAYS_TO_FAIL])
+def test_whatever_a_reward_does_costs_that_call_alone(way, cause, pool, failing):
+    first, failed, *others = call(pool, "right", way, "right", "right", "right")
+    assert [first, *others] == [1.0] * 4
+    assert isinstance(failed, str)
+    assert cause.replace("PATH", str(failing)) in failed
+    assert call(pool, *["right"] * 4) == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_all_workers_may_fail_at_once(pool):
+    found = call(pool, *["os_exit", "sigsegv", "raises"] * 3, "right")
+    assert [isinstance(result, str) for result in found] == [True] * 9 + [False]
+    assert call(pool, *["right"] * 4) == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_forked_child_of_a_reward_does_not_answer_for_it(pool):
+    # Its answer would be taken for this call's, and this call's for the next one's
+    assert call(pool, "forks", "right", "right") == [1.0] * 3
+    assert call(pool, *["right"] * 4) == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_worker_killed_while_idle_costs_no_call(pool):
+    assert call(pool, "right", "right") == [1.0, 1.0]
+    for victims in (pool[:1], pool):
+        for worker in victims:
+            worker.process.kill()
+        wait_until(
+            lambda victims=victims: not any(worker.process.is_alive() for worker in victims),
+            10,
+            "the end of idle workers",
+        )
+        assert call(pool, *["right"] * 4) == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_worker_killed_while_busy_costs_its_call_alone(failing):
+    pool = start_pool(failing, reward_timeout=1000)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(call, pool, "right", "waits_to_be_killed", "right", "right")
+            (busy,) = wait_until(
+                lambda: list(failing.parent.glob("busy_*")), 60, "a worker that is busy"
+            )
+            os.kill(int(busy.name.removeprefix("busy_")), signal.SIGKILL)
+            assert found.result(60) == [1.0, "its process ended with exit code -9", 1.0, 1.0]
+        assert call(pool, *["right"] * 4) == [1.0] * 4
+    finally:
+        for worker in pool:
+            worker.stop()
+        for path in failing.parent.glob("busy_*"):
+            path.unlink()
+
+
+@pytest.mark.slow
+def test_import_of_the_reward_file_is_not_on_the_clock(tmp_path):
+    slow = "import os, time\ntime.sleep(3)\n"
+    slow += "def score(data_source, response, ground_truth, extra_info):\n"
+    slow += "    return os._exit(1) if response == 'exit' else 1.0\n"
+    pool = start_pool(write_text(tmp_path / "slow.py", slow), reward_timeout=1.0)
+    try:
+        assert call(pool, *["right"] * 4) == [1.0] * 4
+        # Nor is that of the worker that takes the place of another
+        first, *others = call(pool, "exit", *["right"] * 4)
+        assert "exit code 1" in first
+        assert others == [1.0] * 4
+        assert call(pool, *["right"] * 4) == [1.0] * 4
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_rewards_hang_waits_for_none_of_them(failing, monkeypatch):
+    # A shell starts what it puts into the background with Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    pool = start_pool(failing, reward_timeout=1000)
+    threads = set(threading.enumerate())
+    family = set()
+
+    def press_ctrl_c():
+        wait_until(lambda: len(list(failing.parent.glob("busy_*"))) == 2, 60, "two busy workers")
+        family.update(family_of(pool))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            pressed = thread.submit(press_ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                call(pool, *["waits_to_be_killed"] * 2, *["right"] * 1000)
+            pressed.result()
+        assert len(family) == 2
+        assert alive(family) == []
+        assert set(threading.enumerate()) <= threads
+        assert not any(worker.process.is_alive() for worker in pool)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for worker in pool:
+            worker.stop()
+        for path in failing.parent.glob("busy_*"):
+            path.unlink()
+
+
+@pytest.mark.slow
+def test_warnings_name_the_row_the_file_and_the_line(pool, failing, capsys):
+    texts = ["right", "raises", "raises", "sigsegv", "right"]
+    prompts = [
+        ppo_sync.Prompt(f"data.jsonl, row {10 + i}", "", [], [], "any", truth, None)
+        for i, truth in enumerate(["1", "1", "1", "1", None])
+    ]
+    args = pool[0].args
+    scores, failures = ppo_sync.verifiable_rewards(pool, prompts, texts, args)
+    assert scores == [1.0, None, None, None, None]
+    assert [cause is not None for cause in failures] == [False, True, True, True, False]
+    (line,) = capsys.readouterr().out.splitlines()
+    for fragment in (
+        "3 of 5",
+        f"OSError: the grader is out of paper ({failing}, line {line_of('raises')})",
+        "data.jsonl, row 11",  # the first of this kind
+        "exit code -11",
+        "data.jsonl, row 13",
+    ):
+        assert fragment in line
+    assert "row 12" not in line
+
+
 UNRELIABLE = """
-import time
+import os, time
 
 class Unreadable(Exception):
     def __init__(self, *, line):  # pickle makes it again from its arguments, and there it fails
@@ -57,9 +336,11 @@ def score(data_source, response, ground_truth, extra_info):
         time.sleep(1000)
     if mood == 2:
         raise OSError("the grader is out of paper")
+    if mood == 6:
+        os._exit(3)
     if mood == 7:
         raise Unreadable(line=12)
-    return {3: float("nan"), 4: None, 5: "good", 6: float("inf")}.get(mood, 0.25)
+    return {3: float("nan"), 4: None, 5: "good"}.get(mood, 0.25)
 """
 
 
@@ -72,7 +353,7 @@ def test_unreliable_reward_costs_its_own_responses_only(launcher, run_script, as
         tmp_path,
         launcher=launcher,
         env={"ACCELERATE_USE_CPU": "true"},
-        timeout=120,
+        timeout=180,
         generation_backend="transformers",
         reward_fn=f"{reward}:score",
         reward_timeout=0.5,
@@ -88,15 +369,48 @@ def test_unreliable_reward_costs_its_own_responses_only(launcher, run_script, as
         batch = batch_of(run, step)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["prompt_ids"]]
         moods = [index[re.sub(r"[^0-9=]", "", text)] % 10 for text in texts]
-        assert batch["scores"].tolist() == [0.0 if 1 <= mood <= 7 else 0.25 for mood in moods]
-        assert line["objective/reward_failures"] == sum(1 <= mood <= 7 for mood in moods)
-        # Two workers; a worker that takes the place of a hung one starts from modules that are
-        # loaded.
-        assert line["time/reward"] < 0.5 * math.ceil(moods.count(1) / 2) + 6
+        failed = [1 <= mood <= 7 for mood in moods]
+        assert batch["scored"].tolist() == [float(not one) for one in failed]
+        assert batch["scores"].tolist() == [0.0 if one else 0.25 for one in failed]
+        # Left out: not trained on as if the answer had been wrong
+        assert torch.equal(batch["loss_mask"], batch["mask"] * batch["scored"][:, None])
+        assert line["objective/reward_failures"] == sum(failed)
+        assert line["objective/scores"] == line["objective/verifiable_score"] == 0.25
+        assert line["objective/verifiable_correct_rate"] == 0
         seen |= set(moods)
     assert seen == set(range(10))
     for cause in ("OSError: the grader is out of paper", "TimeoutError", "Unreadable: line 12"):
         assert cause in run.stdout
+    assert "exit code 3" in run.stdout
+
+
+FAILS_IN_THE_RUN = """
+from pathlib import Path
+
+def score(data_source, response, ground_truth, extra_info):
+    if Path(__file__).with_name("run").exists():
+        raise OSError("the grader is out of paper")
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_batch_whose_rewards_all_fail_stops_every_rank(run_script, tmp_path):
+    reward = write_text(tmp_path / "reward.py", FAILS_IN_THE_RUN)
+    run = run_script(
+        "ppo_sync.py",
+        tmp_path,
+        launcher=TWO_RANKS,
+        env={"ACCELERATE_USE_CPU": "true"},
+        timeout=120,
+        generation_backend="transformers",
+        reward_fn=f"{reward}:score",
+    )
+    assert run.returncode not in (0, 2)
+    cause = "the reward failed on all 64 responses: OSError: the grader is out of paper"
+    assert run.stderr.count(f"RuntimeError: {cause} ({reward}, line 6)") == 2
+    assert not (run.run_dir / "metrics.jsonl").exists()
+    assert not (run.run_dir / "model").exists()
 
 
 HANGING = """
@@ -104,7 +418,7 @@ import multiprocessing, os, re
 from pathlib import Path
 
 def score(data_source, response, ground_truth, extra_info):
-    if multiprocessing.parent_process() is not None:
+    if Path(__file__).with_name("run").exists():
         Path(__file__).with_name(f"hung_{os.getpid()}").touch()
         re.match("(a|aa)+$", 99 * "a" + "b")  # holds the GIL for longer than anybody lives
     return 1.0
@@ -112,9 +426,19 @@ def score(data_source, response, ground_truth, extra_info):
 
 
 @pytest.mark.slow
-def test_killed_script_leaves_no_reward_worker(start_script, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "returncode", "last_line"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, None),
+        (signal.SIGINT, 130, "Interrupted"),
+    ],
+    ids=["killed", "ctrl-c"],
+)
+def test_ended_script_leaves_no_reward_worker(
+    number, returncode, last_line, start_script, tmp_path
+):
     reward = write_text(tmp_path / "reward.py", HANGING)
-    options = {"reward_fn": f"{reward}:score", "reward_timeout": 1000}
+    options = {"reward_fn": f"{reward}:score", "reward_timeout": 1000, "reward_workers": 2}
     process = start_script("ppo_sync.py", tmp_path, generation_backend="transformers", **options)
     wait_until(
         lambda: process.poll() is not None or len(list(tmp_path.glob("hung_*"))) == 2,
@@ -127,12 +451,99 @@ def test_killed_script_leaves_no_reward_worker(start_script, tmp_path):
         assert {f"hung_{child.pid}" for child in family} > {
             path.name for path in tmp_path.glob("hung_*")
         }
-        process.kill()
-        process.wait()
+        started_at = time.monotonic()
+        process.send_signal(number)
+        run = finish(process, 60, started_at)  # and not the 1000 s of a hung call
+        assert run.returncode == returncode
+        if last_line:
+            assert run.stderr.strip().splitlines()[-1] == last_line
         wait_until(lambda: not alive(family), 10, f"the end of {family}")
     finally:
         for child in alive(family):
             child.kill()
+
+
+WAITS_TO_BE_KILLED = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def score(data_source, response, ground_truth, extra_info):
+    if (HERE / "run").exists() and extra_info["index"] % 16 == 5:
+        time.sleep(1000)
+    return 0.5
+
+(HERE / f"worker_{os.getpid()}").touch()
+"""
+
+
+@pytest.mark.slow
+def test_run_outlives_its_reward_workers(start_script, tmp_path):
+    """Any of them is killed, busy or idle, again and again; some calls end in no other way."""
+    reward = write_text(tmp_path / "reward.py", WAITS_TO_BE_KILLED)
+    options = {"reward_fn": f"{reward}:score", "reward_timeout": 1000, "reward_workers": 2}
+    options |= {"generation_backend": "transformers", "total_episodes": 4 * 32}
+    process = start_script("ppo_sync.py", tmp_path, **options)
+    choice, family, killed = random.Random(1), set(), 0
+    started_at = time.monotonic()
+    deadline = started_at + 240
+    while process.poll() is None and time.monotonic() < deadline:
+        members = descendants(process)
+        family.update(members)
+        # Those that have imported the file, of a run whose start is over
+        workers = [
+            child
+            for child in members
+            if process.run_dir.exists() and (tmp_path / f"worker_{child.pid}").exists()
+        ]
+        if workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                choice.choice(workers).kill()
+                killed += 1
+        time.sleep(0.3)
+    run = finish(process, 1, started_at)
+    assert run.returncode == 0, run.output
+    assert killed > 0
+    assert len(run.metrics) == 4
+    failures = [line["objective/reward_failures"] for line in run.metrics]
+    assert sum(failures) >= 1
+    told = re.findall(r"the reward failed on (\d+) of 32 responses, .* exit code -9", run.stdout)
+    assert sum(failures) == sum(map(int, told))
+    assert all(line["objective/verifiable_score"] == 0.5 for line in run.metrics)
+    wait_until(lambda: not alive(family), 10, f"the end of {family}")
+
+
+@pytest.mark.slow
+def test_reward_model_that_counts_for_nothing_only_starts_the_value_model(
+    run_script, assets, tmp_path
+):
+    model, tokenizer = (
+        cls.from_pretrained(assets / "model", **options)
+        for cls, options in (
+            (AutoModelForSequenceClassification, {"num_labels": 1}),
+            (AutoTokenizer, {}),
+        )
+    )
+    model.score.weight.data.fill_(1.0)
+    model.save_pretrained(tmp_path / "reward_model")
+    tokenizer.save_pretrained(tmp_path / "reward_model")
+    options = {"reward_model_path": tmp_path / "reward_model", "reward_model_multiplier": 0.0}
+    run = run_script(
+        "ppo_sync.py",
+        tmp_path,
+        generation_backend="transformers",
+        total_episodes=32,
+        save_batches=True,
+        timeout=120,
+        **options,
+    )
+    assert run.returncode == 0, run.output
+    (line,) = run.metrics
+    assert "objective/reward_model_score" not in line
+    assert line["objective/scores"] == line["objective/verifiable_score"]
+    assert set(batch_of(run, 1)["scores"].tolist()) <= {0.0, 1.0}
+    assert batch_of(run, 1)["values"].any()  # a head of its own would be zeros
 
 
 # ----------------------------------------------------------------------------- faults within a run

@@ -1,10 +1,13 @@
 """From a response to its score."""
 
-from concurrent.futures import Future
+import contextlib
+import signal
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.files import write_text
 from helpers.rollouts import PAD, STOP, make_rollout, tiny_args, tiny_classifier
 from transformers import AutoTokenizer
 
@@ -44,22 +47,25 @@ def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "model")
 
 
-class Workers:
-    """A pool of none: what is scheduled is done at once."""
+class Worker:
+    """Calls the reward function of its args in this process."""
 
-    def schedule(self, function, args, timeout):
-        future = Future()
+    def __init__(self, args):
+        self.args = args
+
+    def score(self, prompt, text):
         try:
-            future.set_result(function(*args))
+            return ppo_sync.verifiable_reward(self.args.reward_fn, prompt, text)
         except Exception as error:
-            future.set_exception(error)
-        return future
+            raise RuntimeError(ppo_sync.describe_error(error, self.args.reward_fn)) from None
 
 
-def make_prompt(ground_truth="12", data_source="debug/sorting", extra_info=None, token_ids=()):
+def make_prompt(
+    ground_truth="12", data_source="debug/sorting", extra_info=None, token_ids=(), row=0, text=""
+):
     return ppo_sync.Prompt(
-        row="rows.jsonl, row 0",
-        text="",
+        row=f"rows.jsonl, row {row}",
+        text=text,
         token_ids=list(token_ids),
         reward_model_token_ids=list(token_ids),
         data_source=data_source,
@@ -69,8 +75,9 @@ def make_prompt(ground_truth="12", data_source="debug/sorting", extra_info=None,
 
 
 def score_responses(tokenizer, prompts, responses, args, reward_model=None):
+    workers = [Worker(args)]
     return ppo_sync.score_responses(
-        Accelerator(cpu=True), reward_model, Workers(), tokenizer, prompts, responses, args
+        Accelerator(cpu=True), reward_model, workers, tokenizer, prompts, responses, args
     )
 
 
@@ -78,7 +85,8 @@ def score(tokenizer, texts, truth="12", truths=None, reward_model=None, **option
     """Scores texts; "." ends a response, which without it was cut."""
     end = tokenizer.eos_token_id
     responses = [tokenizer(t.rstrip("."))["input_ids"] + [end] * t.endswith(".") for t in texts]
-    prompts = [make_prompt(truth) for truth in truths or [truth] * len(texts)]
+    truths = truths or [truth] * len(texts)
+    prompts = [make_prompt(truth, row=row) for row, truth in enumerate(truths)]
     args = tiny_args(stop_token_ids=(end,), **options)
     return score_responses(tokenizer, prompts, responses, args, reward_model)
 
@@ -86,7 +94,7 @@ def score(tokenizer, texts, truth="12", truths=None, reward_model=None, **option
 def test_verifiable_reward_counts_as_often_as_it_is_told(tokenizer):
     scored = score(tokenizer, ["12.", "21.", "12"], verification_reward=10.0)
     assert scored.scores == [10.0, 0.0, 10.0]
-    assert scored.correct == [True, False, True]
+    assert scored.verifiable == [1.0, 0.0, 1.0]
     assert scored.texts == ["12", "21", "12"]
 
 
@@ -94,7 +102,8 @@ def test_penalty_takes_the_place_of_the_score_but_not_of_the_correct_rate(tokeni
     options = {"non_stop_penalty": True, "penalty_reward_value": -10.0}
     scored = score(tokenizer, ["12.", "12", "21", "21."], **options)
     assert scored.scores == [1.0, -10.0, -10.0, 0.0]
-    assert scored.correct == [True, True, False, False]
+    assert scored.verifiable == [1.0, 1.0, 0.0, 0.0]
+    assert scored.penalized == [False, True, True, False]
 
 
 def test_short_responses_are_penalized_and_the_stop_token_counts(tokenizer):
@@ -106,32 +115,117 @@ def test_short_responses_are_penalized_and_the_stop_token_counts(tokenizer):
     ]
 
 
+THINKS = [
+    "<think>a\nb</think> <answer>1</answer>",
+    "\n<think></think>\n<answer>1</answer>\n",
+    "<think>1 < 2, and <b>bold</b></think><answer></answer>",
+]
+DOES_NOT_THINK = [
+    "",
+    "<answer>1</answer>",
+    "<think>a</think><answer>1",
+    "well: <think>a</think><answer>1</answer>",
+    "<think>a</think><answer>1</answer> or so",
+    "<think>a</think> so <answer>1</answer>",
+    "<think>a</think> junk <think>b</think><answer>1</answer>",  # a lazy `.*?` reads on over junk
+    "<think>a</think><answer>1</answer> junk <answer>2</answer>",
+    "<think>a</think><answer>1</answer><think>a</think><answer>1</answer>",
+    "<think><think>a</think></think><answer>1</answer>",
+    "<think>a <answer>0</answer></think><answer>1</answer>",
+    "<think>a</think><answer><answer>1</answer></answer>",
+    "<think>a</think><answer><think>b</think>1</answer>",
+    "<answer>1</answer><think>a</think>",
+    "<think>a</think></think><answer>1</answer>",
+]
+
+
+@pytest.mark.parametrize("text", THINKS)
+def test_format_is_one_thought_and_one_answer(text):
+    assert ppo_sync.has_r1_format("1 + 1?", text)
+
+
+@pytest.mark.parametrize("text", DOES_NOT_THINK)
+def test_format_is_not_read_into_text_outside_its_tags(text):
+    assert not ppo_sync.has_r1_format("1 + 1?", text)
+
+
+@pytest.mark.parametrize("end", ["<think>", "<think>\n", "<think>\n\n "])
+def test_prompt_may_have_opened_the_thought(end):
+    rest = "a</think><answer>1</answer>"
+    assert ppo_sync.has_r1_format(f"1 + 1? {end}", rest)
+    assert not ppo_sync.has_r1_format(f"1 + 1? {end}", f"<think>{rest}")
+    assert not ppo_sync.has_r1_format("Write <think> first. 1 + 1?", rest)
+    assert not ppo_sync.has_r1_format(f"1 + 1? {end}", "a</think>b</think><answer>1</answer>")
+
+
+@contextlib.contextmanager
+def limit(seconds):
+    """TimeoutError where something would never end."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+LONG = 300_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" + "a" * LONG,
+        "<think>" * LONG,
+        "<think>" + "</think><answer>" * LONG,
+        "<think>" + "</think> <answer>" * LONG + "</answer>",
+        "<think>a</think>" + " " * LONG + "<answer>1</answer>" + " " * LONG + "x",
+        " " * LONG + "x",
+        "<" * LONG,
+    ],
+    ids=lambda text: text[:30],
+)
+def test_format_of_a_long_response_is_no_hang(text):
+    # A search that starts again at each tag would take hours
+    with limit(60):
+        assert not ppo_sync.has_r1_format("1 + 1?", text)
+
+
+class Texts:
+    """A tokenizer of whole texts, for what the debug one cannot write; ids are the texts' own."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def batch_decode(self, responses, skip_special_tokens):
+        return [self.texts[ids[0]] for ids in responses]
+
+
+def score_texts(texts, prompts, args):
+    responses = [[i, STOP] for i in range(len(texts))]
+    return score_responses(Texts(texts), prompts, responses, args)
+
+
 def test_format_reward_adds_to_the_verifiable_one(monkeypatch):
-    class Words:
-        """A tokenizer of whole texts: the debug one cannot write <think>."""
-
-        def batch_decode(self, responses, skip_special_tokens):
-            return [texts[ids[0]] for ids in responses]
-
-    texts = [
-        "<think>a\nb</think> <answer>1</answer>",
-        "\n<think></think>\n<answer>1</answer>\n",
-        "<answer>1</answer>",
-        "<think>a</think><answer>1",
-        "well: <think>a</think><answer>1</answer>",
-        "<think>a</think><answer>1</answer> or so",
-    ]
+    texts = [*THINKS[:2], *DOES_NOT_THINK[:2]]
     prompts = [make_prompt("t")] * len(texts)
     args = tiny_args(
         add_r1_style_format_reward=True, r1_style_format_reward=0.5, verification_reward=2.0
     )
-    responses = [[i, STOP] for i in range(len(texts))]
     monkeypatch.setattr(ppo_sync, "compute_score", lambda *_: 1.0)
-    scored = score_responses(Words(), prompts, responses, args)
-    assert scored.scores == [2.5, 2.5, 2.0, 2.0, 2.0, 2.0]
+    scored = score_texts(texts, prompts, args)
+    assert scored.scores == [2.5, 2.5, 2.0, 2.0]
+    assert scored.formats == [True, True, False, False]
     args.apply_verifiable_reward = False
-    scored = score_responses(Words(), prompts, responses, args)
-    assert scored.scores == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert score_texts(texts, prompts, args).scores == [0.5, 0.5, 0.0, 0.0]
+    # The prompt of each response is its own
+    prompts[0] = make_prompt("t", text="1 + 1? <think>")
+    assert score_texts(texts, prompts, args).formats == [False, True, False, False]
 
 
 def test_ids_above_the_tokenizers_vocabulary_are_decoded(tokenizer):
@@ -153,7 +247,8 @@ def test_reward_function_gets_the_text_and_what_belongs_to_it(tokenizer, tmp_pat
 
 def test_row_without_ground_truth_is_neither_right_nor_wrong(tokenizer):
     scored = score(tokenizer, ["12.", "12."], truths=["12", None])
-    assert (scored.scores, scored.correct) == ([1.0, 0.0], [True, None])
+    assert (scored.scores, scored.verifiable) == ([1.0, 0.0], [1.0, None])
+    assert scored.failures == [None, None]
 
 
 @pytest.mark.parametrize("pad", [PAD, STOP], ids=["pad", "pad is the stop token"])
@@ -181,7 +276,129 @@ def test_rewards_add_up_and_the_penalty_replaces_them_all(tokenizer, monkeypatch
     penalty = {"non_stop_penalty": True, "penalty_reward_value": -3.0}
     assert score(tokenizer, ["12.", "21.", "12"], **options, **penalty).scores == [5.0, 0.5, -3.0]
     scored = score(tokenizer, ["12.", "21.", "12."], apply_verifiable_reward=False, **model)
-    assert (scored.scores, scored.correct) == ([0.5, 0.25, 0.125], [True, False, True])
+    assert (scored.scores, scored.verifiable) == ([0.5, 0.25, 0.125], [1.0, 0.0, 1.0])
+
+
+# ------------------------------------------------------------------------------ rewards that fail
+
+NO_ANSWER = """
+def score(data_source, response, ground_truth, extra_info):
+    if not response.startswith("1"):
+        raise OSError("the grader is out of paper")
+    return float(response == ground_truth)
+"""
+
+
+@pytest.fixture
+def no_answer(tmp_path):
+    return f"{write_text(tmp_path / 'mine.py', NO_ANSWER)}:score"
+
+
+def test_failed_reward_is_no_wrong_answer(tokenizer, no_answer, capsys):
+    scored = score(tokenizer, ["12.", "21.", "13.", "22."], reward_fn=no_answer)
+    assert scored.scores == [1.0, None, 0.0, None]
+    assert scored.verifiable == [1.0, None, 0.0, None]
+    path = no_answer.removesuffix(":score")
+    cause = f"OSError: the grader is out of paper ({path}, line 4)"
+    assert [failure and cause in failure for failure in scored.failures] == [None, True, None, True]
+    (line,) = capsys.readouterr().out.splitlines()
+    for fragment in ("2 of 4", cause, "rows.jsonl, row 1"):
+        assert fragment in line
+    ppo_sync.check_scores(scored)
+
+
+def test_other_rewards_do_not_stand_in_for_one_that_failed(tokenizer, no_answer, monkeypatch):
+    monkeypatch.setattr(ppo_sync, "reward_model_scores", lambda *_: [0.5, 0.25])
+    model = {"reward_model": "a model", "reward_fn": no_answer}
+    assert score(tokenizer, ["12.", "21."], **model).scores == [1.5, None]
+    scored = score(tokenizer, ["12.", "21."], apply_verifiable_reward=False, **model)
+    assert scored.scores == [0.5, 0.25]  # it is only looked at
+
+
+def test_penalty_is_known_whatever_failed(tokenizer, no_answer):
+    options = {"non_stop_penalty": True, "penalty_reward_value": -3.0, "reward_fn": no_answer}
+    scored = score(tokenizer, ["12.", "21", "21.", "12"], **options)
+    assert scored.scores == [1.0, -3.0, None, -3.0]
+    assert scored.penalized == [False, True, False, True]
+    assert [cause is None for cause in scored.failures] == [True, False, False, True]
+
+
+def test_failing_rule_of_the_script_costs_its_own_response(tokenizer, capsys):
+    prompts = [make_prompt("12"), make_prompt("12", data_source="no/such", row=7)]
+    args = tiny_args(stop_token_ids=(tokenizer.eos_token_id,))
+    responses = [[*tokenizer("12")["input_ids"], tokenizer.eos_token_id]] * 2
+    scored = score_responses(tokenizer, prompts, responses, args)
+    assert scored.scores == [1.0, None]
+    assert scored.failures[1].startswith("NotImplementedError: 'no/such'")
+    assert "rows.jsonl, row 7" in capsys.readouterr().out
+
+
+def test_batch_whose_rewards_all_failed_stops_the_run(tokenizer, no_answer):
+    scored = score(tokenizer, ["21.", "22."], reward_fn=no_answer)
+    with pytest.raises(RuntimeError, match="all 2 responses: OSError: the grader is out of paper"):
+        ppo_sync.check_scores(scored)
+    ppo_sync.check_scores(score(tokenizer, ["21.", "12."], reward_fn=no_answer))
+    ppo_sync.check_scores(score(tokenizer, ["21.", "22."], truths=[None, None]))
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'good'", "1j"])
+def test_reward_is_a_finite_number_or_it_failed(value, tokenizer, tmp_path):
+    path = write_text(tmp_path / "mine.py", f"def f(*_, extra_info):\n    return {value}\n")
+    scored = score(tokenizer, ["12."], reward_fn=f"{path}:f")
+    assert (scored.scores, scored.verifiable) == ([None], [None])
+    assert "Error: " in scored.failures[0]
+
+
+@pytest.fixture
+def fresh_imports(monkeypatch):
+    """What a reward file adds to the imports of this process goes with the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "reward_file", None)
+
+
+WITH_NEIGHBOUR = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neighbour_of_a_reward import BONUS
+
+@dataclass
+class Grade:  # dataclasses look their module up by its name
+    points: float
+    notes: dict[str, int] | None = None
+
+def score(data_source, response, ground_truth, extra_info):
+    return Grade(BONUS).points
+"""
+
+
+def test_reward_file_is_a_module_among_its_neighbours(
+    tokenizer, tmp_path, monkeypatch, fresh_imports
+):
+    write_text(tmp_path / "neighbour_of_a_reward.py", "BONUS = 4.0\n")
+    write_text(tmp_path / "mine.py", WITH_NEIGHBOUR)
+    monkeypatch.chdir(tmp_path)  # a path without a folder has neighbours too
+    assert score(tokenizer, ["12."], reward_fn="mine.py:score").scores == [4.0]
+
+
+TWO_FUNCTIONS = """
+from os.path import join
+
+def first(*_, extra_info):
+    return 1.0
+
+def second(*_, extra_info):
+    return 2.0
+"""
+
+
+@pytest.mark.parametrize("name", ["", ":third", ":join.me"])
+def test_reward_function_that_is_not_there_lists_those_that_are(name, tmp_path, fresh_imports):
+    path = write_text(tmp_path / "mine.py", TWO_FUNCTIONS)
+    with pytest.raises(ImportError) as error:
+        ppo_sync.load_reward_fn(f"{path}{name}")
+    assert str(error.value).endswith(f": {path}:first, {path}:second")
 
 
 # ----------------------------------------------------------------------------------- their metrics
@@ -197,3 +414,51 @@ def test_metrics_of_several_sources_are_told_apart():
     assert ppo_sync.mean_by_source("m", prompts[1:], [0.0, 3.0]) == {"m": 1.5}
     assert ppo_sync.mean_by_source("m", prompts, [None, 1.0, 2.0]) == {"m": 1.5}
     assert ppo_sync.mean_by_source("m", prompts, [None] * 3) == {}
+
+
+def scores_of(**parts):
+    """Scores of as many responses as the parts are long; the other parts are of no interest."""
+    count = len(next(iter(parts.values())))
+    empty = {"scores": 0.0, "texts": "", "verifiable": None, "model_scores": None}
+    empty |= {"formats": False, "penalized": False, "failures": None}
+    return ppo_sync.Scores(**{name: [value] * count for name, value in empty.items()} | parts)
+
+
+def test_part_of_the_credit_is_not_right():
+    """Nor is a failed call wrong."""
+    scores = scores_of(
+        scores=[1.0, 0.3, None, 2.0, 0.5],
+        verifiable=[1.0, 0.3, None, 2.0, None],
+        failures=[None, None, "OSError: out of paper", None, None],
+    )
+    prompts = [make_prompt()] * 5
+    assert ppo_sync.score_metrics("objective", prompts, scores, tiny_args()) == {
+        "objective/scores": pytest.approx(3.8 / 4),
+        "objective/verifiable_score": pytest.approx(3.3 / 3),
+        "objective/verifiable_correct_rate": pytest.approx(2 / 3),
+        "objective/reward_failures": 1,
+    }
+    scores = scores_of(scores=[0.3] * 5, verifiable=[0.3] * 5)
+    metrics = ppo_sync.score_metrics("eval", prompts, scores, tiny_args())
+    assert metrics["eval/verifiable_correct_rate"] == 0
+    assert metrics["eval/verifiable_score"] == pytest.approx(0.3)
+    assert metrics["eval/reward_failures"] == 0
+
+
+def test_parts_of_the_score_are_measured_where_they_are_on():
+    scores = scores_of(formats=[True, False, True, True], penalized=[False, False, False, True])
+    prompts = [make_prompt()] * 4
+    found = {}
+    for flags in ((), ("add_r1_style_format_reward",), ("non_stop_penalty",)):
+        args = tiny_args(**dict.fromkeys(flags, True))
+        metrics = ppo_sync.score_metrics("objective", prompts, scores, args)
+        found[flags] = {name: metrics[name] for name in metrics if name.endswith("_rate")}
+    assert found == {
+        (): {},
+        ("add_r1_style_format_reward",): {"objective/format_rate": 0.75},
+        ("non_stop_penalty",): {"objective/penalty_rate": 0.25},
+    }
+    assert "objective/reward_model_score" not in metrics
+    scores = scores_of(model_scores=[0.5, -1.0, 2.0, 0.5])
+    metrics = ppo_sync.score_metrics("objective", prompts, scores, tiny_args())
+    assert metrics["objective/reward_model_score"] == 0.5
