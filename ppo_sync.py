@@ -676,7 +676,8 @@ def load_reward_fn(reward_fn: str) -> Callable:
     if not callable(function):
         functions = inspect.getmembers(module, inspect.isfunction)
         own = [key for key, function in functions if function.__module__ == "reward_file"]
-        raise ImportError("name one of its functions: " + ", ".join(f"{path}:{key}" for key in own))
+        known = ", ".join(f"{path}:{key}" for key in own) or "there is none"
+        raise ImportError(f"name one of its functions: {known}")
     return function
 
 
@@ -761,7 +762,7 @@ class RewardWorker:
 
     Whatever happens to the process, only the call in progress fails, and the next call finds a
     working process. (pebble's pool and the standard library's do not survive the SIGKILL of an idle
-    worker.) One thread at a time may use it.
+    worker.) One thread at a time may call it.
     """
 
     def __init__(self, args: Args):
@@ -770,6 +771,7 @@ class RewardWorker:
         self.connection = None
         self.owes_import_answer = False  # whether its first answer is still to be received
         self.is_stopped = False
+        self.lock = threading.Lock()  # after a Ctrl-C a thread stops what another is calling
 
     def start(self) -> None:
         """Starts a process and returns; the process imports the file of --reward_fn meanwhile."""
@@ -825,8 +827,9 @@ class RewardWorker:
 
     def restart(self) -> None:
         """Puts a new process in the place of this one."""
-        self.end_process()
-        self.start()
+        with self.lock:
+            self.end_process()
+            self.start()
 
     def end_process(self) -> None:
         """Ends the process, and all that it has started."""
@@ -839,9 +842,10 @@ class RewardWorker:
         self.connection.close()
 
     def stop(self) -> None:
-        """Ends the process for good."""
-        self.is_stopped = True
-        self.end_process()
+        """Ends the process for good. Any thread may do that."""
+        with self.lock:
+            self.is_stopped = True
+            self.end_process()
 
 
 def start_reward_workers(args: Args) -> list[RewardWorker]:

@@ -333,7 +333,7 @@ TABLE = {
     ),
     "reward that returns nothing": (
         lambda tmp, _: reward(tmp, "pass"),
-        ["good.jsonl, row 0", "r.py:f", "TypeError"],
+        ["good.jsonl, row 0", "r.py:f", "the reward is None"],
     ),
     "warm-up as long as the run": (
         lambda *_: {"total_episodes": 640, "warm_up_steps": 10},
@@ -617,7 +617,7 @@ def test_policy_that_would_only_warm_up_is_refused(script, assets, tmp_path, mon
     with pytest.raises(SystemExit) as stop:
         run_main(script, options | {"dry_run": True, "warm_up_steps": 3}, monkeypatch)
     assert stop.value.code == 2
-    fragments = ["--value_warmup_steps 7", "3 updates", "warm-up"]
+    fragments = ["--value_warmup_steps 7", "3 updates", "--warm_up_steps 3"]
     check_message(capsys.readouterr().err, fragments, program=f"{script.__name__}.py")
     with pytest.raises(SystemExit):
         run_main(script, options | {"dry_run": True, "value_warmup_steps": 10}, monkeypatch)

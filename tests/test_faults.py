@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import datasets
@@ -271,15 +272,26 @@ def test_import_of_the_reward_file_is_not_on_the_clock(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_while_rewards_hang_waits_for_none_of_them(failing, monkeypatch):
+    # The threads of the calls see their workers end, and must not clean up beside the main thread:
+    # a connection closed twice is an OSError. They are slow here, so that they meet.
+    close = Connection._close
+
+    def close_slowly(connection):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        time.sleep(0.5 if in_main_thread else 0.2)
+        close(connection)
+
+    monkeypatch.setattr(Connection, "_close", close_slowly)
     # A shell starts what it puts into the background with Ctrl-C ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    pool = start_pool(failing, reward_timeout=1000)
+    pool = start_pool(failing, reward_timeout=60)
     threads = set(threading.enumerate())
-    family = set()
+    family, pressed_at = set(), []
 
     def press_ctrl_c():
         wait_until(lambda: len(list(failing.parent.glob("busy_*"))) == 2, 60, "two busy workers")
         family.update(family_of(pool))
+        pressed_at.append(time.monotonic())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     try:
@@ -288,6 +300,7 @@ def test_ctrl_c_while_rewards_hang_waits_for_none_of_them(failing, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 call(pool, *["waits_to_be_killed"] * 2, *["right"] * 1000)
             pressed.result()
+        assert time.monotonic() - pressed_at[0] < 60
         assert len(family) == 2
         assert alive(family) == []
         assert set(threading.enumerate()) <= threads
