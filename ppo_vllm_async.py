@@ -238,7 +238,8 @@ class Args:
     reward_workers: int | None = None
     """processes that call reward_fn; None: as many as a rank has CPU cores, 8 at most"""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
+    """seconds for a call of reward_fn; a response whose call fails is left out of the loss, but for
+    those that non_stop_penalty scores"""
     reward_memory: float = 4.0
     """GiB of address space that a reward worker may take above what it starts with; 0: no limit"""
     add_r1_style_format_reward: bool = False
@@ -276,7 +277,7 @@ class Args:
     value_lam: float = 1.0
     """lambda of GAE for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler on the policy loss; 0: no weights"""
+    """cap of the importance weight learner/sampler on the policy's loss terms; 0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
     """token: no policy gradient from tokens whose ratio learner/sampler is far from 1; sequence:
     from responses where its geometric mean is; either way they still count in the loss's mean"""
@@ -733,7 +734,7 @@ def run_reward_worker(connection, args: Args) -> None:
     os.setsid()
     die_with_script()
     pid = os.getpid()
-    most_memory = math.inf
+    restart_above = math.inf
     if args.reward_memory > 0:
         allowance = int(args.reward_memory * 2**30)
         limit = psutil.Process().memory_info().vms + allowance
@@ -741,25 +742,26 @@ def run_reward_worker(connection, args: Args) -> None:
         if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        most_memory = limit - allowance / 2
+        restart_above = limit - allowance / 2
 
     def attempt(function: Callable, *arguments) -> tuple[Any, str | None]:
         result, error = None, None
         try:
-            result = function(args.reward_fn, *arguments)
+            result = function(*arguments)
         except BaseException as raised:
             error = describe_error(raised, args.reward_fn)
         if os.getpid() != pid:  # a child that the reward has forked must not answer
             os._exit(1)
         return result, error
 
-    _, error = attempt(load_reward_fn)
+    _, error = attempt(load_reward_fn, args.reward_fn)
     connection.send((None, error, error is not None))
     with contextlib.suppress(EOFError, OSError):  # the script has closed its end
         while True:
-            score, error = attempt(verifiable_reward, *connection.recv())
-            # What leaks would make all later calls fail, too
-            is_last = error is not None and psutil.Process().memory_info().vms > most_memory
+            prompt, response = connection.recv()
+            score, error = attempt(verifiable_reward, args.reward_fn, prompt, response)
+            # A call that failed with most memory in use may have failed by a leak: so would others
+            is_last = error is not None and psutil.Process().memory_info().vms > restart_above
             connection.send((score, error, is_last))
 
 
@@ -797,7 +799,8 @@ class RewardWorker:
         if not self.process.is_alive():  # it was killed while it was idle
             self.restart()
         if self.owes_import_answer:
-            self.owes_import_answer = False  # True again where receive starts another process
+            # Before receive, which makes it True again where it starts another process
+            self.owes_import_answer = False
             self.receive("the import", REWARD_IMPORT_TIMEOUT)
 
     def score(self, prompt: Prompt, response: str) -> float:
@@ -811,7 +814,7 @@ class RewardWorker:
         """Returns the score of the process's next answer.
 
         RuntimeError: the answer is an error, or none came within these seconds, or the process has
-        died. It is replaced where it gave no answer, and where the answer was its last.
+        died. The process is replaced where it gave no answer, and where its answer was its last.
         """
         if not wait([self.connection, self.process.sentinel], seconds):
             self.restart()
@@ -867,7 +870,7 @@ def start_reward_workers(args: Args) -> list[RewardWorker]:
 def call_workers(
     workers: list[RewardWorker], prompts: list[Prompt], texts: list[str]
 ) -> list[float | Exception]:
-    """Scores responses, as many at a time as there are workers; one that fails is its exception."""
+    """For each response its score, or the exception of its call; all workers work at a time."""
     idle_workers = deque(workers)
 
     def score(prompt: Prompt, text: str) -> float | Exception:
@@ -913,10 +916,11 @@ def verifiable_rewards(
     scores, failures = [], []
     causes = {}  # each with the first failure of its kind
     for prompt, result in zip(prompts, results, strict=True):
-        score, failure = result, None
         if isinstance(result, Exception):
             score, failure = None, f"{str(result)[:300]} (on {prompt.row})"
             causes.setdefault(str(result), failure)
+        else:
+            score, failure = result, None
         scores.append(score)
         failures.append(failure)
     if causes:
@@ -969,23 +973,31 @@ def score_responses(
 
     scores, penalized = [], []
     for i, response in enumerate(responses):
-        score = 0.0
-        if model_scores[i] is not None:
-            score += model_scores[i] * args.reward_model_multiplier
-        if args.apply_verifiable_reward and verifiable[i] is not None:
-            score += verifiable[i] * args.verification_reward
-        if args.add_r1_style_format_reward and formats[i]:
-            score += args.r1_style_format_reward
-        if args.apply_verifiable_reward and failures[i] is not None:
-            score = None  # not known, which is not the same as wrong
-        # The penalty does not depend on the rewards, so not on their failures either
         stopped = response[-1] in args.stop_token_ids
         too_short = len(response) < args.min_response_length
         penalized.append(args.non_stop_penalty and (not stopped or too_short))
         if penalized[i]:
             score = args.penalty_reward_value
+        elif args.apply_verifiable_reward and failures[i] is not None:
+            score = None  # not known, which is not the same as wrong
+        else:
+            score = 0.0
+            if model_scores[i] is not None:
+                score += model_scores[i] * args.reward_model_multiplier
+            if args.apply_verifiable_reward and verifiable[i] is not None:
+                score += verifiable[i] * args.verification_reward
+            if args.add_r1_style_format_reward and formats[i]:
+                score += args.r1_style_format_reward
         scores.append(score)
-    return Scores(scores, texts, verifiable, model_scores, formats, penalized, failures)
+    return Scores(
+        scores=scores,
+        texts=texts,
+        verifiable=verifiable,
+        model_scores=model_scores,
+        formats=formats,
+        penalized=penalized,
+        failures=failures,
+    )
 
 
 def check_scores(scores: Scores) -> None:
@@ -1293,7 +1305,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; PPO gives the same for both. For
+    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], of which PPO has one value. For
     negative advantages a dual_clip above 0 is another upper limit (1912.09729).
     log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
 
@@ -1857,6 +1869,8 @@ def reward_model_scores(
             hidden = hidden[torch.arange(len(rows)), last_token].float()  # (batch, hidden_size)
             scores[rows] = (hidden * head).sum(-1)
     scores = accelerator.reduce(scores, reduction="sum").tolist()
+    if not all(map(math.isfinite, scores)):
+        raise FloatingPointError("the reward model gave a score that is not finite")
     score_of = dict(zip(distinct, scores, strict=True))
     return [score_of[pair] for pair in pairs]
 
@@ -1957,7 +1971,7 @@ def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args
     limit = 1e-2 if mask.is_cuda else 1e-3
     if args.dtype == "bfloat16":
         limit = 0.1 / min(1.0, args.temperature)
-    if difference > limit:
+    if limit < difference < math.inf:
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
         )
@@ -2328,8 +2342,8 @@ def check_numbers(args: Args) -> None:
             bad_input(f"--{name} is {value}; it must be at most {at_most[name]}")
     if not args.mismatch_mask_range >= 1:
         bad_input(f"--mismatch_mask_range is {args.mismatch_mask_range}; it must be 1 or more")
-    if 0 < args.dual_clip <= 1 + args.cliprange:
-        bad_input(f"--dual_clip is {args.dual_clip}; it must be above 1 + cliprange, or 0")
+    if 0 < args.dual_clip <= 1:
+        bad_input(f"--dual_clip is {args.dual_clip}; it must be above 1, or 0")
 
 
 def fill_in(args: Args) -> Args:
@@ -2382,7 +2396,7 @@ def fill_in(args: Args) -> Args:
     # After 0, eval_every, 2 * eval_every ... steps. But not before the last step, whose line of
     # metrics has the last evaluation already.
     before_last_step = max(1, args.num_training_steps - 1)
-    args.eval_steps = tuple(range(0, before_last_step, eval_every))
+    args.eval_steps = tuple(range(0, before_last_step, eval_every)) if args.num_evals > 0 else ()
 
     # GPUs and CPU cores
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -2488,9 +2502,9 @@ def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
 def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     """Tries the reward out on the ground truth of the first prompt of each data source.
 
-    It is scored as it stands and as \\boxed{...}, and the better score counts. Returns
-    {data source: score}; a reward function that fails on one of them is bad input. The first rank
-    of a node does it for all: each call may be dear.
+    The ground truth is given as the response, as it stands and as \\boxed{...}; the better score
+    counts. Returns {data source: score}; a reward function that fails on one of them is bad input.
+    The first rank of a node does it for all: each call may be dear.
     """
     if not is_local_rank_0():
         return {}
@@ -2801,8 +2815,8 @@ def main() -> None:
             scores = torch.tensor([score or 0.0 for score in response_scores.scores], device=device)
 
             # 4. Log-probabilities and values before any update, (episodes, width). The policy and
-            # the value model see the very micro-batches of the first epoch. Other shapes would
-            # change the last bits; so the ratios of the first update are exactly 1.
+            # the value model see the very micro-batches of the first epoch: other shapes would
+            # change the last bits, and the ratios of the first update would not be exactly 1.
             epochs = draw_mini_batches(len(responses), training_step, args)
             train_size = args.per_device_train_batch_size
             forward_size = args.local_rollout_forward_batch_size

@@ -223,6 +223,12 @@ def test_prompts_differ_between_seeds():
     assert ppo_sync.draw_prompts(100, 0, 100, seed=1) != ppo_sync.draw_prompts(100, 0, 100, seed=2)
 
 
+def test_without_evaluations_there_is_the_one_after_training():
+    args = ppo_sync.fill_in(Args(total_episodes=64 * 4, num_evals=0))
+    requests = [ppo_sync.make_request(step, ["a"], ["x"], args) for step in (1, 2, 3, 4, 5)]
+    assert [len(request.eval_prompts) for request in requests] == [0, 0, 0, 0, 1]
+
+
 def test_requests_follow_from_the_step():
     """Prompts in the order of the run, their samples side by side, and new seeds in every step."""
     args = ppo_sync.fill_in(

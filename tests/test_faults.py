@@ -40,6 +40,7 @@ def test_weights_that_vllm_does_not_have_stop_the_run_before_an_update():
     ppo_sync.check_sampler(far, torch.zeros(2, 3), mask, ppo_sync.Args(dtype="bfloat16"))
     # Not finite: the check of the gradient will see it, and save the batch
     ppo_sync.check_sampler(far * float("nan"), torch.zeros(2, 3), mask, args)
+    ppo_sync.check_sampler(far * float("inf"), torch.zeros(2, 3), mask, args)
 
 
 @pytest.mark.slow

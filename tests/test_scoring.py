@@ -268,6 +268,15 @@ def test_reward_model_is_read_at_the_last_token_by_length(accelerator, pad):
     assert len({round(score, 3) for score in found}) == len(prompts)
 
 
+def test_reward_model_without_a_finite_score_stops_the_run(accelerator):
+    # In a group it would be mistaken for equal scores, whose advantages are zero.
+    model, batch = tiny_classifier(seed=3).eval(), make_rollout()
+    model.score.weight.data.fill_(float("nan"))
+    prompts = [make_prompt(token_ids=prompt) for prompt in batch.prompt_ids]
+    with pytest.raises(FloatingPointError, match="reward model"):
+        ppo_sync.reward_model_scores(accelerator, model, prompts, batch.responses, tiny_args())
+
+
 def test_rewards_add_up_and_the_penalty_replaces_them_all(tokenizer, monkeypatch):
     monkeypatch.setattr(ppo_sync, "reward_model_scores", lambda *_: [0.5, 0.25, 0.125])
     model = {"reward_model": "a model"}
