@@ -921,7 +921,7 @@ def verifiable_rewards(
         count = sum(failure is not None for failure in failures)
         print(
             f"Warning: the reward failed on {count} of {len(prompts)} responses, which do not "
-            f"count: {'; '.join(list(causes.values())[:3])}"
+            f"count: {'; '.join(list(causes.values())[:10])}"
         )
     return scores, failures
 
