@@ -155,17 +155,19 @@ SCORED = [
 
 @pytest.mark.slow
 def test_scores_in_a_worker_are_those_of_the_main_process():
-    workers = ppo_sync.start_reward_workers(Args(reward_workers=2))
+    args = Args(reward_fn=f"{graders.__file__}:compute_score", reward_workers=2, reward_timeout=60)
+    workers = ppo_sync.start_reward_workers(args)
     try:
-        calls = []
-        for source, response, truth, _ in SCORED:
-            prompt = ppo_sync.Prompt("", "", [], [], source, truth, extra_info=None)
-            arguments = (f"{graders.__file__}:compute_score", prompt, response)
-            calls.append(workers.schedule(ppo_sync.verifiable_reward, args=arguments, timeout=60))
-        assert [call.result() for call in calls] == [score for *_, score in SCORED]
+        prompts = [
+            ppo_sync.Prompt("", "", [], [], source, truth, extra_info=None)
+            for source, _, truth, _ in SCORED
+        ]
+        responses = [response for _, response, _, _ in SCORED]
+        scores = ppo_sync.call_workers(workers, prompts, responses)
+        assert scores == [score for *_, score in SCORED]
     finally:
-        workers.stop()
-        workers.join()
+        for worker in workers:
+            worker.stop()
     assert [graders.compute_score(*given) for *given, _ in SCORED] == [
         score for *_, score in SCORED
     ]
