@@ -67,7 +67,6 @@ import itertools
 import json
 import math
 import multiprocessing as mp
-import numbers
 import os
 import queue
 import re
@@ -690,7 +689,11 @@ def verifiable_reward(reward_fn: str | None, prompt: Prompt, response: str) -> f
         score = load_reward_fn(reward_fn)(
             prompt.data_source, response, prompt.ground_truth, extra_info=prompt.extra_info
         )
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+    try:
+        is_finite = math.isfinite(score)  # of NumPy's and torch's scalars as well
+    except TypeError:
+        is_finite = False
+    if not is_finite:
         raise ValueError(f"the reward is {score!r}, and not a finite number")
     return float(score)
 
@@ -2356,13 +2359,12 @@ def fill_in(args: Args) -> Args:
             f"run has {args.num_updates} updates, so the learning rate would not rise to its full "
             f"value before the last"
         )
-    eval_every = args.num_training_steps
     if args.num_evals > 0:
         eval_every = max(1, args.num_training_steps // args.num_evals)
-    # After 0, eval_every, 2 * eval_every ... steps. But not before the last step, whose line of
-    # metrics has the last evaluation already.
-    before_last_step = max(1, args.num_training_steps - 1)
-    args.eval_steps = tuple(range(0, before_last_step, eval_every)) if args.num_evals > 0 else ()
+        # After 0, eval_every, 2 * eval_every ... steps. But not before the last step, whose line of
+        # metrics has the last evaluation already.
+        before_last_step = max(1, args.num_training_steps - 1)
+        args.eval_steps = tuple(range(0, before_last_step, eval_every))
 
     # GPUs and CPU cores
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -266,6 +267,13 @@ def test_reward_model_is_read_at_the_last_token_by_length(accelerator, pad):
     found = ppo_sync.reward_model_scores(accelerator, model, prompts, batch.responses, args)
     assert found == pytest.approx(expected, abs=1e-5)
     assert len({round(score, 3) for score in found}) == len(prompts)
+
+
+@pytest.mark.parametrize("reward", [numpy.bool_(True), numpy.float32(1), torch.tensor(1.0)])
+def test_scalars_of_numpy_and_torch_are_numbers(reward, monkeypatch):
+    monkeypatch.setattr(ppo_sync, "compute_score", lambda *_: reward)
+    score = ppo_sync.verifiable_reward(None, make_prompt(), "1")
+    assert (type(score), score) == (float, 1.0)
 
 
 def test_reward_model_without_a_finite_score_stops_the_run(accelerator):
