@@ -86,6 +86,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 from unittest import mock
 
+import huggingface_hub
 import psutil
 import pyarrow.parquet
 import torch
@@ -93,7 +94,6 @@ import transformers
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
-from huggingface_hub import model_info, try_to_load_from_cache
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import track
@@ -398,12 +398,24 @@ def is_local_rank_0() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def printable(text: str) -> str:
+    r"""The text with all that a terminal would not show as it is, such as control codes, escaped.
+
+    >>> printable("\x1b[1mtitle\n")
+    '\\x1b[1mtitle\\n'
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
-    if "debug_assets/" in message:
+    if "debug_assets/" in message and not os.path.exists("debug_assets"):
         message += "; scripts/make_debug_assets.py makes debug_assets"
     if is_local_rank_0():  # once on each node that finds it
-        line = " ".join(message.split())[:450]
+        line = printable(" ".join(message.split()))
+        line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)[:450]  # very long names
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     else:
         time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
@@ -434,6 +446,22 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
 
 
 @contextlib.contextmanager
+def time_limit(seconds: int):
+    """TimeoutError: what is done inside takes longer. For the main thread alone."""
+
+    def stop(signal_number, frame) -> NoReturn:
+        raise TimeoutError(f"it takes longer than {seconds} seconds")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@contextlib.contextmanager
 def timed(times: dict[str, float], name: str):
     """Adds the seconds spent inside to times[name]."""
     start = time.perf_counter()
@@ -447,11 +475,41 @@ def timed(times: dict[str, float], name: str):
 # ------------------------------------------------------------------------------------------- data
 
 
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+
+    Without that, each file that is asked for would wait, and be asked for again.
+    """
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            hub = huggingface_hub.constants.ENDPOINT
+            answer = huggingface_hub.utils.get_session().head(hub, timeout=5)
+            if answer.status_code < 500:
+                answers.append(answer)
+
+    # In a thread, since nothing else limits the time in which a name is looked up
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)
+    if not answers:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for vLLM's process
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return bool(answers)
+
+
 def read_rows(path: str, split: str) -> list[dict]:
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
     suffix = Path(path).suffix
-    if suffix in (".parquet", ".jsonl") and not Path(path).is_file():
+    if suffix in (".parquet", ".jsonl") and not os.path.isfile(path):
         bad_input(f"{path}: no such file")
+    advice = ".parquet, .jsonl, or the name of a dataset on the hub?"
+    if not os.path.exists(path) and not hub_answers():
+        advice = "no such .parquet or .jsonl; the hub does not answer, and the cache has it not"
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -461,12 +519,10 @@ def read_rows(path: str, split: str) -> list[dict]:
         else:
             import datasets
 
+            datasets.disable_progress_bars()
             rows = datasets.load_dataset(path, split=split).to_list()
     except Exception as error:
-        bad_input(
-            f"{path}: cannot be read; .parquet, .jsonl, or the name of a dataset on the hub? "
-            f"({error})"
-        )
+        bad_input(f"{path}: cannot be read; {advice} ({error})")
     if not rows:
         bad_input(f"{path}: the dataset is empty")
     return rows
@@ -495,7 +551,8 @@ def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]
             raise ValueError("a message without role or content")
     if prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    with time_limit(5):
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     # The template has written the special tokens already
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -551,6 +608,13 @@ def prepare_prompts(
             bad_input(f"{where}: {without_rule}")
         if not isinstance(data_source or "", str):
             bad_input(f"{where}: `data_source` must be a string")
+        try:  # samples.jsonl will have them
+            json.dumps([data_source, ground_truth], ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            bad_input(
+                f"{where}: `data_source` and the ground truth must be what JSON can hold, such as "
+                f"texts, numbers and lists ({error})"
+            )
         try:
             text, token_ids = tokenize_prompt(row.get("prompt"), tokenizer)
             _, reward_model_token_ids = tokenize_prompt(row.get("prompt"), reward_tokenizer)
@@ -578,7 +642,7 @@ def prepare_prompts(
     if not prompts:
         bad_input(f"{path}: none is left; dropped {dropped}")
     if len(prompts) < len(rows) and is_rank_0():
-        print(f"{path}: dropped {dropped}")
+        print(printable(f"{path}: dropped {dropped}"))
     no_ground_truth = all(prompt.ground_truth is None for prompt in prompts)
     if args.apply_verifiable_reward and no_ground_truth and not is_eval:
         bad_input(f"{path}, every row: {without_rule}")
@@ -725,14 +789,18 @@ def die_with_script() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def run_reward_worker(connection, args: Args) -> None:
+def run_reward_worker(connection, args: Args, is_quiet: bool) -> None:
     """The main function of a reward worker's process.
 
     It first imports the file of --reward_fn, then scores each (prompt, response) that comes. Each
     time it answers (score, error, is_last). Any exception of the user's code becomes an error,
     which is a text, SystemExit and KeyboardInterrupt included. is_last: the process is not fit for
-    another call.
+    another call. is_quiet: what the user's code prints is not shown.
     """
+    if is_quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
     # A session of its own, which can be ended as a whole, and which a Ctrl-C does not reach
     os.setsid()
     die_with_script()
@@ -776,8 +844,9 @@ class RewardWorker:
     worker.) One thread at a time may call it.
     """
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, is_quiet: bool = False):
         self.args = args
+        self.is_quiet = is_quiet
         self.process = None
         self.connection = None
         self.owes_import_answer = False  # whether its first answer is still to be received
@@ -792,7 +861,9 @@ class RewardWorker:
         mp.set_forkserver_preload(["accelerate", "transformers.models.auto.modeling_auto", "tyro"])
         context = mp.get_context("forkserver")
         connection, worker_end = context.Pipe()
-        process = context.Process(target=run_reward_worker, args=(worker_end, self.args))
+        process = context.Process(
+            target=run_reward_worker, args=(worker_end, self.args, self.is_quiet)
+        )
         process.start()
         worker_end.close()  # so that the connection ends with the process
         self.process, self.connection, self.owes_import_answer = process, connection, True
@@ -1023,15 +1094,30 @@ def revision_of(path: str, args: Args) -> str | None:
     return None
 
 
-def load_model(
-    auto_class: type, path: str, args: Args, trained: bool, **config_options
-) -> tuple[torch.nn.Module, set[str]]:
-    """A model without dropout (1909.08593, p. 3), and the names of what its checkpoint lacks.
+def check_weights(model: torch.nn.Module, path: str) -> None:
+    """Refuses weights that are not finite."""
+    for name, weight in model.named_parameters():
+        if not weight.detach().sum().isfinite():
+            bad_input(f"{path}: the weights of {name} are not finite; save the model once more")
 
-    A trained model is float32 and needs gradients; a frozen one is of args.dtype.
+
+def load_model(
+    auto_class: type,
+    path: str,
+    args: Args,
+    trained: bool,
+    device_map: str | None = None,
+    **config_options,
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model without dropout (1909.08593, p. 3), and transformers' report on its checkpoint.
+
+    A trained model is float32 and needs gradients; a frozen one is of args.dtype. With device_map
+    "meta" the weights are not loaded; only their names and shapes are read, for the report.
     """
     revision = revision_of(path, args)
-    config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
+    config = AutoConfig.from_pretrained(
+        path, revision=revision, trust_remote_code=False, **config_options
+    )
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
@@ -1041,13 +1127,19 @@ def load_model(
         revision=revision,
         dtype=torch.float32 if trained else getattr(torch, args.dtype),
         attn_implementation=args.attn_implementation,
+        device_map=device_map,
+        trust_remote_code=False,
+        use_safetensors=True,  # a pickle can hold code
+        ignore_mismatched_sizes=device_map == "meta",  # the report names them
         output_loading_info=True,
     )
+    if device_map is None:
+        check_weights(model, path)
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(trained)  # gradient checkpointing works in training mode only
     model.requires_grad_(trained)
-    return model, report["missing_keys"]
+    return model, report
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -1119,10 +1211,10 @@ def load_value_model(args: Args) -> ValueModel:
     So the first advantages are rewards to come. With random values they would be noise.
     """
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
-    model, missing = load_model(
+    model, report = load_model(
         AutoModelForSequenceClassification, path, args, trained=True, num_labels=1
     )
-    if "score.weight" in missing:
+    if "score.weight" in report["missing_keys"]:
         model.score.weight.data.zero_()
     return ValueModel(model)
 
@@ -2191,10 +2283,13 @@ def write_samples(
     title = f"Held-out prompts, policy version {version}: score {mean_score}"
     table = Table(*columns[:4], title=title, title_justify="left")
     for row in cells[:4]:
-        shortened = [
-            text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}" for text in row[:4]
-        ]
-        table.add_row(*shortened)
+        shown = []
+        for text in row[:4]:
+            if len(text) > 300:
+                text = f"{text[:200]} ... {text[-95:]}"
+            lines = [printable(line) for line in text.split("\n")]
+            shown.append("\n".join(lines))
+        table.add_row(*shown)
     Console(soft_wrap=True, markup=False).print(table)
 
 
@@ -2309,15 +2404,50 @@ def save_model(
 # ------------------------------------------------------------------------- checks and the set-up
 
 
+def check_launcher() -> None:
+    """Refuses environment variables that no launcher would have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        value = os.environ.get(name, "1")
+        smallest = 0 if "RANK" in name else 1
+        if not value.isdecimal() or int(value) < smallest:
+            del os.environ[name]
+            bad_input(
+                f"the environment variable {name} is {value!r}, and no number from {smallest}; "
+                f"unset it, or let torchrun or accelerate set it"
+            )
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    needed = ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if name not in os.environ]
+    if world_size > 1 and missing:
+        bad_input(
+            f"the environment variable WORLD_SIZE is {world_size}, without {', '.join(missing)}; "
+            f"unset it, or let torchrun or accelerate set them all"
+        )
+    if int(os.environ.get("RANK", 0)) >= world_size:
+        bad_input(
+            f"the environment variable RANK is {os.environ['RANK']}, and WORLD_SIZE {world_size}; "
+            f"unset them, or let torchrun or accelerate set them"
+        )
+
+
 def check_numbers(args: Args) -> None:
     """Refuses numbers that are out of range.
 
-    Numbers must be above 0. One may be 0 if its default is 0 or its name is in may_be_0.
+    Numbers must be above 0. One may be 0 if its default is 0 or its name is in may_be_0. Others
+    than those in at_most are sane up to a million, or a billion where they count something.
     """
     may_be_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
     may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward", "reward_memory"}
     may_be_0 |= {"reward_model_multiplier"}
+    at_least = {
+        "temperature": 0.01,  # below, vLLM samples at 0.01
+        "eval_temperature": 0.01,
+        "eps": 1e-20,  # a float32 that is much smaller is 0
+    }
     at_most = {
+        "learning_rate": 1,
+        "value_learning_rate": 1,
+        "weight_decay": 1,
         "warmup_ratio": 1,
         "gamma": 1,
         "lam": 1,
@@ -2326,6 +2456,9 @@ def check_numbers(args: Args) -> None:
         "seed": 2**32 - 1,  # vLLM's limit, as those of the temperatures
         "temperature": 2,
         "eval_temperature": 2,
+        "num_evals": 10_000,
+        "num_epochs": 1000,
+        "reward_workers": 1000,
     }
     for name, value in vars(args).items():
         if type(value) not in (int, float):  # isinstance would take True for a number
@@ -2334,7 +2467,12 @@ def check_numbers(args: Args) -> None:
             continue
         if not math.isfinite(value) and name != "mismatch_mask_range":
             bad_input(f"--{name} is {value}; it must be finite")
+        largest = at_most.get(name, 10**6 if isinstance(value, float) else 10**9)
+        if value > largest and name != "mismatch_mask_range":
+            bad_input(f"--{name} is {value}; it must be at most {largest}")
         if name == "penalty_reward_value":
+            if value < -largest:
+                bad_input(f"--{name} is {value}; it must be at least {-largest}")
             continue
         default = getattr(Args, name)
         if name in may_be_0 or default == 0:
@@ -2342,8 +2480,8 @@ def check_numbers(args: Args) -> None:
                 bad_input(f"--{name} is {value}; it must be 0 or more")
         elif value <= 0:
             bad_input(f"--{name} is {value}; it must be above 0")
-        if value > at_most.get(name, math.inf):
-            bad_input(f"--{name} is {value}; it must be at most {at_most[name]}")
+        if 0 < value < at_least.get(name, 0):
+            bad_input(f"--{name} is {value}; it must be at least {at_least[name]}")
     if not args.mismatch_mask_range >= 1:
         bad_input(f"--mismatch_mask_range is {args.mismatch_mask_range}; it must be 1 or more")
     if 0 < args.dual_clip <= 1:
@@ -2375,6 +2513,12 @@ def fill_in(args: Args) -> Args:
         bad_input(
             f"local_mini_batch_size ({args.local_mini_batch_size}) must be a multiple of "
             f"per_device_train_batch_size ({args.per_device_train_batch_size})"
+        )
+
+    if args.episodes_per_step > 10**6:
+        bad_input(
+            f"a step would have {args.episodes_per_step:,} responses (local_rollout_batch_size * "
+            f"number_samples_per_prompt * ranks); it must be a million at most"
         )
 
     # Steps
@@ -2420,16 +2564,29 @@ def fill_in(args: Args) -> Args:
 
 def load_or_refuse(auto_class: type, flag: str, path: str, args: Args) -> Any:
     """auto_class.from_pretrained(path); where that fails, the path given by --flag is bad input."""
-    revision = revision_of(path, args)
+    advice = "it is no folder, and cannot be had from the hub"
+    if os.path.exists(path):
+        advice = "it cannot be loaded"
+    elif not hub_answers():
+        advice = "no such folder; the hub does not answer, and the cache has no such model"
     try:
-        is_here = Path(path).is_dir() or try_to_load_from_cache(
-            path, "config.json", revision=revision
+        return auto_class.from_pretrained(
+            path, revision=revision_of(path, args), trust_remote_code=False
         )
-        if not is_here:
-            model_info(path, timeout=10)  # transformers would wait half a minute for a dead hub
-        return auto_class.from_pretrained(path, revision=revision)
     except Exception as error:
-        bad_input(f"--{flag} {path}: there is no such model or tokenizer ({error})")
+        bad_input(f"--{flag} {path}: {advice} ({error})")
+
+
+def read_chat_template(path: str) -> str:
+    """The text of the file of --chat_template."""
+    if not os.path.isfile(path):
+        bad_input(f"--chat_template {path}: no such file")
+    if os.path.getsize(path) > 2**20:
+        bad_input(f"--chat_template {path}: it is larger than 1 MiB, and no template")
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        bad_input(f"--chat_template {path}: it cannot be read ({error})")
 
 
 def load_tokenizers(args: Args) -> tuple:
@@ -2437,9 +2594,7 @@ def load_tokenizers(args: Args) -> tuple:
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_or_refuse(AutoTokenizer, "tokenizer_name_or_path", path, args)
     if args.chat_template:
-        if not Path(args.chat_template).is_file():
-            bad_input(f"--chat_template {args.chat_template}: no such file")
-        tokenizer.chat_template = Path(args.chat_template).read_text()
+        tokenizer.chat_template = read_chat_template(args.chat_template)
     if not args.reward_model_path:
         return tokenizer, tokenizer
 
@@ -2453,6 +2608,64 @@ def load_tokenizers(args: Args) -> tuple:
     if ids != reward_ids:
         bad_input(f"--reward_model_path {path}: its tokenizer is not the policy's")
     return tokenizer, reward_tokenizer
+
+
+def check_model(
+    auto_class: type, flag: str, path: str, args: Args, may_lack: tuple = (), **config_options
+) -> torch.nn.Module:
+    """The model, without its weights; what load_model would fail on is bad input.
+
+    may_lack: names of weights that need not be there. The weights of a model on the hub are looked
+    at once they are here, and so not with --dry_run.
+    """
+    config = load_or_refuse(AutoConfig, flag, path, args)
+    if getattr(config, "quantization_config", None) is not None:
+        bad_input(f"--{flag} {path} is quantized; give the model that it was made from")
+    report = {"missing_keys": set(), "mismatched_keys": set()}
+    try:
+        text_config = config.get_text_config()
+        heads = getattr(text_config, "num_attention_heads", None)
+        groups = getattr(text_config, "num_key_value_heads", None)
+        if heads and groups and heads % groups != 0:
+            raise ValueError(f"{heads} attention heads cannot share {groups} key-value heads")
+        if os.path.exists(path) or not args.dry_run:
+            model, report = load_model(
+                auto_class, path, args, trained=True, device_map="meta", **config_options
+            )
+        else:
+            with torch.device("meta"):
+                model = auto_class.from_config(config, attn_implementation=args.attn_implementation)
+    except Exception as error:
+        bad_input(
+            f"--{flag} {path}: its config.json and .safetensors make no model "
+            f"({type(error).__name__}: {error})"
+        )
+    missing = sorted(report["missing_keys"] - set(may_lack))
+    if missing:
+        bad_input(f"--{flag} {path}: its .safetensors lack {', '.join(missing[:3])}")
+    for name, shape, needed_shape in report["mismatched_keys"]:
+        bad_input(
+            f"--{flag} {path}: in its .safetensors {name} is {list(shape)}, and by its config.json "
+            f"{list(needed_shape)}"
+        )
+    return model
+
+
+def check_policy(args: Args) -> int:
+    """Refuses a policy that is no decoder; returns the number of its parameters."""
+    path = args.model_name_or_path
+    model = check_model(AutoModelForCausalLM, "model_name_or_path", path, args)
+    name = type(model).__name__
+    saved_as = str(model.config.architectures or name)
+    is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
+    # PolicyModel asks for the logits of the response alone
+    keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if model.config.is_encoder_decoder or not is_decoder or not keeps_logits:
+        bad_input(
+            f"--model_name_or_path {path} is {saved_as}; it must be a decoder, a causal language "
+            f"model"
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_classifier(
@@ -2471,18 +2684,28 @@ def check_classifier(
             f"--{flag} {path} needs one label (it has {labels}) and the policy's vocabulary "
             f"of {vocab_size}"
         )
+    may_lack = ("score.weight",) if may_lack_head else ()
+    model = check_model(
+        AutoModelForSequenceClassification, flag, path, args, may_lack, num_labels=1
+    )
+    if not hasattr(model, "score"):
+        bad_input(f"--{flag} {path}: a {type(model).__name__} has no head named score")
 
 
 def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = config.get_text_config().eos_token_id
-    with contextlib.suppress(OSError):  # a model may come without a generation config
+    path = args.model_name_or_path
+    try:
         generation_config = transformers.GenerationConfig.from_pretrained(
-            args.model_name_or_path, revision=args.model_revision
+            path, revision=args.model_revision
         )
         eos = generation_config.eos_token_id or eos
-    stop_ids = set(eos) if isinstance(eos, list) else {eos}
-    stop_ids.add(args.stop_token_id)
+    except OSError as error:  # a model may come without a generation config
+        if os.path.exists(os.path.join(path, "generation_config.json")):
+            bad_input(f"--model_name_or_path {path}: {error}")
+    stop_ids = list(eos) if isinstance(eos, list) else [eos]
+    stop_ids.append(args.stop_token_id)
     if args.stop_token is not None:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         if stop_token not in tokenizer.get_vocab():
@@ -2490,16 +2713,16 @@ def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
                 f"--stop_token {args.stop_token!r} is not a token of the tokenizer; or give a "
                 f"--stop_token_id"
             )
-        stop_ids.add(tokenizer.get_vocab()[stop_token])
-    stop_ids.discard(None)
+        stop_ids.append(tokenizer.get_vocab()[stop_token])
+    stop_ids = [token_id for token_id in stop_ids if token_id is not None]
 
     vocab_size = config.get_text_config().vocab_size
-    if not stop_ids or min(stop_ids) < 0 or max(stop_ids) >= vocab_size:
+    if not stop_ids or any(token_id not in range(vocab_size) for token_id in stop_ids):
         bad_input(
-            f"stop tokens {sorted(stop_ids)}: there must be one at least, in the vocabulary of "
+            f"stop tokens {stop_ids}: there must be one at least, in the vocabulary of "
             f"{vocab_size}; see --stop_token and --stop_token_id"
         )
-    return tuple(sorted(stop_ids))
+    return tuple(sorted(set(stop_ids)))
 
 
 def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
@@ -2515,7 +2738,7 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     for prompt in prompts:
         if prompt.ground_truth is not None:
             first_prompts.setdefault(prompt.data_source, prompt)
-    worker = RewardWorker(args)
+    worker = RewardWorker(args, is_quiet=True)  # what is wrong is to be one line
     truth_scores = {}
     try:
         if args.reward_fn and first_prompts:
@@ -2547,7 +2770,36 @@ def parse_args() -> Args:
     args, unknown = tyro.cli(Args, description=description, return_unknown_args=True)
     if unknown:
         bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
+    for name, value in vars(args).items():
+        if value == "":
+            bad_input(f"--{name} is empty; give it a value, or leave it out")
     return args
+
+
+def check_run_folder(args: Args, num_parameters: int) -> None:
+    """Refuses a run folder that is there, or cannot be made, or would not have room for the run."""
+    run_dir = Path(args.output_dir, args.run_name).absolute()
+    if os.path.lexists(run_dir):
+        bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    made = []
+    try:
+        for folder in [*reversed(run_dir.parents), run_dir]:
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"a probe")
+        free = shutil.disk_usage(run_dir).free
+    except OSError as error:
+        bad_input(f"--output_dir {args.output_dir}: the run's folder cannot be made ({error})")
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
+    needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
+    if free < needed:
+        bad_input(
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
+        )
 
 
 def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: int) -> None:
@@ -2566,28 +2818,13 @@ def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: in
             f"prompts with --response_length take {max_length} positions; the model has {limit}"
         )
 
-    run_dir = Path(args.output_dir) / args.run_name
-    if run_dir.exists() and is_rank_0():  # other ranks may come here when it has been made
-        bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    nearest_existing = next(path for path in run_dir.absolute().parents if path.exists())
-    free = shutil.disk_usage(nearest_existing).free
-    needed = 4 * num_parameters
-    if free < needed:
-        bad_input(
-            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
-        )
+    if is_rank_0():
+        check_run_folder(args, num_parameters)
 
     if args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
             bad_input("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
-
-
-def count_parameters(config) -> int:
-    """The number of the policy's parameters."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_plan(
@@ -2627,7 +2864,8 @@ def print_plan(
     if args.non_stop_penalty:
         print(f"           or {args.penalty_reward_value:g} without a stop token")
     for source, score in truth_scores.items():
-        print(f"           the ground truth of a row of {source} scores {score:g}")
+        name = printable(str(source))
+        print(f"           the ground truth of a row of {name} scores {score:g}")
 
 
 def handle_signals() -> None:
@@ -2667,6 +2905,7 @@ def make_run_folder(accelerator: Accelerator, prompts: list[Prompt], args: Args)
 
 def main() -> None:
     start_time = time.time()
+    check_launcher()
     args = fill_in(parse_args())
     # What only PPO has
     updates_per_step = args.num_updates // args.num_training_steps
@@ -2683,16 +2922,26 @@ def main() -> None:
             f"--kl_target needs --beta above 0 ({args.beta}), and a --kl_horizon of at least the "
             f"{args.episodes_per_step} episodes of a step ({args.kl_horizon})"
         )
-    handle_signals()
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+    accelerator = Accelerator(
+        mixed_precision="no",  # autocast is ours
+        log_with="wandb" if args.with_tracking else None,
+        # A long generation must not look like a hang
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    cpu_group = None  # for a wait that ends where a rank does; NCCL would not notice
+    if accelerator.num_processes > 1:
+        cpu_group = torch.distributed.new_group(backend="gloo")
 
     # ---- All that can be wrong, before a model is loaded
     if importlib.util.find_spec("vllm") is None:
         bad_input("vLLM is not installed (requirements.txt, scripts/setup.sh)")
     config = load_or_refuse(AutoConfig, "model_name_or_path", args.model_name_or_path, args)
     vocab_size = config.get_text_config().vocab_size
+    num_parameters = check_policy(args)
     tokenizer, reward_tokenizer = load_tokenizers(args)
     if args.reward_model_path:
         check_classifier(
@@ -2701,6 +2950,10 @@ def main() -> None:
     if args.value_model_path:
         check_classifier(
             "value_model_path", args.value_model_path, vocab_size, args, may_lack_head=True
+        )
+    elif not args.reward_model_path:
+        check_classifier(
+            "model_name_or_path", args.model_name_or_path, vocab_size, args, may_lack_head=True
         )
     args.stop_token_ids = find_stop_tokens(args, tokenizer, config)
     args.pad_token_id = tokenizer.pad_token_id
@@ -2723,24 +2976,18 @@ def main() -> None:
     truth_scores = check_rewards(args, train_prompts + eval_prompts)
     longest_prompt = max(len(prompt.token_ids) for prompt in train_prompts + eval_prompts)
     max_length = longest_prompt + args.response_length
-    num_parameters = count_parameters(config)
     check_run(args, tokenizer, config, max_length, num_parameters)
     if is_rank_0():
         print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
+    if cpu_group is not None:  # an error where a rank has ended, having found bad input
+        torch.distributed.barrier(cpu_group)
     if args.dry_run:
         return
 
-    # ---- The run's folder, models and optimizers
-    accelerator = Accelerator(
-        mixed_precision="no",  # autocast is ours
-        log_with="wandb" if args.with_tracking else None,
-        # A long generation must not look like a hang
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
+    # ---- Models and optimizers, and the run's folder
     device = accelerator.device
     is_main = accelerator.is_main_process
     console = Console(soft_wrap=True, quiet=not is_main)
-    run_dir = make_run_folder(accelerator, train_prompts, args)
 
     model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     ref_model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
@@ -2761,7 +3008,10 @@ def main() -> None:
     )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
+    run_dir = make_run_folder(accelerator, train_prompts, args)
 
+    # Until here SIGTERM just kills: a rank that waits for one that found bad input can do no more
+    handle_signals()
     vllm = VLLM(accelerator, args)
     prompts_Q = queue.Queue(maxsize=1)
     response_Q = queue.Queue(maxsize=1)
@@ -2973,6 +3223,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     try:
         main()
     except KeyboardInterrupt:

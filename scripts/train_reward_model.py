@@ -39,24 +39,29 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import huggingface_hub
 import pyarrow.parquet
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
 from accelerate import Accelerator
-from huggingface_hub import model_info, try_to_load_from_cache
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import Progress
@@ -193,26 +198,84 @@ def is_local_rank_0() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def printable(text: str) -> str:
+    r"""The text with all that a terminal would not show as it is, such as control codes, escaped.
+
+    >>> printable("\x1b[1mtitle\n")
+    '\\x1b[1mtitle\\n'
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
-    if "debug_assets/" in message:
+    if "debug_assets/" in message and not os.path.exists("debug_assets"):
         message += "; scripts/make_debug_assets.py makes debug_assets"
     if is_local_rank_0():  # once on each node that finds it
-        line = " ".join(message.split())[:450]
+        line = printable(" ".join(message.split()))
+        line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)[:450]  # very long names
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     else:
         time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def time_limit(seconds: int):
+    """TimeoutError: what is done inside takes longer. For the main thread alone."""
+
+    def stop(signal_number, frame) -> NoReturn:
+        raise TimeoutError(f"it takes longer than {seconds} seconds")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 # ------------------------------------------------------------------------------------------- data
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+
+    Without that, each file that is asked for would wait, and be asked for again.
+    """
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            hub = huggingface_hub.constants.ENDPOINT
+            answer = huggingface_hub.utils.get_session().head(hub, timeout=5)
+            if answer.status_code < 500:
+                answers.append(answer)
+
+    # In a thread, since nothing else limits the time in which a name is looked up
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)
+    if not answers:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for vLLM's process
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return bool(answers)
 
 
 def read_rows(path: str, split: str) -> list[dict]:
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
     suffix = Path(path).suffix
-    if suffix in (".parquet", ".jsonl") and not Path(path).is_file():
+    if suffix in (".parquet", ".jsonl") and not os.path.isfile(path):
         bad_input(f"{path}: no such file")
+    advice = ".parquet, .jsonl, or the name of a dataset on the hub?"
+    if not os.path.exists(path) and not hub_answers():
+        advice = "no such .parquet or .jsonl; the hub does not answer, and the cache has it not"
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -222,12 +285,10 @@ def read_rows(path: str, split: str) -> list[dict]:
         else:
             import datasets
 
+            datasets.disable_progress_bars()
             rows = datasets.load_dataset(path, split=split).to_list()
     except Exception as error:
-        bad_input(
-            f"{path}: cannot be read; .parquet, .jsonl, or the name of a dataset on the hub? "
-            f"({error})"
-        )
+        bad_input(f"{path}: cannot be read; {advice} ({error})")
     if not rows:
         bad_input(f"{path}: the dataset is empty")
     return rows
@@ -273,7 +334,10 @@ def split_row(
 def tokenize_context(context: str | list[dict], tokenizer) -> list[int]:
     """Token ids of what comes before a response."""
     if isinstance(context, list) and all(turn["role"] and turn["content"] for turn in context):
-        text = tokenizer.apply_chat_template(context, tokenize=False, add_generation_prompt=True)
+        with time_limit(5):
+            text = tokenizer.apply_chat_template(
+                context, tokenize=False, add_generation_prompt=True
+            )
         # The template has written the special tokens already
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer(context)["input_ids"]
@@ -339,7 +403,7 @@ def prepare_pairs(path: str, split: str, tokenizer, args: Args) -> list[Pair]:
         bad_input(f"{path}: nothing is left of its {len(rows)} pairs: {reasons}")
     dropped = len(rows) - len(pairs)
     if dropped > 0 and is_rank_0():
-        print(f"{path}: dropped {dropped} of {len(rows)} pairs: {reasons}")
+        print(printable(f"{path}: dropped {dropped} of {len(rows)} pairs: {reasons}"))
     return pairs
 
 
@@ -363,33 +427,63 @@ class RewardModel(torch.nn.Module):
         return scores.squeeze(-1)
 
 
-def load_reward_model(args: Args) -> RewardModel:
+def check_weights(model: torch.nn.Module, path: str) -> None:
+    """Refuses weights that are not finite."""
+    for name, weight in model.named_parameters():
+        if not weight.detach().sum().isfinite():
+            bad_input(f"{path}: the weights of {name} are not finite; save the model once more")
+
+
+def load_reward_model(args: Args, device_map: str | None = None) -> RewardModel:
     """The model without dropout (1909.08593, p. 3), with a new head where the checkpoint has none.
 
     The new head's standard deviation is 1/sqrt(hidden_size + 1) (2009.01325, p. 11). The config
-    names the pad token, so that transformers finds the last token of a row as well.
+    names the pad token, so that transformers finds the last token of a row as well. With device_map
+    "meta" the weights are not loaded, but it is looked whether they could be.
     """
     path = args.model_name_or_path
-    config = AutoConfig.from_pretrained(path, revision=args.model_revision, num_labels=1)
+    config = AutoConfig.from_pretrained(
+        path, revision=args.model_revision, num_labels=1, trust_remote_code=False
+    )
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     config.pad_token_id = args.pad_token_id
     config.get_text_config().pad_token_id = args.pad_token_id
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        path,
-        config=config,
-        revision=args.model_revision,
-        dtype=torch.float32,
-        attn_implementation=args.attn_implementation,
-        output_loading_info=True,
-    )
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=config,
+            revision=args.model_revision,
+            dtype=torch.float32,
+            attn_implementation=args.attn_implementation,
+            device_map=device_map,
+            trust_remote_code=False,
+            use_safetensors=True,  # a pickle can hold code
+            ignore_mismatched_sizes=device_map == "meta",  # the report names them
+            output_loading_info=True,
+        )
+    except Exception as error:
+        bad_input(
+            f"--model_name_or_path {path}: its config.json and .safetensors make no model "
+            f"({type(error).__name__}: {error})"
+        )
     if not hasattr(model, "score"):
         bad_input(f"--model_name_or_path {path}: a {type(model).__name__} has no head `score`")
+    missing = sorted(report["missing_keys"] - {"score.weight"})
+    if missing:
+        bad_input(f"--model_name_or_path {path}: its .safetensors lack {', '.join(missing[:3])}")
+    for name, shape, needed_shape in report["mismatched_keys"]:
+        bad_input(
+            f"--model_name_or_path {path}: in its .safetensors {name} is {list(shape)}, and by its "
+            f"config.json {list(needed_shape)}"
+        )
     if "score.weight" in report["missing_keys"]:
         generator = torch.Generator().manual_seed(args.seed)
         head = torch.randn(model.score.weight.shape, generator=generator)  # (1, hidden_size)
         model.score.weight.data = head / math.sqrt(head.shape[1] + 1)
+    if device_map is None:
+        check_weights(model, path)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # gradient checkpointing works in training mode only
@@ -652,10 +746,45 @@ def save_reward_model(reward_model: RewardModel, tokenizer, path: Path) -> None:
 # -------------------------------------------------------------------------- checks and the set-up
 
 
+def check_launcher() -> None:
+    """Refuses environment variables that no launcher would have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        value = os.environ.get(name, "1")
+        smallest = 0 if "RANK" in name else 1
+        if not value.isdecimal() or int(value) < smallest:
+            del os.environ[name]
+            bad_input(
+                f"the environment variable {name} is {value!r}, and no number from {smallest}; "
+                f"unset it, or let torchrun or accelerate set it"
+            )
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    needed = ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if name not in os.environ]
+    if world_size > 1 and missing:
+        bad_input(
+            f"the environment variable WORLD_SIZE is {world_size}, without {', '.join(missing)}; "
+            f"unset it, or let torchrun or accelerate set them all"
+        )
+    if int(os.environ.get("RANK", 0)) >= world_size:
+        bad_input(
+            f"the environment variable RANK is {os.environ['RANK']}, and WORLD_SIZE {world_size}; "
+            f"unset them, or let torchrun or accelerate set them"
+        )
+
+
 def check_numbers(args: Args) -> None:
-    """Refuses numbers that are out of range. A field whose default is 0 may be 0."""
+    """Refuses numbers that are out of range. A field whose default is 0 may be 0.
+
+    Others than those in at_most are sane up to a million, or a billion where they count something.
+    """
     may_be_0 = {"seed", "warmup_ratio"}
-    at_most = {"seed": 2**32 - 1, "warmup_ratio": 1}
+    at_most = {
+        "seed": 2**32 - 1,
+        "warmup_ratio": 1,
+        "learning_rate": 1,
+        "weight_decay": 1,
+        "num_train_epochs": 1000,
+    }
     for name, value in vars(args).items():
         if type(value) not in (int, float):
             continue
@@ -666,8 +795,9 @@ def check_numbers(args: Args) -> None:
                 bad_input(f"--{name} is {value}; it must be 0 or more")
         elif value <= 0:
             bad_input(f"--{name} is {value}; it must be above 0")
-        if value > at_most.get(name, math.inf):
-            bad_input(f"--{name} is {value}; it must be at most {at_most[name]}")
+        largest = at_most.get(name, 10**6 if isinstance(value, float) else 10**9)
+        if value > largest:
+            bad_input(f"--{name} is {value}; it must be at most {largest}")
 
 
 def fill_in(args: Args) -> Args:
@@ -688,15 +818,27 @@ def fill_in(args: Args) -> Args:
 
 def load_pretrained(auto_class: type, flag: str, path: str, revision: str | None) -> Any:
     """auto_class.from_pretrained(path); where that fails, the path given by --flag is bad input."""
+    advice = "it is no folder, and cannot be had from the hub"
+    if os.path.exists(path):
+        advice = "it cannot be loaded"
+    elif not hub_answers():
+        advice = "no such folder; the hub does not answer, and the cache has no such model"
     try:
-        is_here = Path(path).is_dir() or try_to_load_from_cache(
-            path, "config.json", revision=revision
-        )
-        if not is_here:
-            model_info(path, timeout=10)  # transformers would wait half a minute for a dead hub
-        return auto_class.from_pretrained(path, revision=revision)
+        return auto_class.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
-        bad_input(f"--{flag} {path}: there is no such model or tokenizer ({error})")
+        bad_input(f"--{flag} {path}: {advice} ({error})")
+
+
+def read_chat_template(path: str) -> str:
+    """The text of the file of --chat_template."""
+    if not os.path.isfile(path):
+        bad_input(f"--chat_template {path}: no such file")
+    if os.path.getsize(path) > 2**20:
+        bad_input(f"--chat_template {path}: it is larger than 1 MiB, and no template")
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        bad_input(f"--chat_template {path}: it cannot be read ({error})")
 
 
 def load_tokenizer_and_config(args: Args) -> tuple:
@@ -711,9 +853,7 @@ def load_tokenizer_and_config(args: Args) -> tuple:
         AutoTokenizer, "tokenizer_name_or_path", tokenizer_path, tokenizer_revision
     )
     if args.chat_template:
-        if not Path(args.chat_template).is_file():
-            bad_input(f"--chat_template {args.chat_template}: no such file")
-        tokenizer.chat_template = Path(args.chat_template).read_text()
+        tokenizer.chat_template = read_chat_template(args.chat_template)
 
     vocab_size = config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -755,10 +895,41 @@ def parse_args() -> Args:
     args, unknown = tyro.cli(Args, description=description, return_unknown_args=True)
     if unknown:
         bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
+    for name, value in vars(args).items():
+        if value == "":
+            bad_input(f"--{name} is empty; give it a value, or leave it out")
     return args
 
 
-def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None:
+def check_run_folder(args: Args, num_parameters: int) -> None:
+    """Refuses a run folder that is there, or cannot be made, or would not have room for the run."""
+    run_dir = Path(args.output_dir, args.run_name).absolute()
+    if os.path.lexists(run_dir):
+        bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    made = []
+    try:
+        for folder in [*reversed(run_dir.parents), run_dir]:
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"a probe")
+        free = shutil.disk_usage(run_dir).free
+    except OSError as error:
+        bad_input(f"--output_dir {args.output_dir}: the run's folder cannot be made ({error})")
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
+    needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
+    if free < needed:
+        bad_input(
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
+        )
+
+
+def check_training(
+    args: Args, config, num_parameters: int, num_pairs: int, longest_row: int
+) -> None:
     """Refuses what cannot work with this model and these pairs on this machine.
 
     num_pairs: those to train on; longest_row: the most tokens of a row.
@@ -781,9 +952,8 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
             f"learning rate would not rise to its full value before the last"
         )
 
-    run_dir = Path(args.output_dir) / args.run_name
-    if run_dir.exists() and is_rank_0():  # other ranks may come here when it has been made
-        bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    if is_rank_0():
+        check_run_folder(args, num_parameters)
 
     if args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -796,6 +966,7 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
 
 def main() -> None:
     start_time = time.time()
+    check_launcher()
     args = fill_in(parse_args())
     # A shell starts what it puts into the background with Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -803,10 +974,22 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
+    accelerator = Accelerator(
+        mixed_precision="no",  # autocast is ours
+        log_with="wandb" if args.with_tracking else None,
+    )
+    cpu_group = None  # for a wait that ends where a rank does; NCCL would not notice
+    if accelerator.num_processes > 1:
+        cpu_group = torch.distributed.new_group(backend="gloo")
+
     # ---- All that can be wrong, before a model is loaded
     tokenizer, config = load_tokenizer_and_config(args)
     args.stop_token_id = find_stop_token(args, tokenizer)
     args.pad_token_id = find_pad_token(args, tokenizer, config)
+    num_parameters = 0
+    if os.path.exists(args.model_name_or_path) or not args.dry_run:  # else it would be downloaded
+        model = load_reward_model(args, device_map="meta")
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
     train_pairs = prepare_pairs(args.dataset, args.dataset_split, tokenizer, args)
     eval_pairs = []
     if args.eval_dataset:
@@ -815,7 +998,7 @@ def main() -> None:
     mini_batch_size = args.local_mini_batch_size * args.world_size  # pairs, over all ranks
     args.num_updates = len(train_pairs) * args.num_train_epochs // mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    check_training(args, config, len(train_pairs), longest_row)
+    check_training(args, config, num_parameters, len(train_pairs), longest_row)
     if is_rank_0():
         print(
             f"Plan: {args.num_updates:,} updates of {mini_batch_size:,} of {len(train_pairs):,} "
@@ -823,17 +1006,18 @@ def main() -> None:
             f"model reads it here:"
         )
         print(repr(tokenizer.decode(train_pairs[0].chosen_ids)))
+    if cpu_group is not None:  # an error where a rank has ended, having found bad input
+        torch.distributed.barrier(cpu_group)
     if args.dry_run:
         return
 
-    # ---- Model, the run's folder, optimizer
-    accelerator = Accelerator(
-        mixed_precision="no",  # autocast is ours
-        log_with="wandb" if args.with_tracking else None,
-    )
+    # ---- Model and optimizer, and the run's folder
     is_main = accelerator.is_main_process
     console = Console(soft_wrap=True)
     reward_model = load_reward_model(args)
+    # Its learning rate is set before each update
+    optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
+    reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
     run_dir = Path(args.output_dir) / args.run_name
     if is_main:
         run_dir.mkdir(parents=True)
@@ -843,9 +1027,6 @@ def main() -> None:
         config=asdict(args),
         init_kwargs={"wandb": {"name": args.run_name, "entity": args.wandb_entity}},
     )
-    # Its learning rate is set before each update
-    optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
-    reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
 
     # ---- The order of the pairs: a permutation for each pass over them
     generator = torch.Generator().manual_seed(args.seed)
@@ -930,6 +1111,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     try:
         main()
     except KeyboardInterrupt:

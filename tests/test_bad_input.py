@@ -3,7 +3,6 @@ import math
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -11,6 +10,7 @@ import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
 from helpers.processes import flags_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo_vllm_async
 import ppo_sync
@@ -50,38 +50,42 @@ def other_run(folder):
     return {"output_dir": folder / "output", "run_name": "mine"}
 
 
-def model_with_a_wider_tokenizer(folder, assets):
+def save_model(folder, assets, auto_class=AutoModelForCausalLM, **changes):
+    """A model of random weights, as the debug model but for changes of its config."""
+    config = AutoConfig.from_pretrained(assets / "model", **changes)
+    auto_class.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def model(folder, assets, **changes):
+    """The debug model, with another config.json."""
     shutil.copytree(assets / "model", folder / "model")
-    config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder / "model"
 
 
-def reward_model(folder, assets, **changes):
-    """With the policy's tokenizer, but for changes of the vocabulary."""
-    folder = value_model(
-        folder, assets, **{k: v for k, v in changes.items() if k in ("num_labels", "vocab_size")}
+def value_model(folder, assets, num_labels=1, **changes):
+    return save_model(
+        folder / "value",
+        assets,
+        AutoModelForSequenceClassification,
+        num_labels=num_labels,
+        **changes,
     )
+
+
+def reward_model(folder, assets, tokenizer=None, **changes):
+    """With the policy's tokenizer, but for changes of the vocabulary."""
+    folder = value_model(folder, assets, **changes)
     for path in (assets / "model").glob("*token*"):
         shutil.copy(path, folder)
-    if changes.get("tokenizer"):
+    if tokenizer:
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         vocab = tokenizer["model"]["vocab"]
         vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
-
-
-def value_model(folder, assets, **changes):
-    config = json.loads((assets / "model" / "config.json").read_text())
-    labels = changes.pop("num_labels", 1)
-    config |= {
-        "architectures": ["Qwen2ForSequenceClassification"],
-        "id2label": {i: str(i) for i in range(labels)},
-    }
-    (folder / "value").mkdir()
-    (folder / "value" / "config.json").write_text(json.dumps(config | changes))
-    return folder / "value"
 
 
 NOT_PYTHON = "def f(:\n"
@@ -409,7 +413,7 @@ TABLE = {
     ),
     "tokenizer of another model": (
         lambda tmp, assets: {
-            "model_name_or_path": model_with_a_wider_tokenizer(tmp, assets),
+            "model_name_or_path": save_model(tmp / "model", assets, vocab_size=9),
             "tokenizer_name_or_path": assets / "model",
         },
         ["tokenizer", "17", "9"],
@@ -461,7 +465,7 @@ def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch,
     before = files_of(tmp_path)
     arguments = [*flags_of(options), "--dry_run"]
     monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *arguments])
-    monkeypatch.chdir(Path(ppo_sync.__file__).parent)
+    monkeypatch.chdir(tmp_path)  # where there are no debug assets
     with pytest.raises(SystemExit) as stop:
         ppo_sync.main()
     check_message(capfd.readouterr().err, TABLE[name][1])
@@ -711,6 +715,7 @@ def test_plan_names_the_parts_of_the_score_that_are_in_use(assets, tmp_path, mon
     assert "reward 1 x compute_score" in unused
     assert "the reward model" not in unused
 
+    monkeypatch.setattr(ppo_sync, "check_launcher", lambda: None)  # there are no 15 others
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert "learners 16" in plan(ppo_sync, {}, *arguments)
 

@@ -361,8 +361,14 @@ def options_of(name, folder, assets):
 def test_bad_input_is_one_line_and_status_2(name, assets, tmp_path, monkeypatch, capfd):
     options = options_of(name, tmp_path, assets)
     monkeypatch.setattr(sys, "argv", ["train_reward_model.py", *flags_of(options)])
-    monkeypatch.setattr(rm, "load_reward_model", lambda args: pytest.fail("a model was loaded"))
-    monkeypatch.chdir(REPO)
+    load_reward_model = rm.load_reward_model
+
+    def look_at_headers(args, device_map=None):
+        assert device_map == "meta", "a model was loaded"
+        return load_reward_model(args, device_map)
+
+    monkeypatch.setattr(rm, "load_reward_model", look_at_headers)
+    monkeypatch.chdir(tmp_path)  # where there are no debug assets
     with pytest.raises(SystemExit) as stop:
         rm.main()
     (line,) = capfd.readouterr().err.strip().splitlines()
@@ -394,7 +400,7 @@ def test_main_takes_the_ids_of_stop_and_pad_tokens_from_the_tokenizer(
     class ReachedModel(Exception):
         pass
 
-    def load_reward_model(args):
+    def load_reward_model(args, device_map=None):
         raise ReachedModel(args.stop_token_id, args.pad_token_id)
 
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
@@ -407,7 +413,7 @@ def test_main_takes_the_ids_of_stop_and_pad_tokens_from_the_tokenizer(
         "output_dir": tmp_path,
     }
     monkeypatch.setattr(sys, "argv", ["train_reward_model.py", *flags_of(options)])
-    monkeypatch.setattr(rm, "Accelerator", mock.MagicMock())
+    monkeypatch.setattr(rm, "Accelerator", mock.MagicMock(**{"return_value.num_processes": 1}))
     monkeypatch.setattr(rm, "load_reward_model", load_reward_model)
     with pytest.raises(ReachedModel) as reached:
         rm.main()
