@@ -2416,12 +2416,12 @@ def check_launcher() -> None:
                 f"unset it, or let torchrun or accelerate set it"
             )
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    needed = ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in os.environ]
-    if world_size > 1 and missing:
+    if missing and (world_size > 1 or "LOCAL_RANK" in os.environ):
         bad_input(
-            f"the environment variable WORLD_SIZE is {world_size}, without {', '.join(missing)}; "
-            f"unset it, or let torchrun or accelerate set them all"
+            f"the environment has some of a launcher's variables, and lacks {', '.join(missing)}; "
+            f"unset LOCAL_RANK and WORLD_SIZE, or let torchrun or accelerate set them all"
         )
     if int(os.environ.get("RANK", 0)) >= world_size:
         bad_input(
@@ -2802,7 +2802,7 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
         )
 
 
-def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: int) -> None:
+def check_run(args: Args, tokenizer, config, max_length: int) -> None:
     """Refuses what cannot work with this model on this machine.
 
     max_length: the most tokens of a prompt with its response.
@@ -2817,9 +2817,6 @@ def check_run(args: Args, tokenizer, config, max_length: int, num_parameters: in
         bad_input(
             f"prompts with --response_length take {max_length} positions; the model has {limit}"
         )
-
-    if is_rank_0():
-        check_run_folder(args, num_parameters)
 
     if args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -2940,8 +2937,10 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is None:
         bad_input("vLLM is not installed (requirements.txt, scripts/setup.sh)")
     config = load_or_refuse(AutoConfig, "model_name_or_path", args.model_name_or_path, args)
-    vocab_size = config.get_text_config().vocab_size
     num_parameters = check_policy(args)
+    vocab_size = config.get_text_config().vocab_size
+    if is_rank_0():
+        check_run_folder(args, num_parameters)
     tokenizer, reward_tokenizer = load_tokenizers(args)
     if args.reward_model_path:
         check_classifier(
@@ -2976,7 +2975,7 @@ def main() -> None:
     truth_scores = check_rewards(args, train_prompts + eval_prompts)
     longest_prompt = max(len(prompt.token_ids) for prompt in train_prompts + eval_prompts)
     max_length = longest_prompt + args.response_length
-    check_run(args, tokenizer, config, max_length, num_parameters)
+    check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
     if cpu_group is not None:  # an error where a rank has ended, having found bad input

@@ -481,7 +481,8 @@ def load_reward_model(args: Args, device_map: str | None = None) -> RewardModel:
     if "score.weight" in report["missing_keys"]:
         generator = torch.Generator().manual_seed(args.seed)
         head = torch.randn(model.score.weight.shape, generator=generator)  # (1, hidden_size)
-        model.score.weight.data = head / math.sqrt(head.shape[1] + 1)
+        with torch.no_grad():
+            model.score.weight.copy_(head / math.sqrt(head.shape[1] + 1))
     if device_map is None:
         check_weights(model, path)
     if args.gradient_checkpointing:
@@ -758,12 +759,12 @@ def check_launcher() -> None:
                 f"unset it, or let torchrun or accelerate set it"
             )
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    needed = ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in os.environ]
-    if world_size > 1 and missing:
+    if missing and (world_size > 1 or "LOCAL_RANK" in os.environ):
         bad_input(
-            f"the environment variable WORLD_SIZE is {world_size}, without {', '.join(missing)}; "
-            f"unset it, or let torchrun or accelerate set them all"
+            f"the environment has some of a launcher's variables, and lacks {', '.join(missing)}; "
+            f"unset LOCAL_RANK and WORLD_SIZE, or let torchrun or accelerate set them all"
         )
     if int(os.environ.get("RANK", 0)) >= world_size:
         bad_input(
@@ -855,7 +856,9 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     if args.chat_template:
         tokenizer.chat_template = read_chat_template(args.chat_template)
 
-    vocab_size = config.get_text_config().vocab_size
+    if getattr(config, "quantization_config", None) is not None:
+        bad_input(f"--model_name_or_path {path} is quantized; give the model that it was made from")
+    vocab_size = getattr(config.get_text_config(), "vocab_size", 0)
     if len(tokenizer) > vocab_size:
         bad_input(f"the tokenizer has {len(tokenizer)} tokens and the model only {vocab_size}")
     if "SequenceClassification" in str(config.architectures) and config.num_labels != 1:
@@ -927,9 +930,7 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
         )
 
 
-def check_training(
-    args: Args, config, num_parameters: int, num_pairs: int, longest_row: int
-) -> None:
+def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None:
     """Refuses what cannot work with this model and these pairs on this machine.
 
     num_pairs: those to train on; longest_row: the most tokens of a row.
@@ -951,9 +952,6 @@ def check_training(
             f"--warmup_ratio {args.warmup_ratio}: the run has {args.num_updates} updates, so the "
             f"learning rate would not rise to its full value before the last"
         )
-
-    if is_rank_0():
-        check_run_folder(args, num_parameters)
 
     if args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -990,6 +988,8 @@ def main() -> None:
     if os.path.exists(args.model_name_or_path) or not args.dry_run:  # else it would be downloaded
         model = load_reward_model(args, device_map="meta")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if is_rank_0():
+        check_run_folder(args, num_parameters)
     train_pairs = prepare_pairs(args.dataset, args.dataset_split, tokenizer, args)
     eval_pairs = []
     if args.eval_dataset:
@@ -998,7 +998,7 @@ def main() -> None:
     mini_batch_size = args.local_mini_batch_size * args.world_size  # pairs, over all ranks
     args.num_updates = len(train_pairs) * args.num_train_epochs // mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    check_training(args, config, num_parameters, len(train_pairs), longest_row)
+    check_training(args, config, len(train_pairs), longest_row)
     if is_rank_0():
         print(
             f"Plan: {args.num_updates:,} updates of {mini_batch_size:,} of {len(train_pairs):,} "
