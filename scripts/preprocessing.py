@@ -9,15 +9,25 @@ Each of them holds a function that makes a row, and calls from its main()
 This module is not in their folder, because the math.py there must never be importable.
 """
 
+import contextlib
+import functools
+import io
+import json
+import os
 import re
 import sys
+import tempfile
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
 import tyro
 from rich.console import Console
 from rich.progress import track
@@ -48,15 +58,56 @@ class Args:
     """split of a local file whose name tells none"""
 
 
+def printable(text: str) -> str:
+    r"""The text with all that a terminal would not show as it is, such as control codes, escaped.
+
+    >>> printable("\x1b[1mtitle\n")
+    '\\x1b[1mtitle\\n'
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
-    line = " ".join(message.split())[:400]
+    line = printable(" ".join(message.split()))
+    if len(line) > 400:  # a long name in it; what is wrong with that comes last
+        line = f"{line[:200]} ... {line[-195:]}"
     print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+
+    Without that, each file that is asked for would wait, and be asked for again.
+    """
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            hub = huggingface_hub.constants.ENDPOINT
+            answer = huggingface_hub.utils.get_session().head(hub, timeout=5)
+            if answer.status_code < 500:
+                answers.append(answer)
+
+    # In a thread, since nothing else limits the time in which a name is looked up
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)
+    if not answers:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and other processes
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return bool(answers)
+
+
 def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     """The command line's options; one whose default is tyro.MISSING has to be given."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any script
     args, unknown = tyro.cli(
         type(defaults), default=defaults, description=description, return_unknown_args=True
     )
@@ -102,14 +153,21 @@ def find_files(args: Args) -> dict[str, list[Path]]:
 
     Several of one split must be its shards.
     """
-    path = Path(args.local_dataset_path).expanduser()
-    if not path.exists():
+    if not args.local_dataset_path:
+        bad_input("--local_dataset_path is empty; give a file or a folder")
+    # Not Path.exists and the like: these raise for a name that is too long
+    path = Path(os.path.expanduser(args.local_dataset_path))
+    if not os.path.exists(path):
         bad_input(f"--local_dataset_path {path}: no such file or folder")
 
     files = [path]
     if path.is_dir():
-        files = sorted(path.iterdir())
-    files = [file for file in files if file.is_file() and file.suffix in (".jsonl", ".parquet")]
+        try:
+            files = sorted(path.iterdir())
+        except OSError as error:
+            bad_input(f"--local_dataset_path {path}: the folder cannot be read ({error})")
+    files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+    files = [file for file in files if os.path.isfile(file)]
     if not files:
         bad_input(
             f"--local_dataset_path {path}: no .jsonl or .parquet file, and no folder right above "
@@ -128,8 +186,8 @@ def find_files(args: Args) -> dict[str, list[Path]]:
             )
         if file.stat().st_size == 0:
             bad_input(f"{file}: the file is empty")
-        target = Path(args.local_save_dir).expanduser() / f"{split}.parquet"
-        if file.resolve() == target.resolve():
+        target = output_folder(args) / f"{split}.parquet"
+        if os.path.realpath(file) == os.path.realpath(target):
             bad_input(f"{file} would be overwritten; choose another --local_save_dir")
         splits[split].append(file)
 
@@ -147,54 +205,92 @@ def find_files(args: Args) -> dict[str, list[Path]]:
 
 def load_splits(
     args: Args, hub: tuple[str, ...], columns: tuple[str, ...]
-) -> dict[str, datasets.Dataset]:
+) -> dict[str, list[dict]]:
     """The rows of each split as they are on the hub, or in local files of the same columns.
 
-    `hub` is the dataset's name there, and its configuration where it has several.
+    `hub` is the dataset's name there, and its configuration where it has several. Before any row is
+    read, the folder for the output is tried out.
     """
-    datasets.utils.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told by bad_input
     if args.local_dataset_path is None:
-        splits = load_from_hub(args, hub)
+        if args.split_name:
+            bad_input("--split_name is for a local file; give --local_dataset_path")
+        try_output(args)
+        splits = load_from_hub(hub)
     else:
-        splits = load_files(find_files(args))
+        files_of_splits = find_files(args)
+        try_output(args)
+        splits = {split: load_files(files) for split, files in files_of_splits.items()}
 
     where = args.local_dataset_path or hub[0]
     for split, rows in splits.items():
+        names = dict.fromkeys(name for row in rows for name in row)  # ordered, unlike a set
         for column in columns:
-            if column not in rows.column_names:
+            if column not in names:
                 bad_input(
                     f"{where}: in the split {split} there is no column `{column}`; "
-                    f"the columns are {', '.join(rows.column_names)}"
+                    f"the columns are {', '.join(names)}"
                 )
     return splits
 
 
-def load_from_hub(args: Args, hub: tuple[str, ...]) -> dict[str, datasets.Dataset]:
-    """The rows of each split on the hub."""
-    if args.split_name:
-        bad_input("--split_name is for a local file; give --local_dataset_path")
+def load_from_hub(hub: tuple[str, ...]) -> dict[str, list[dict]]:
+    """The rows of each split on the hub, or of what the cache has of it."""
     print(f"Loading {hub[0]} from the hub ...", flush=True)
+    for library in (datasets, huggingface_hub):  # their errors are told by bad_input
+        library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)
+    reason = "cannot be loaded from the hub"
+    if not hub_answers():
+        datasets.config.HF_HUB_OFFLINE = True  # read by it when it was imported
+        reason = "the hub does not answer, and the cache has no such dataset"
     try:
-        return dict(datasets.load_dataset(*hub))
+        splits = datasets.load_dataset(*hub)
+        return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:
         bad_input(
-            f"{hub[0]}: cannot be loaded from the hub; without a network, give "
-            f"--local_dataset_path ({type(error).__name__}: {error})"
+            f"{hub[0]}: {reason}; without a network, give --local_dataset_path "
+            f"({type(error).__name__}: {error})"
         )
 
 
-def load_files(files_of_splits: dict[str, list[Path]]) -> dict[str, datasets.Dataset]:
-    """The rows of each split in local files."""
-    datasets.disable_progress_bars()  # reading takes no time, unlike a download
-    splits = {}
-    for split, files in files_of_splits.items():
-        kind = "parquet" if files[0].suffix == ".parquet" else "json"
-        names = [str(file) for file in files]
+def load_files(files: list[Path]) -> list[dict]:
+    """The rows of a split in local files."""
+    rows = []
+    for file in files:
+        read = read_parquet if file.suffix == ".parquet" else read_json_lines
         try:
-            splits[split] = datasets.load_dataset(kind, data_files={split: names}, split=split)
+            rows += read(file)
         except Exception as error:
-            bad_input(f"{', '.join(names)}: no rows that can be read ({error.__cause__ or error})")
-    return splits
+            bad_input(f"{file}: no rows that can be read ({type(error).__name__}: {error})")
+    if not rows:
+        bad_input(f"{', '.join(map(str, files))}: no rows")
+    return rows
+
+
+def read_parquet(path: Path) -> list[dict]:
+    """The rows of a .parquet file."""
+    with open(path, "rb") as file:  # Arrow itself takes no name that is not UTF-8
+        return pyarrow.parquet.read_table(file).to_pylist()
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """The rows of a file with a JSON object a line; ValueError says which line is none.
+
+    Not by datasets.load_dataset, which makes a date of a text that looks like one, and reads no row
+    of a file in which one holds half a surrogate pair.
+    """
+    rows = []
+    with open(path, encoding="utf-8-sig") as file:  # Windows may put a mark before the text
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON, {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            rows.append(row)
+    return rows
 
 
 def text_of(row: dict, column: str) -> str:
@@ -207,14 +303,19 @@ def text_of(row: dict, column: str) -> str:
         ...
     ValueError: no text in `question`
     """
-    if not (isinstance(row[column], str) and row[column].strip()):
+    return checked_text(row.get(column), column)
+
+
+def checked_text(value: Any, column: str) -> str:
+    """A value of a column, without spaces around it; ValueError if it is no text."""
+    if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"no text in `{column}`")
-    return row[column].strip()
+    if re.search("[\ud800-\udfff]", value):  # JSON can hold one, parquet cannot
+        raise ValueError(f"half a surrogate pair in `{column}`")
+    return value.strip()
 
 
-def convert_rows(
-    rows: datasets.Dataset | list[dict], split: str, convert: Convert
-) -> tuple[list[dict], Counter]:
+def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[dict], Counter]:
     """The converted rows of a split, and how many were dropped for each reason.
 
     >>> def convert(row, split, index):
@@ -250,27 +351,78 @@ def describe_counts(num_kept: int, dropped: Counter) -> str:
     return f"{counts} ({reasons})"
 
 
-def write_splits(args: Args, splits: dict[str, datasets.Dataset], convert: Convert) -> None:
+# ----------------------------------------------------------------------------------------- output
+
+
+def output_folder(args: Args) -> Path:
+    """The folder for the files that are written."""
+    return Path(os.path.expanduser(args.local_save_dir))
+
+
+@contextlib.contextmanager
+def made_folder(folder: Path):
+    """A folder that is made if it is missing, and is removed afterwards if nothing is in it then.
+
+    So are those above it that had to be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def try_output(args: Args) -> None:
+    """Refuses a folder for the output that cannot be written to; leaves nothing there."""
+    if not args.local_save_dir:
+        bad_input("--local_save_dir is empty; give a folder")
+    folder = output_folder(args)
+    try:
+        with made_folder(folder), tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**16))
+            os.fsync(file.fileno())
+    except OSError as error:
+        bad_input(f"--local_save_dir {folder}: cannot be written to ({error.strerror})")
+    for split in set(SPLIT_WORDS.values()):
+        target = folder / f"{split}.parquet"
+        if os.path.lexists(target) and not os.path.isfile(target):
+            bad_input(f"{target}: in the way of a file, but none itself; move it")
+
+
+def write_splits(args: Args, splits: dict[str, list[dict]], convert: Convert) -> None:
     """Converts all rows, and writes a file for each split with rows left.
 
-    Says how many were dropped and why.
+    Says how many were dropped and why. Where one cannot be written, none is, and older files stay.
     """
-    folder = Path(args.local_save_dir).expanduser()
+    folder = output_folder(args)
     converted = {}
     for split, rows in splits.items():
         converted[split], dropped = convert_rows(rows, split, convert)
-        print(f"{split}: {describe_counts(len(converted[split]), dropped)}")
+        print(printable(f"{split}: {describe_counts(len(converted[split]), dropped)}"))
     if not any(converted.values()):
         bad_input(f"no row is left to write to {folder}; see why above")
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for split, rows in converted.items():
-            path = folder / f"{split}.parquet"
-            if rows:
-                datasets.Dataset.from_list(rows).to_parquet(str(path))
-                print(f"{path}: {len(rows):,} rows written")
-            else:
-                print(f"{path}: not written, for no row is left")
-    except OSError as error:
+        with made_folder(folder):
+            write_files(folder, {split: rows for split, rows in converted.items() if rows})
+    except (OSError, pyarrow.ArrowException) as error:
         bad_input(f"--local_save_dir {folder}: cannot be written to ({error})")
+    for split, rows in converted.items():
+        done = f"{len(rows):,} rows written" if rows else "not written, for no row is left"
+        print(printable(f"{folder / split}.parquet: {done}"))
+
+
+def write_files(folder: Path, splits: dict[str, list[dict]]) -> None:
+    """A .parquet file for each split, all of them or none: a cut one never has a final name."""
+    datasets.disable_progress_bars()  # writing takes no time, unlike a download
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as unfinished:
+        for split, rows in splits.items():
+            # Not straight into the file: Arrow ends the process by SIGABRT where the disk is full
+            file = io.BytesIO()
+            datasets.Dataset.from_list(rows).to_parquet(file)
+            (Path(unfinished) / f"{split}.parquet").write_bytes(file.getvalue())
+        for split in splits:
+            os.replace(Path(unfinished) / f"{split}.parquet", folder / f"{split}.parquet")

@@ -263,7 +263,7 @@ def hub_answers() -> bool:
     thread.start()
     thread.join(5)
     if not answers:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for vLLM's process
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and other processes
         huggingface_hub.constants.HF_HUB_OFFLINE = True
     return bool(answers)
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import huggingface_hub
 import pyarrow
@@ -536,6 +537,24 @@ def test_disk_with_too_little_room_is_refused(assets, tmp_path, monkeypatch, cap
     assert "--output_dir" in line and "10 MiB free" in line
 
 
+TALKATIVE = """import argparse, sys, warnings
+warnings.warn("careful")
+print("imported")
+def f(*_, extra_info):
+    print("called", file=sys.stderr)
+    argparse.ArgumentParser().parse_args(["--help"])
+"""
+
+
+@pytest.mark.slow
+def test_what_a_reward_prints_does_not_hide_what_is_wrong(tmp_path, run_script):
+    path = write_text(tmp_path / "r.py", TALKATIVE)
+    run = run_script("ppo_sync.py", tmp_path, "--dry_run", reward_fn=f"{path}:f")
+    assert run.returncode == 2
+    (line,) = run.output.strip().splitlines()
+    assert "SystemExit: 0" in line and "line 6" in line
+
+
 # ------------------------------------------------------------------------------- the environment
 
 LAUNCHER = {
@@ -575,16 +594,16 @@ def test_control_characters_of_the_data_are_not_shown_as_they_are(
 
 @pytest.mark.slow
 def test_terminal_may_know_ascii_alone(assets, tmp_path, run_script):
-    data = write_rows(tmp_path / "é.jsonl", [ROW] * 70 + [ROW | {"prompt": ""}])
+    row = ROW | {"data_source": "gsm8k, français", "reward_model": {"ground_truth": "5"}}
     run = run_script(
         "ppo_sync.py",
         tmp_path,
         "--dry_run",
-        dataset=data,
-        env={"PYTHONIOENCODING": "ascii:strict", "LC_ALL": "C", "PYTHONUTF8": "0"},
+        dataset=write_rows(tmp_path / "rows.jsonl", [row] * 70),
+        env={"PYTHONIOENCODING": "ascii:strict"},
     )
     assert run.returncode == 0, run.output
-    assert r"\xe9.jsonl: dropped 1 of 71" in run.output
+    assert r"a row of gsm8k, fran\xe7ais scores 1" in run.output
 
 
 # ---------------------------------------------------------------------------------------- the hub
@@ -646,8 +665,9 @@ def test_silent_hub_is_no_long_wait(option, assets, tmp_path, start_script):
             "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
             "HF_HOME": str(tmp_path / "cache"),
         }
+        started_at = time.monotonic()
         process = start_script("ppo_sync.py", tmp_path, env=environment, **{option: "no/such"})
-        run = finish(process, timeout=60)
+        run = finish(process, 60, started_at)
     (line,) = run.stderr.strip().splitlines()
     assert run.returncode == 2
     assert "no/such" in line and "the hub does not answer" in line

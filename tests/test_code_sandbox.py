@@ -1,6 +1,7 @@
 import contextlib
 import doctest
 import http.server
+import itertools
 import json
 import os
 import platform
@@ -12,7 +13,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import psutil
@@ -37,7 +41,12 @@ def reward():
     namespaces += ["--ro-bind", "/", "/", "--proc", "/proc", "true"]
     if (tried := subprocess.run(namespaces, capture_output=True, text=True)).returncode:
         pytest.skip(f"this machine lets bubblewrap make no namespaces: {tried.stderr.strip()}")
-    return runpy.run_path(str(SCRIPT), run_name="reward_fn")
+    # Less than the defaults, so that what runs until it is ended is soon over.
+    limits = {"SECONDS": "2", "TOTAL_SECONDS": "5", "MEMORY_MB": "512"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setenv(f"TANDEM_SANDBOX_{name}", value)
+        return runpy.run_path(str(SCRIPT), run_name="reward_fn")
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +107,53 @@ def test_the_last_python_block_is_the_program(reward):
     assert extract("```python\nx = 1\n# cut off") == "x = 1\n# cut off"
 
 
+def test_a_response_of_many_letters_is_soon_read(reward):
+    started = time.monotonic()
+    letters = "a" * 200_000
+    assert reward["extract_code"](f"```python{letters}") == f"```python{letters}"
+    assert reward["extract_code"](f"```python\n{letters}") == letters
+    assert reward["extract_code"]("```\n" * 50_001) == ""
+    assert time.monotonic() - started < 5
+
+
 def test_doctests_are_right(reward):
     runner = doctest.DocTestRunner()
-    for name in ("extract_code", "same_output"):
+    for name in ("extract_code", "same_output", "equality_case", "canonical"):
         for example in doctest.DocTestFinder().find(reward[name], name, globs=dict(reward)):
             runner.run(example)
-    assert runner.summarize() == (0, 2)
+    assert runner.summarize() == (0, 5)
+
+
+def test_values_are_sent_as_the_same_text_where_python_calls_them_equal(reward):
+    canonical = reward["canonical"]
+    numbers = [0, -0.0, False, 1, 1.0, True, 1 + 0j, 1j, 2j, -1, 0.1, 1e300, 10**300, 1 << 20_000]
+    numbers += [Fraction(1, 10), Fraction(1), Decimal(1), Decimal("0.1"), float("inf"), -1e999]
+    texts = ["1", "1/1", "", "None", "é\n", "\ud800", b"1", b"", bytearray(b"1"), None, ...]
+    lists = [[], (), [1], (1,), ((1,),), [[1], 1], [1, [1]], ["1, 1"], ["1", "1"]]
+    sets = [set(), {1}, {1, "1"}, frozenset({"1", True}), {1: 2}.keys(), {(1, 2)}]
+    dicts = [{}, {1: 2}, {"1": 2}, {1: 2, 3: 4}, {3: 4, 1.0: 2}, {(1, 2): [{}]}]
+    dicts += [OrderedDict({3: 4, 1: 2}), Counter([1, 1]), namedtuple("One", "x")(1)]
+    values = [*numbers, *texts, *lists, *sets, *dicts]
+    for one, other in itertools.product(values, repeat=2):
+        assert (canonical(one) == canonical(other)) == (one == other), (one, other)
+        assert canonical(one).isascii()
+        assert "\n" not in canonical(one)
+
+
+@pytest.mark.parametrize("value", [object(), int, iter([]), [1, range(3)]])
+def test_what_is_no_data_is_not_sent(reward, value):
+    with pytest.raises(TypeError):
+        reward["canonical"](value)
+
+
+def test_assertions_that_something_equals_a_literal_are_judged_outside(reward):
+    case = reward["equality_case"]
+    assert case("x = 1", "assert {1, 2} == f([x])[0]")["call"] == "f([x])[0]"
+    assert case("", "assert f(1) == set()")["expected"] == "{}"
+    assert case("", "assert f() == -1.5, message()")["call"] == "f()"
+    others = ["assert f()", "assert not f()", "assert f() is True", "assert f() == g()", "f() == 1"]
+    others += ["assert f() == 1 == g()", "x = 1\nassert f() == 1", "assert f() == {[]: 1}", "a b"]
+    assert [case("", other) for other in others] == [None] * len(others)
 
 
 UNKNOWN = [
@@ -139,6 +189,24 @@ if os.getpid() != first:
     time.sleep(60)
 forks = os.fstat(count).st_size
 """
+# Calls the system by a number, that of x86-64 or that of aarch64.
+CALL = """import ctypes, os
+def call(x86_64, aarch64, *arguments):
+    number = {"x86_64": x86_64, "aarch64": aarch64}[os.uname().machine]
+    return ctypes.CDLL(None).syscall(number, *arguments)
+"""
+# Has three children that each have 300 MB at the same time.
+CHILDREN = """import mmap, os, time
+read, write = os.pipe()
+for _ in range(3):
+    if os.fork() == 0:
+        IN_CHILD
+        os.write(write, b"x")
+        time.sleep(60)
+ready = 0
+while ready < 3:
+    ready += len(os.read(read, 3))
+"""
 # Of each, the program and an assertion that holds if it got what it wanted.
 HOSTILE = {
     "endless loop": ("while True: pass", "assert True"),
@@ -162,6 +230,116 @@ c = ctypes.CDLL(None)
 made = [c.shmget(0, 1 << 20, 0o1600), c.msgget(0, 0o1600), c.semget(0, 1, 0o1600)]""",
         "assert max(made) >= 0",
     ),
+    "memory in sum": (
+        CHILDREN.replace("IN_CHILD", "memory = bytearray(300 << 20)"),
+        "assert ready",
+    ),
+    "memory in sum, unseen": (
+        CHILDREN.replace(
+            "IN_CHILD",
+            "import ctypes; ctypes.CDLL(None).prctl(4, 0); memory = bytearray(300 << 20)",
+        ),
+        "assert ready",
+    ),
+    "memory in sum, its first thread gone": (
+        CHILDREN.replace(
+            "IN_CHILD",
+            """def hold():
+            while ") Z " not in open(f"/proc/{os.getpid()}/stat").read(): pass
+            memory = bytearray(300 << 20)
+            os.write(write, b"x")
+            time.sleep(60)
+        import ctypes, threading
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)""",
+        ),
+        "assert ready",
+    ),
+    "shared memory without reserve in sum": (
+        CHILDREN.replace(
+            "IN_CHILD",
+            "memory = mmap.mmap(-1, 300 << 20, flags=mmap.MAP_SHARED | 0x4000)\n"
+            "        for _ in range(300): memory.write(bytes(1 << 20))",
+        ),
+        "assert ready",
+    ),
+    "files without a name": ("import os\nfile = os.memfd_create('x')", "assert file"),
+    "extended attributes": (
+        "import os\nopen('x', 'w')\nos.setxattr('x', 'user.x', bytes(60_000))",
+        "assert os.listxattr('x')",
+    ),
+    "larger socket buffers": (
+        """import socket
+one, other = socket.socketpair()
+before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * before)""",
+        "assert one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before",
+    ),
+    "sockets that listen": (
+        "import socket\nserver = socket.socket(socket.AF_UNIX)\n"
+        "server.bind('x')\nserver.listen(4096)",
+        "assert server",
+    ),
+    "sockets of other families": (
+        """import socket
+opened = []
+for family in range(2, 46):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            opened.append(socket.socket(family, kind))
+        except OSError:
+            pass""",
+        "assert opened",
+    ),
+    "session keyring": (f"{CALL}keyring = call(250, 219, 0, -3, 0)", "assert keyring > 0"),
+    "a key": (
+        f"{CALL}key = call(248, 217, b'user', b'name', b'data', 4, -3)",
+        "assert key > 0",
+    ),
+    "a key asked for": (
+        f"{CALL}call(249, 218, b'user', b'name', None, 0)\nerror = ctypes.get_errno()\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "libc.syscall({'x86_64': 249, 'aarch64': 218}[os.uname().machine], b'user', b'x', None, 0)",
+        "assert ctypes.get_errno() == 126  # ENOKEY: it was looked for",
+    ),
+    "names of keys": ("names = open('/proc/keys')", "assert names"),
+    "message queue": (
+        "import ctypes, os\n"
+        "queue = ctypes.CDLL(None).mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None)",
+        "assert queue >= 0",
+    ),
+    "io_uring": (
+        f"{CALL}ring = call(425, 425, 1, ctypes.create_string_buffer(120))",
+        "assert ring >= 0",
+    ),
+    "userfaultfd": (f"{CALL}faults = call(323, 282, 1)", "assert faults >= 0"),
+    "memory of another process": (
+        f"""{CALL}
+import struct
+word = ctypes.create_string_buffer(b"secret")
+copy = ctypes.create_string_buffer(6)
+def vector(buffer):
+    return struct.pack("PN", ctypes.addressof(buffer), 6)
+call(310, 270, os.getpid(), vector(copy), 1, vector(word), 1, 0)""",
+        "assert copy.raw == b'secret'",
+    ),
+    "ptrace": (
+        "import ctypes\ntraced = ctypes.CDLL(None).ptrace(0, 0, 0, 0)",
+        "assert traced == 0",
+    ),
+    "slowing down its parent": (
+        "import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)",
+        "assert os.getpriority(os.PRIO_PROCESS, 1) == 19",
+    ),
+    "limiting its parent": (
+        "import resource\nresource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
+        "assert True",
+    ),
+    "lowering oom_score_adj": (
+        "try: open('/proc/self/oom_score_adj', 'w').write('999')\nexcept OSError: pass",
+        "assert open('/proc/self/oom_score_adj').read() != '1000\\n'",
+    ),
+    "settings of the kernel": ("import os\nnames = os.listdir('/proc/sys')", "assert names"),
     "full disk": (
         "with open('/tmp/x', 'wb') as f:\n  for _ in range(1000): f.write(bytes(1 << 20))",
         "assert True",
@@ -246,6 +424,21 @@ def test_a_hostile_program_gets_nothing_and_disturbs_nothing(score, tmp_path, mo
     assert score(HONEST, HONEST_TESTS) == 1.0
 
 
+def test_every_closed_call_is_closed(reward, score):
+    calls = reward["call_filter"]()
+    numbers = [*calls["closed"], *(number for number, _ in calls["restricted"])]
+    assert len(numbers) > 30
+    # No call has a first argument like this; EBADF or EINVAL would say that it was let through.
+    program = """import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+def error(number):
+    libc.syscall(number, -1, -1, -1, -1, -1, -1)
+    return errno.errorcode[ctypes.get_errno()]
+"""
+    tests = [f"assert error({number}) == 'ENOSYS'" for number in numbers]
+    assert score(program, ["\n".join(tests)]) == 1.0
+
+
 @pytest.mark.parametrize("last", ["", "import os\nos._exit(0)"])
 def test_a_gigabyte_of_output_is_neither_kept_nor_right(score, last):
     started = time.monotonic()
@@ -280,12 +473,122 @@ def fork():
     assert score(program, ["bomb()", "assert fork() == 7"]) == 0.5
 
 
-def test_what_a_case_leaves_in_files_does_not_reach_the_next(score):
-    program = (
-        "import os\nfound = os.listdir('/tmp')\n"
-        "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nopen('d', 'w')"
-    )
-    assert score(program, ["assert found == []"] * 3) == 1.0
+# Folders and files that the next case finds, if they can't be removed.
+FILES = {
+    "in folders": "os.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nopen('d', 'w')",
+    "closed": "os.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)",
+    "in a closed /tmp": "os.mkdir('a')\nos.chmod('/tmp', 0o500)",
+    "very deep": "for _ in range(3000):\n  os.mkdir('a' * 200)\n  os.chdir('a' * 200)",
+    "linked": "os.mkdir('a')\nos.symlink('/usr', 'a/b')\nos.mkfifo('c')\nos.symlink('.', 'd')",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_case_leaves_in_files_does_not_reach_the_next(score, name):
+    program = f"import os\nfound = os.listdir('/tmp')\n{FILES[name]}"
+    assert score(program, ["assert not found"] * 3) == 1.0
+
+
+# Programs that use what the sandbox limits; each has an f() that returns 7.
+RIGHT = {
+    "threads": """import threading
+found = []
+def f():
+    threads = [threading.Thread(target=found.append, args=(1,)) for _ in range(7)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return len(found)""",
+    "a larger stack": """import resource, sys, threading
+resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
+threading.stack_size(64 << 20)
+sys.setrecursionlimit(10**6)
+def depth(n): return n and depth(n - 1) + 1
+found = []
+def f():
+    thread = threading.Thread(target=lambda: found.append(depth(50_000)))
+    thread.start()
+    thread.join()
+    return found[0] // 50_000 * 7""",
+    "subprocess": """import subprocess, sys
+def f():
+    return int(subprocess.check_output([sys.executable, "-c", "print(7)"]))""",
+    "multiprocessing": """import multiprocessing
+def child(end): end.send(7)
+def f():
+    one, other = multiprocessing.Pipe()
+    multiprocessing.Process(target=child, args=(other,)).start()
+    return one.recv()""",
+    "asyncio": """import asyncio
+async def echo():
+    process = await asyncio.create_subprocess_exec("echo", "7", stdout=asyncio.subprocess.PIPE)
+    return int((await process.communicate())[0])
+def f(): return asyncio.run(echo())""",
+    "files": """import os, shutil, tempfile
+def f():
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
+        file.write(b"7")
+        file.seek(0)
+        open(f"{folder}/one", "wb").write(file.read())
+        shutil.copytree(folder, f"{folder}/two")
+        return int(open(f"{folder}/two/one").read())""",
+    "sqlite": """import sqlite3
+def f():
+    database = sqlite3.connect("x.db")
+    database.execute("create table numbers (n)")
+    database.execute("insert into numbers values (7)")
+    database.commit()
+    return database.execute("select n from numbers").fetchone()[0]""",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_may_use_what_it_needs(score, name):
+    assert score(RIGHT[name], ["assert f() == 7"]) == 1.0
+
+
+# Programs that pass assertions that are judged in their own process.
+TRICKS = {
+    "equal to everything": """class Equal:
+    def __eq__(self, other): return True
+def double(x): return Equal()""",
+    "a text equal to everything": """class Equal(str):
+    def __eq__(self, other): return True
+def double(x): return Equal()""",
+    "the assertion replaced": """import builtins
+builtins.compile = lambda *_: "pass"
+def double(x): return 0""",
+    "the assertion replaced, with a result": """import builtins
+builtins.compile = lambda *_: "0"
+def double(x): return 0""",
+    "the secret from frames": """import os, sys
+frame = sys._getframe()
+while "secret" not in frame.f_locals: frame = frame.f_back
+os.write(frame.f_locals["sink"], frame.f_locals["secret"])
+os._exit(0)""",
+    "reading the assertion": """import ast, gc, sys
+def double(x):
+    frame = sys._getframe()
+    while "case" not in frame.f_locals: frame = frame.f_back
+    return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())""",
+    # From the line that runs the program over the one that runs the assertion.
+    "a trace that jumps": """import sys
+def jump(frame, event, argument):
+    if event == "line":
+        frame.f_lineno += 1
+        sys.settrace(None)
+sys.settrace(jump)
+sys._getframe(1).f_trace = jump""",
+}
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_no_trick_passes_an_assertion_that_is_judged_outside(score, name):
+    assert score(TRICKS[name], HONEST_TESTS) == 0.0
+
+
+def test_a_result_is_not_right_before_the_program_ends(score):
+    program = "import os\ndef double(x):\n  print(4)\n  os._exit(0)"
+    assert score(program, HONEST_TESTS) == 0.0
 
 
 def test_a_case_cannot_find_later_ones_in_its_memory(score):
@@ -315,6 +618,46 @@ def test_a_fork_bomb_takes_no_processes_from_others(score):
             scores.append(score(forks, ["assert len(pids) == 8"]))
     assert bombed.result() == 0.0
     assert scores == [1.0] * len(scores)
+
+
+def test_sandboxes_side_by_side_have_memory_and_files_of_their_own(score):
+    program = """import os, time
+found = os.listdir("/tmp")
+open("x", "w")
+memory = bytearray(300 << 20)
+time.sleep(0.5)
+"""
+    with ThreadPoolExecutor(2) as pool:
+        scores = list(pool.map(score, [program] * 2, [["assert found == []"]] * 2))
+    assert scores == [1.0, 1.0]
+
+
+def test_nothing_lives_on_after_the_score(reward, monkeypatch):
+    # Sixteen processes that want all of the processors, and leave process 1 of the sandbox none.
+    program = """import os
+try:
+    os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
+except OSError:
+    pass
+for _ in range(4):
+    os.fork()
+while True:
+    pass
+"""
+    mark = f"# {time.time_ns()}"
+    names = reward["compute_score"].__globals__
+    monkeypatch.setitem(names, "CASE_SECONDS", 60)
+    monkeypatch.setitem(names, "TOTAL_SECONDS", 2)
+    truth = {"inputs": [""], "outputs": ["x"]}
+    assert names["compute_score"]("code", program + mark, truth) == 0.0
+    running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(mark in argument for arguments in running for argument in arguments)
+
+
+def test_twenty_megabytes_of_stdin_are_read(score):
+    given = f"{'7' * 99}\n" * 200_000
+    program = "import sys\nprint(len(sys.stdin.read()))"
+    assert score(program, {"inputs": [given], "outputs": [str(len(given))]}) == 1.0
 
 
 def test_a_killed_worker_leaves_nothing_running(reward):
@@ -381,8 +724,7 @@ def test_a_sandbox_with_a_hole_is_refused(reward, monkeypatch, instead, what):
 
 def test_a_sandbox_whose_filter_does_not_work_is_refused(reward, monkeypatch):
     names = reward["compute_score"].__globals__
-    filtered = names["SYSTEM_V"][platform.machine()]
-    monkeypatch.setitem(filtered, "calls", [])
+    monkeypatch.setitem(names, "CLOSED_CALLS", {})
     with pytest.raises(RuntimeError, match="not true in it: System V memory is closed"):
         names["find_sandbox"]()
 
@@ -451,6 +793,11 @@ def test_a_service_runs_the_code_instead(service):
     assert score("code", "print(3)", PAIRS) == 0.5
     asked = {"language": "python", "stdin": "1 2\n", "code": "print(3)"}
     assert asked.items() <= service.jobs[-2].items()
+    # Of an assertion that something equals a literal, only the something is sent.
+    assert "== 4" not in "".join(job["code"] for job in service.jobs)
+    assert score("code", TRICKS["equal to everything"], HONEST_TESTS) == 0.0
+    assert score("code", "print = str = None\ndef double(x): return x + x", HONEST_TESTS) == 1.0
+    assert score("code", HONEST, ["assert double(2) > 3", "assert double(2) < 3"]) == 0.5
     # A service in trouble is no verdict on the program.
     service.status = "SandboxError"
     with pytest.raises(RuntimeError, match="SandboxError: no workers"):

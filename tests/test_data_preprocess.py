@@ -2,12 +2,17 @@
 
 import doctest
 import importlib.util
+import random
+import resource
+import socket
 import subprocess
 import sys
 
 import datasets
+import huggingface_hub
 import pyarrow.parquet
 import pytest
+from datasets.arrow_writer import ArrowWriter
 from helpers import REPO
 from helpers.files import write_rows, write_text
 from helpers.processes import environment
@@ -104,13 +109,13 @@ ROWS = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "full_hh_rlhf": HH
 def preprocess(tmp_path, monkeypatch, capfd):
     """preprocess("gsm8k", path, *flags) -> (exit status, lines on stdout, lines on stderr).
 
-    Writes to tmp_path/out.
+    Writes to tmp_path/out, or to the folder `out`.
     """
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def run(name, path, *flags):
+    def run(name, path, *flags, out=tmp_path / "out"):
         local = [] if path is None else ["--local_dataset_path", str(path)]
-        arguments = [f"{name}.py", *local, "--local_save_dir", str(tmp_path / "out"), *flags]
+        arguments = [f"{name}.py", *local, "--local_save_dir", str(out), *flags]
         monkeypatch.setattr(sys, "argv", arguments)
         capfd.readouterr()
         status = 0
@@ -260,6 +265,59 @@ def test_response_in_which_the_dialogue_goes_on_is_dropped(preprocess, tmp_path)
     assert "1: further turns in `rejected`" in said[0]
 
 
+NO_TEXTS = {"null": None, "number": 3, "list": ["No."], "object": {"a": "No."}, "empty": " "}
+
+
+@pytest.mark.parametrize("split", ["rl", "rm", "sft"])
+def test_row_whose_rejected_response_is_no_text_is_dropped(split, preprocess, tmp_path):
+    rows = [{**HH[0], "rejected": value} for value in NO_TEXTS.values()]
+    path = write_rows(tmp_path / "train.jsonl", [HH[0], *rows])
+    status, said, _ = preprocess("full_hh_rlhf", path, "--split", split)
+    assert status == 0
+    assert said[0] == "train: 6 rows, 1 kept, 5 dropped (5: no text in `rejected`)"
+    assert len(read(tmp_path / "out" / "train.parquet")) == 1
+
+
+@pytest.mark.parametrize("kind", NO_TEXTS)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_so_is_one_in_a_file_of_its_like(kind, suffix, preprocess, tmp_path):
+    # A reader may give a column the type that all its values have
+    path = write_rows(
+        tmp_path / f"train.{suffix}", [{**HH[0], "rejected": NO_TEXTS[kind]} for _ in range(2)]
+    )
+    status, said, (error,) = preprocess("full_hh_rlhf", path, "--split", "sft")
+    assert status == 2
+    assert said == ["train: 2 rows, 0 kept, 2 dropped (2: no text in `rejected`)"]
+    assert "no row is left" in error
+
+
+def test_text_that_looks_like_a_date_is_a_text(preprocess, tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", [{**HH[0], "chosen": "2020-01-01T00:00:00"}])
+    assert preprocess("full_hh_rlhf", path, "--split", "sft")[0] == 0
+    assert read(tmp_path / "out" / "train.parquet")[0]["response"] == "2020-01-01T00:00:00"
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [("gsm8k", "question", "Who?\ud800"), ("hellaswag", "endings", ["a", "b\udfff", "c", "d"])],
+)
+def test_row_with_half_a_surrogate_pair_is_dropped(name, column, value, preprocess, tmp_path):
+    # JSON can hold one, as \ud800, and parquet cannot
+    good, *_ = ROWS[name]
+    path = write_rows(tmp_path / "train.jsonl", [good, {**good, column: value}])
+    status, said, _ = preprocess(name, path)
+    assert status == 0
+    assert said[0] == (f"train: 2 rows, 1 kept, 1 dropped (1: half a surrogate pair in `{column}`)")
+    assert len(read(tmp_path / "out" / "train.parquet")) == 1
+
+
+def test_rows_need_not_have_all_columns(preprocess, tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", [*GSM8K[:1], {"question": "Who?"}, {}])
+    status, said, _ = preprocess("gsm8k", path)
+    assert status == 0
+    assert "2 dropped (1: no text in `answer`; 1: no text in `question`)" in said[0]
+
+
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
@@ -321,6 +379,99 @@ def test_hub_is_the_default(any_script, preprocess, tmp_path, monkeypatch):
     assert {row["data_source"] for row in read(tmp_path / "out" / "train.parquet")} == {asked[0][0]}
 
 
+@pytest.fixture
+def closed_port():
+    """A port of this machine at which connections are refused."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def silent_port():
+    """A port of this machine that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def deaf_port():
+    """A port of this machine that drops connections, like a router that swallows packets."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        waiting = [socket.socket() for _ in range(3)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+        for client in waiting:
+            client.close()
+
+
+@pytest.mark.slow
+def test_hub_that_does_not_answer_ends_the_command_soon(
+    closed_port, silent_port, deaf_port, tmp_path
+):
+    own = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = []
+    for port in (closed_port, silent_port, deaf_port):
+        env = environment(
+            {
+                "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+                "HF_HOME": str(tmp_path / "home"),
+                "HF_HUB_OFFLINE": "0",
+            }
+        )
+        command = [sys.executable, FOLDER / "gsm8k.py", "--local_save_dir", tmp_path / "out"]
+        running.append(subprocess.Popen(command, env=env, **own))
+    try:
+        ends = [process.communicate(timeout=60) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, ends, strict=True):
+        assert process.returncode == 2
+        (error,) = errors.splitlines()
+        assert "openai/gsm8k: the hub does not answer" in error
+        assert "--local_dataset_path" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_cached_dataset_is_taken_where_the_hub_does_not_answer(
+    closed_port, preprocess, tmp_path, monkeypatch
+):
+    endpoint = f"http://127.0.0.1:{closed_port}"
+    for config in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    fill_cache(tmp_path / "cache" / "openai___gsm8k" / "main" / "0.0.0" / "0123456789abcdef")
+
+    status, said, errors = preprocess("gsm8k", None)
+    assert (status, errors) == (0, [])
+    assert "train: 6 rows, 3 kept" in said[1]
+    assert len(read(tmp_path / "out" / "train.parquet")) == 3
+
+
+def fill_cache(folder):
+    """What datasets.load_dataset leaves of GSM8K's rows in its cache."""
+    folder.mkdir(parents=True)
+    features = datasets.Features({column: datasets.Value("string") for column in GSM8K[0]})
+    with ArrowWriter(path=str(folder / "gsm8k-train.arrow"), features=features) as writer:
+        for row in GSM8K:
+            writer.write(row)
+        num_examples, num_bytes = writer.finalize()
+    split = {"name": "train", "num_examples": num_examples, "num_bytes": num_bytes}
+    datasets.DatasetInfo(
+        features=features,
+        splits=[{**split, "dataset_name": "gsm8k"}],
+        builder_name="parquet",
+        dataset_name="gsm8k",
+        config_name="main",
+        version="0.0.0",
+    ).write_to_directory(str(folder))
+
+
 def test_folder_with_a_file_a_split(preprocess, tmp_path):
     write_rows(tmp_path / "raw" / "gsm8k_test.jsonl", GSM8K[:1])
     write_rows(tmp_path / "raw" / "train-00000-of-00002.parquet", GSM8K[:2])
@@ -380,6 +531,22 @@ def test_missing_column_is_named(name, column, preprocess, tmp_path):
 def two_of_a_split(folder):
     write_rows(folder / "raw" / "a_train.jsonl", GSM8K)
     return write_rows(folder / "raw" / "b_train.jsonl", GSM8K).parent
+
+
+def write_bytes(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def link(path, target):
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)
+    return path
+
+
+def cut_parquet(folder):
+    path = write_rows(folder / "train.parquet", GSM8K)
+    return write_bytes(path, path.read_bytes()[:-100])
 
 
 # name: (path from a temporary folder, further flags, what the message must hold)
@@ -456,11 +623,82 @@ BAD = {
         ["--bogus", "3"],
         ["--bogus", "--help"],
     ),
-    "cannot be written": (
-        lambda tmp: (write_text(tmp / "out", ""), write_rows(tmp / "train.jsonl", GSM8K))[1],
+    "empty path": (lambda _: "", [], ["--local_dataset_path", "empty"]),
+    "name too long": (lambda tmp: tmp / ("x" * 300), [], ["--local_dataset_path", "no such file"]),
+    "path too long": (lambda tmp: tmp / ("x/" * 3000), [], ["no such file"]),
+    "below a file": (lambda tmp: write_text(tmp / "a", "") / "b", [], ["a/b", "no such file"]),
+    "loop of links": (
+        lambda tmp: link(tmp / "train.jsonl", tmp / "train.jsonl"),
         [],
-        ["--local_save_dir", "out", "cannot be written"],
+        ["train.jsonl", "no such file"],
     ),
+    "loop of links in a folder": (
+        lambda tmp: link(tmp / "a" / "train.jsonl", "train.jsonl").parent,
+        [],
+        ["a: ", ".jsonl or .parquet"],
+    ),
+    "folder of CSV": (
+        lambda tmp: write_text(tmp / "raw" / "train.csv", "question,answer\nWho?,#### 3\n").parent,
+        [],
+        ["raw", ".jsonl or .parquet"],
+    ),
+    "latin-1": (
+        lambda tmp: write_bytes(tmp / "train.jsonl", b'{"question": "Caf\xe9?"}\n'),
+        [],
+        ["train.jsonl", "utf-8", "0xe9"],
+    ),
+    "no object": (
+        lambda tmp: write_text(tmp / "train.jsonl", '{"question": "a"}\n[3]\n'),
+        [],
+        ["train.jsonl", "line 2", "no JSON object"],
+    ),
+    "nested too deeply": (
+        lambda tmp: write_text(tmp / "train.jsonl", "[" * 10**5),
+        [],
+        ["train.jsonl", "recursion"],
+    ),
+    "cut parquet": (cut_parquet, [], ["train.parquet", "no rows"]),
+    "two columns of a name": (
+        lambda tmp: two_columns_of_a_name(tmp / "train.parquet"),
+        [],
+        ["train.parquet", "no rows"],
+    ),
+    "no text in parquet": (
+        lambda tmp: garbage_table(tmp, {"question": pyarrow.nulls(3), "answer": ["#### 3"] * 3}),
+        [],
+        ["no row is left"],
+    ),
+    "text that is no UTF-8": (
+        lambda tmp: garbage_table(tmp, {"question": not_utf8(), "answer": ["#### 3"]}),
+        [],
+        ["train.parquet", "utf-8", "0xff"],
+    ),
+    "control codes and markup in a column": (
+        lambda tmp: write_rows(tmp / "train.jsonl", [{"\x1b[1m[red]\x00": 3, "\x9b": 4}]),
+        [],
+        [r"\x1b[1m[red]\x00, \x9b", "no column `question`"],
+    ),
+    "half a surrogate pair in a column": (
+        lambda tmp: write_rows(tmp / "train.jsonl", [{"a\ud800": 3}]),
+        [],
+        [r"a\ud800", "no column `question`"],
+    ),
+    "long list of columns": (
+        lambda tmp: write_rows(tmp / "train.jsonl", [{f"column_{i}": 3 for i in range(200)}]),
+        [],
+        ["train.jsonl", "no column `question`", "column_199"],
+    ),
+    "control codes in a name": (
+        lambda tmp: write_rows(tmp / "\x1b[1mtrain\u202e.jsonl", [{"a": 3}]),
+        [],
+        [r"\x1b[1mtrain\u202e.jsonl"],
+    ),
+    "name that is no UTF-8": (
+        lambda tmp: write_rows(tmp / "\udcff.parquet", [{"a": 3}]),
+        ["--split_name", "train"],
+        [r"\udcff.parquet", "no column `question`"],
+    ),
+    "control codes in a flag": (lambda _: None, ["--\x1b[1m"], ["unknown flag", r"--\x1b[1m"]),
 }
 
 
@@ -469,24 +707,147 @@ def garbage_table(folder, columns):
     return folder / "train.parquet"
 
 
-def files_of(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and "cache" not in path.parts]
-    return {path: path.read_bytes() for path in files}
+def two_columns_of_a_name(path):
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["question"] * 2), path)
+    return path
+
+
+def not_utf8():
+    """A column of text that holds b"\\xff"."""
+    return pyarrow.array([b"\xff"]).view(pyarrow.string())
+
+
+def all_in(folder):
+    """What is in a folder, and what is in its files; None for all else, such as folders, links."""
+    paths = [path for path in folder.rglob("*") if "cache" not in path.parts]
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_status_2(name, preprocess, tmp_path):
     make, flags, fragments = BAD[name]
     path = make(tmp_path)
-    before = files_of(tmp_path)
-    status, _, errors = preprocess("gsm8k", path, *flags)
+    before = all_in(tmp_path)
+    status, said, errors = preprocess("gsm8k", path, *flags)
     assert status == 2
     (error,) = errors
     assert error.startswith("gsm8k.py: error: ")
     assert len(error) < 500
+    assert all(line.isprintable() for line in (error, *said))
     for fragment in fragments:
         assert fragment in error
-    assert files_of(tmp_path) == before
+    assert all_in(tmp_path) == before
+
+
+def folder_in_the_way(folder):
+    (folder / "train.parquet").mkdir(parents=True)
+    return folder
+
+
+# name: (--local_save_dir from a temporary folder, what the message must hold)
+BAD_OUTPUTS = {
+    "a file": (lambda tmp: write_text(tmp / "out", ""), "out: cannot be written"),
+    "below a file": (lambda tmp: write_text(tmp / "a", "") / "b" / "c", "a/b/c: cannot be written"),
+    "dangling link": (lambda tmp: link(tmp / "out", tmp / "none"), "out: cannot be written"),
+    "below a dangling link": (lambda tmp: link(tmp / "a", tmp / "none") / "b", "a/b: cannot be"),
+    "loop of links": (lambda tmp: link(tmp / "out", tmp / "out"), "out: cannot be written"),
+    "name too long": (lambda tmp: tmp / "new" / ("x" * 300), "cannot be written"),
+    "path too long": (lambda tmp: tmp / ("x/" * 3000), "cannot be written"),
+    "empty path": (lambda _: "", "--local_save_dir is empty"),
+    "folder in the way": (
+        lambda tmp: folder_in_the_way(tmp / "out"),
+        "out/train.parquet: in the way",
+    ),
+    "loop of links in the way": (
+        lambda tmp: link(tmp / "out" / "train.parquet", "train.parquet").parent,
+        "out/train.parquet: in the way",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_bad_output_is_refused_before_a_row_is_read(name, preprocess, tmp_path, monkeypatch):
+    make, fragment = BAD_OUTPUTS[name]
+    monkeypatch.chdir(tmp_path)
+    path = write_text(tmp_path / "train.jsonl", "no row that can be read")
+    out = make(tmp_path)
+    before = all_in(tmp_path)
+    for flags in (["full_hh_rlhf", path, "--split", "rl"], ["gsm8k", path]):
+        status, _, (error,) = preprocess(*flags, out=out)
+        assert status == 2
+        assert "--local_save_dir" in error or "in the way" in error
+        assert fragment in error
+        assert error.isprintable()
+    assert all_in(tmp_path) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_disk_that_cannot_be_written_to_is_refused_before_a_row_is_read(
+    kind, small_disk, preprocess, tmp_path
+):
+    path = write_text(tmp_path / "train.jsonl", "no row that can be read")
+    if kind == "full":
+        (small_disk / "filler").write_bytes(bytes(2**20 - 2**13))
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    before = all_in(tmp_path)
+    for out in (small_disk, small_disk / "new" / "folder"):
+        status, _, (error,) = preprocess("gsm8k", path, out=out)
+        assert status == 2
+        assert f"--local_save_dir {out}: cannot be written to" in error
+    assert all_in(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_disk_that_fills_up_leaves_the_older_files(tmp_path):
+    # Written as it comes, it would cut the older file, and Arrow would die by a signal.
+    letters = random.Random(0)
+    rows = [
+        {"question": "".join(letters.choices("abcdefgh", k=400)), "answer": f"#### {number}"}
+        for number in range(8000)
+    ]
+    write_rows(tmp_path / "raw" / "train.jsonl", rows)
+    write_rows(tmp_path / "raw" / "test.jsonl", rows[:10])
+    for split in ("train", "test"):
+        write_text(tmp_path / "out" / f"{split}.parquet", "older")
+    before = all_in(tmp_path)
+    limit = 2**19  # of a file, in bytes: the one for train is larger
+    for out in (tmp_path / "out", tmp_path / "new" / "folder"):
+        options = ["--local_dataset_path", tmp_path / "raw", "--local_save_dir", out]
+        done = subprocess.run(
+            [sys.executable, FOLDER / "gsm8k.py", *options],
+            env=environment({}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+        assert done.returncode == 2
+        (error,) = done.stderr.splitlines()
+        assert f"--local_save_dir {out}: cannot be written to" in error
+        assert "written" not in done.stdout
+        assert all_in(tmp_path) == before
+
+
+def test_older_files_are_replaced(preprocess, tmp_path):
+    write_text(tmp_path / "out" / "train.parquet", "older")
+    assert preprocess("gsm8k", write_rows(tmp_path / "train.jsonl", GSM8K))[0] == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
+    assert len(read(tmp_path / "out" / "train.parquet")) == 3
 
 
 def test_hh_wants_to_know_what_for(preprocess, tmp_path):
@@ -517,33 +878,26 @@ def test_ppo_loads_what_is_written(any_script, preprocess, tmp_path, assets):
 
 @pytest.mark.slow
 def test_real_command(any_script, tmp_path):
-    # Python puts the folder of the script on its path, and with it a math.py that is not its own.
+    # Python puts the folder of the script on its path, and with it a math.py that is not its own,
+    # whether that is the current folder, as in the first run, or not.
     path = write_rows(tmp_path / "train.jsonl", ROWS[any_script])
-    options = ["--local_dataset_path", str(path), "--local_save_dir", str(tmp_path / "out")]
+    out = tmp_path / "caf\u00e9\x1b[1m"
+    options = ["--local_dataset_path", str(path), "--local_save_dir", str(out)]
     options += flags_for(any_script)
-    command = [sys.executable, str(FOLDER / f"{any_script}.py"), *options]
-    env = environment({"HF_DATASETS_CACHE": str(tmp_path / "cache")})
-    own = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, **own)
+    env = environment({"PYTHONIOENCODING": "ascii"})  # a terminal that cannot show all names
+    own = {"env": env, "capture_output": True, "text": True, "timeout": 120}
+    command = [sys.executable, f"{any_script}.py", *options]
+    done = subprocess.run(command, cwd=FOLDER, **own)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"train: {len(ROWS[any_script])} rows, ")
-    assert len(read(tmp_path / "out" / "train.parquet")) > 0
+    first, second = done.stdout.splitlines()
+    assert first.startswith(f"train: {len(ROWS[any_script])} rows, ")
+    assert r"caf\xe9\x1b[1m/train.parquet: " in second
+    assert len(read(out / "train.parquet")) > 0
     path.unlink()
-    done = subprocess.run(command, **own)
+    command = [sys.executable, str(FOLDER / f"{any_script}.py"), *options]
+    done = subprocess.run(command, cwd=tmp_path, **own)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_real_command_in_the_folder_of_the_script(any_script, tmp_path):
-    path = write_rows(tmp_path / "train.jsonl", ROWS[any_script])
-    options = ["--local_dataset_path", str(path), "--local_save_dir", str(tmp_path / "out")]
-    options += flags_for(any_script)
-    env = environment({"HF_DATASETS_CACHE": str(tmp_path / "cache")})
-    own = {"cwd": FOLDER, "env": env, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, f"{any_script}.py", *options], **own)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(read(tmp_path / "out" / "train.parquet")) > 0
 
 
 def test_no_script_finds_the_math_of_its_folder(any_script, monkeypatch):

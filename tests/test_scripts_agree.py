@@ -94,6 +94,11 @@ def test_graders_that_stand_twice_are_one_text():
     assert functions_of("ppo_sync.py")["grade_gsm8k"] == grader
 
 
+@pytest.mark.parametrize("name", ["hub_answers", "printable"])
+def test_data_preprocessing_has_ppos_functions(name):
+    assert functions_of("scripts/preprocessing.py")[name] == functions_of("ppo_sync.py")[name]
+
+
 def test_reward_models_training_has_ppos_functions():
     mine, ppos = functions_of("scripts/train_reward_model.py"), functions_of("ppo_sync.py")
     # What these do is another thing

@@ -82,6 +82,7 @@ def response_of(row: dict, column: str) -> str:
 
 def convert_rl(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
+    preprocessing.text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
     return {
         "data_source": HUB[0],
         "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),
@@ -105,6 +106,7 @@ def convert_rm(row: dict, split: str, index: int) -> dict:
 
 def convert_sft(row: dict, split: str, index: int) -> dict:
     """A demonstration; ValueError says why a row is dropped."""
+    preprocessing.text_of(row, "rejected")  # as in convert_rl
     return {
         "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),
         "response": response_of(row, "chosen"),
@@ -113,9 +115,12 @@ def convert_sft(row: dict, split: str, index: int) -> dict:
 
 def main() -> None:
     args = preprocessing.parse_args(Args(split=tyro.MISSING), __doc__)
+    local_save_dir = args.local_save_dir
+    if local_save_dir is None:
+        local_save_dir = f"~/data/full_hh_rlhf/{args.split}"
     shared_args = preprocessing.Args(
         local_dataset_path=args.local_dataset_path,
-        local_save_dir=args.local_save_dir or f"~/data/full_hh_rlhf/{args.split}",
+        local_save_dir=local_save_dir,
         split_name=args.split_name,
     )
     convert = {"rl": convert_rl, "rm": convert_rm, "sft": convert_sft}[args.split]

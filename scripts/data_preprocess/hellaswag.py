@@ -46,19 +46,18 @@ def clean(text: str) -> str:
 
 def convert(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
-    label, endings = str(row["label"]), row["endings"]
+    label, endings = str(row.get("label")), row.get("endings")
     if label in ("None", "", "-1"):
         raise ValueError("no label")
-    if not (
-        isinstance(endings, list)
-        and all(isinstance(ending, str) and clean(ending) for ending in endings)
-    ):
-        raise ValueError("no texts in `endings`")
+    if not isinstance(endings, list):
+        raise ValueError("no text in `endings`")
+    choices = [clean(preprocessing.checked_text(ending, "endings")) for ending in endings]
+    if not all(choices):
+        raise ValueError("no text in `endings`")
     if label not in map(str, range(len(endings))):
         raise ValueError("`label` is not the index of an ending")
     activity = preprocessing.text_of(row, "activity_label")
     text = clean(f"{activity}: {preprocessing.text_of(row, 'ctx')}")
-    choices = [clean(ending) for ending in endings]
     listed = "\n".join(f"({number}) {choice}" for number, choice in enumerate(choices))
     return {
         "data_source": HUB[0],

@@ -18,40 +18,64 @@ is fenced.
 
 The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
 or aarch64): namespaces without a network, a read-only system without /home, /root and this project,
-an empty environment, a /tmp of its own in memory. Limits are constants below, and four of them
-environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS a response,
-TANDEM_SANDBOX_MEMORY_MB a process, TANDEM_SANDBOX_PROCESSES a response (threads count). A limit on
-processes does not bind root, who therefore becomes nobody first. With
-TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the interface of SandboxFusion runs the
-code instead. Without one of the two this file does not load: nothing is ever run unprotected.
+an empty environment, a /tmp of its own in memory, and CLOSED_CALLS. Limits are constants below, and
+four of them environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS
+a response, TANDEM_SANDBOX_MEMORY_MB a process and all of them in sum, TANDEM_SANDBOX_PROCESSES a
+response (threads count). A limit on processes does not bind root, who therefore becomes nobody
+first. With TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the interface of
+SandboxFusion runs the code instead. Without one of the two this file does not load: nothing is ever
+run unprotected.
 
-The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8), with a service by
-two seconds: when the latter is over, the test cases left count as failed; the former ends the
-worker, and counts as a failure of the reward. Time that a service lets a program wait is not the
-program's: too much of it is an error, not a score.
+The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds: when
+the latter is over, the test cases left count as failed; the former ends the worker, and counts as a
+failure of the reward. Time that a service lets a program wait is not the program's: too much of it
+is an error, not a score.
 
 Each test case starts the program anew, in a process of its own that has an empty /tmp and knows no
 later test case, and counts only if that process reaches its end, so leaving early, printing or
-killing is no success. What is not defended against: an assertion runs in the process of the program
-that it judges. A program made for the purpose can return objects that equal everything, replace
-built-in functions, read the assertion, or search the interpreter for the secret that reports
-success. Programs for stdin and stdout can't: expected outputs stay outside. Memory is limited for
-each process, not in sum, and nameless files (memfd_create) come on top, up to 1 GB a process; when
-the machine runs out of it, Linux is told to end the sandbox first.
+killing is no success. When the score is known, nothing of the program runs any more.
+
+Who judges:
+
+1. `assert f(1) == 2`, or any assertion that something equals a literal: the something is evaluated
+   in the program's process, which sends the result out as plain data; it is compared outside. The
+   literal is never in the sandbox. So a result must be plain data: None, numbers, text, bytes,
+   lists, tuples, sets, dicts, and what inherits from these. Whether an object of another class says
+   that it equals the literal is not asked; it does not.
+2. Programs for stdin and stdout: expected outputs stay outside as well.
+3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge.
+   That is not defended: a program made for the purpose can return objects that equal everything,
+   replace built-in functions, read the assertion, jump over it by a trace, or search the
+   interpreter for the secret that reports success.
+
+What else stays open, each for want of a means that an ordinary user has everywhere:
+
+- Memory in sum is looked at 20 times a second (control groups are rarely an ordinary user's to
+  make). Until the next look, processes may take more, each up to its own limit. Beside the sum
+  there are the files in /tmp (64 MB) and what is in pipes (64 MB for all of one user's sandboxes).
+  When the machine runs out of memory, Linux ends the sandbox first.
+- The machine can be read: processors, memory, load and kernel version in /proc, and all of /usr.
+  In the sandbox, process 1's command line can be: it is the source of `run_cases`.
+- The kernel's other system calls are open: a hole in the kernel is a hole in the sandbox.
+- Closed to right programs, too: sockets other than pairs (hence multiprocessing.Manager), shared
+  memory and semaphores by name (hence multiprocessing.Pool), os.nice.
 """
 
+import ast
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import platform
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 SERVICE_URL = os.environ.get("TANDEM_SANDBOX_URL")
 CASE_SECONDS = float(os.environ.get("TANDEM_SANDBOX_SECONDS", "4"))
@@ -60,10 +84,61 @@ MEMORY_MB = int(os.environ.get("TANDEM_SANDBOX_MEMORY_MB", "1024"))
 PROCESSES = int(os.environ.get("TANDEM_SANDBOX_PROCESSES", "16"))
 TMP_MB = 64  # all files in /tmp; one file may have a quarter of that
 OUTPUT_BYTES = 1_000_000  # what a test case may print
-# shmget, semget, msgget: what they make is outside the limit of memory and outlives its process.
-SYSTEM_V = {
-    "x86_64": {"architecture": 0xC000003E, "calls": [29, 64, 68]},
-    "aarch64": {"architecture": 0xC00000B7, "calls": [194, 190, 186]},
+SOCKET_BYTES = 1 << 19  # what the buffer of a socket holds at most, as measured, rounded up
+FILE_BYTES = 1 << 10  # what the kernel keeps of an empty file in memory, rounded up
+# As seccomp names them (AUDIT_ARCH_...). Their order is that of the numbers below.
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# System calls that fail with ENOSYS in the sandbox, with their numbers.
+CLOSED_CALLS = {
+    # Queues, memory and keys that outlive their process. The keys are those of the worker besides.
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # Memory that no limit counts.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
+    "io_setup": (206, 0),
+    "landlock_create_ruleset": (444, 444),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    # The same, and ways out: vsock, netlink, packets. Pairs of sockets need neither.
+    "socket": (41, 198),
+    "setsockopt": (54, 208),
+    # Other processes' memory and files.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    # Process 1 of the sandbox could be slowed down, and would be late to end the others.
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    # Much of the kernel that no solution needs.
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "fanotify_init": (300, 262),
+}
+# System calls that fail with ENOSYS unless their first argument is this.
+RESTRICTED_CALLS = {
+    "socketpair": ((53, 199), socket.AF_UNIX),
+    # Of the process that asks, not of another one.
+    "prlimit64": ((302, 261), 0),
+    "sched_setaffinity": ((203, 122), 0),
 }
 
 
@@ -88,16 +163,22 @@ def extract_code(response: str) -> str:
     ... )
     'x = 2\n'
     """
+    fences = list(re.finditer(r"^[ \t]*```[ \t]*(\w*)", response, re.MULTILINE))
+    program = response
     # A response cut off before its last fence was closed ends there.
-    block = r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)"
-    blocks = re.findall(block, response, re.MULTILINE | re.DOTALL)
-    names = ("python", "python3", "py", "")
-    programs = [code for language, code in blocks if language.lower() in names]
-    return programs[-1] if programs else response
+    for opening, closing in itertools.zip_longest(fences[::2], fences[1::2]):
+        start = response.find("\n", opening.end()) + 1
+        end = closing.start() if closing else len(response)
+        if start and opening[1].lower() in ("python", "python3", "py", ""):
+            program = response[start:end]
+    return program
 
 
 def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
-    """(code before the program, test cases); a case has `test`, or `stdin` and `expected`."""
+    """(code before the program, test cases).
+
+    A case has `test`, or `stdin` and `expected`, or `setup`, `call` and `expected`.
+    """
     truth = ground_truth
     if isinstance(truth, str):
         with contextlib.suppress(json.JSONDecodeError):
@@ -107,7 +188,10 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
     if isinstance(truth, dict) and "fn_name" not in truth:
         if "test_list" in truth:
             setup = truth.get("test_setup_code") or ""
-            cases = [{"test": f"{setup}\n{test}"} for test in truth["test_list"]]
+            cases = [
+                equality_case(setup, test) or {"test": f"{setup}\n{test}"}
+                for test in truth["test_list"]
+            ]
         elif "inputs" in truth and "outputs" in truth:
             pairs = zip(truth["inputs"], truth["outputs"], strict=True)
             cases = [
@@ -123,6 +207,26 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
             f"ground_truth must be {forms}, with at least one test case; it is {str(truth)[:200]}"
         )
     return prefix, cases
+
+
+def equality_case(setup: str, test: str) -> dict | None:
+    """The test case of an assertion that something equals a literal; of any other, None.
+
+    >>> equality_case("", "assert f(2) == 4, 'two'")
+    {'setup': '', 'call': 'f(2)', 'expected': '4/1'}
+    >>> equality_case("", "assert f(2) > 3")
+    """
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError):
+        return None
+    match statements:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+            for call, literal in ((left, right), (right, left)):
+                with contextlib.suppress(ValueError, TypeError):
+                    expected = canonical(ast.literal_eval(literal))
+                    return {"setup": setup, "call": ast.unparse(call), "expected": expected}
+    return None
 
 
 def as_text(value: str | list[str]) -> str:
@@ -142,6 +246,48 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 # ------------------------------------------------------------------------------ inside the sandbox
+def canonical(value: object) -> str:
+    """A line of ASCII that is the same for two values if Python calls them equal.
+
+    TypeError: a value that is neither None, a number, text, bytes, a list, a tuple, a set nor a
+    dict, and contains nothing else.
+
+    >>> canonical([True, 1.0, 0.5]), canonical((1,)), canonical({"b": {2, 1}})
+    ('[1/1, 1/1, 1/2]', '(1/1)', "{'b': {1/1, 2/1}}")
+    """
+    import collections.abc
+
+    if value is None or value is ...:
+        return str(value)
+    if isinstance(value, str):
+        return ascii(str.__str__(value))
+    if isinstance(value, bytes | bytearray):
+        return f"b{value.hex()}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(canonical, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(canonical, value))})"
+    if isinstance(value, collections.abc.Set):
+        return f"{{{', '.join(sorted(map(canonical, value)))}}}"
+    if isinstance(value, dict):
+        items = sorted(f"{canonical(key)}: {canonical(item)}" for key, item in value.items())
+        return f"{{{', '.join(items) or ':'}}}"
+    if isinstance(value, complex):
+        if value.imag:
+            return f"{canonical(value.real)} + {canonical(value.imag)}j"
+        value = value.real
+    if hasattr(value, "__index__"):
+        return f"{value.__index__():x}/1"
+    if hasattr(value, "as_integer_ratio"):
+        try:
+            numerator, denominator = value.as_integer_ratio()
+        except (OverflowError, ValueError):
+            # Infinity; and nan, which no literal is.
+            return str(float(value))
+        return f"{numerator:x}/{denominator:x}"
+    raise TypeError(f"not plain data: {type(value)}")
+
+
 def run_cases() -> None:
     """Process 1 of the sandbox, started as `python -c` with this source.
 
@@ -155,11 +301,12 @@ def run_cases() -> None:
     import contextlib
     import ctypes
     import errno
+    import glob
     import json
     import os
+    import re
     import resource
     import select
-    import shutil
     import signal
     import struct
     import sys
@@ -169,52 +316,128 @@ def run_cases() -> None:
     def receive():
         return json.loads(os.read(job, int.from_bytes(os.read(job, 8), "big")))
 
-    def forbid(architecture, calls):
-        """A seccomp filter.
+    def filter_calls(architecture, closed, restricted):
+        """Closes system calls to this process and its children with a seccomp filter.
 
-        These system calls, and all of other architectures, fail with ENOSYS.
+        An instruction is (what, steps to skip if true, steps to skip if not, operand); it works on
+        the call's struct seccomp_data: the number at 0, the architecture at 4, the first argument
+        at 16.
         """
-        load, both, if_equal, leave, n = 0x20, 0x54, 0x15, 0x06, len(calls)
-        steps = [(load, 0, 0, 4), (if_equal, 0, n + 3, architecture)]
-        # Without the bit that marks x32's calls.
-        steps += [(load, 0, 0, 0), (both, 0, 0, 0xBFFFFFFF)]
-        steps += [(if_equal, n - i, 0, call) for i, call in enumerate(calls)]
-        steps += [(leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x50000 | errno.ENOSYS)]
+        load, if_equal, if_at_least, leave = 0x20, 0x15, 0x35, 0x06
+        allow, deny = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x50000 | errno.ENOSYS)
+        steps = [(load, 0, 0, 4), (if_equal, 1, 0, architecture), deny]
+        # x32's calls have the architecture of x86-64, and this bit.
+        steps += [(load, 0, 0, 0), (if_at_least, 0, 1, 0x40000000), deny]
+        for number in closed:
+            steps += [(if_equal, 0, 1, number), deny]
+        for number, first_argument in restricted:
+            steps += [(if_equal, 0, 4, number)]
+            steps += [(load, 0, 0, 16), (if_equal, 0, 1, first_argument), allow, deny]
+        steps.append(allow)
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
         set_seccomp, filter_mode = 22, 2
         program = struct.pack("HP", len(steps), ctypes.addressof(code))
-        ctypes.CDLL(None).prctl(set_seccomp, filter_mode, program, 0, 0)
+        if ctypes.CDLL(None).prctl(set_seccomp, filter_mode, program, 0, 0):
+            raise OSError("seccomp refuses the filter")
 
-    def run_assertions(code, test, secret, sink):
+    def set_limits():
+        for name, value in (
+            (resource.RLIMIT_AS, limits["memory"]),
+            (resource.RLIMIT_NPROC, limits["processes"]),
+            (resource.RLIMIT_FSIZE, limits["file"]),
+            (resource.RLIMIT_NOFILE, limits["files"]),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            resource.setrlimit(name, (value, value))
+
+    def empty(top):
+        """Removes all that is in a folder.
+
+        Folders may be closed: they are opened. They may be deeper than a path can be long: each is
+        moved up before it is emptied.
+        """
+        folders = [top]
+        while folders:
+            folder = folders.pop()
+            os.chmod(folder, 0o700)
+            for entry in list(os.scandir(folder)):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+                    folders.append(f"{top}/{os.urandom(16).hex()}")
+                    os.rename(entry.path, folders[-1])
+                else:
+                    os.unlink(entry.path)
+            if folder != top:
+                os.rmdir(folder)
+
+    def run_function(code, case, secret, sink):
         module = types.ModuleType("solution")
         sys.modules["solution"] = sys.modules["__main__"] = module
         exec(compile(code, "solution.py", "exec"), module.__dict__)
-        exec(compile(test, "test.py", "exec"), module.__dict__)
-        os.write(sink, secret)
+        if "test" in case:
+            exec(compile(case["test"], "test.py", "exec"), module.__dict__)
+            os.write(sink, secret)
+        else:
+            exec(compile(case["setup"], "test.py", "exec"), module.__dict__)
+            result = eval(compile(case["call"], "test.py", "eval"), module.__dict__)
+            with open(sink, "w") as file:
+                file.write(canonical(result))
 
     def child(code, case, secret, source, sink):
+        set_limits()
+        filter_calls(**program["filter"])
         os.close(job)
         os.dup2(source, 0)
-        os.dup2(nowhere if "test" in case else sink, 1)
+        reads_stdin = "stdin" in case
+        os.dup2(sink if reads_stdin else nowhere, 1)
         os.dup2(nowhere, 2)
-        if "test" in case:
-            ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
-            run_assertions(code, case["test"], secret, sink)
-        else:
+        if reads_stdin:
             os.execve(sys.executable, [sys.executable, "-s", "-P", "-c", code], dict(os.environ))
+        ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
+        run_function(code, case, secret, sink)
+
+    def memory_of(thread):
+        """Bytes of the process of a thread, those that n processes share counted as an nth."""
+        try:
+            with open(f"{thread}/smaps_rollup") as file:
+                return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
+        except PermissionError:
+            # It has made itself not dumpable: shared ones are counted whole.
+            with open(f"{thread}/statm") as file:
+                return resource.getpagesize() * int(file.read().split()[1])
+
+    def memory_of_all():
+        """Bytes that all processes but this one have, and what is kept for them in the kernel."""
+        total = 0
+        for process in glob.glob("/proc/[0-9]*"):
+            for thread in glob.glob(f"{process}/task/*"):
+                # The first thread may have ended before the others, and a process by now.
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    total += 0 if process == "/proc/1" else memory_of(thread)
+                    break
+        tmp = os.statvfs("/tmp")
+        with open("/proc/net/sockstat") as file:
+            sockets = int(file.readline().split()[-1])
+        files = tmp.f_files - tmp.f_ffree
+        return total + files * limits["file_bytes"] + sockets * limits["socket_bytes"]
 
     def wait(pid, stream, seconds):
         """What the child wrote, and whether it ended well.
 
-        That is in time, with status 0 and within the limit of output.
+        That is in time, with status 0 and within the limits of output and of memory in sum.
         """
         deadline, written, ended, watched = time.monotonic() + seconds, b"", False, select.poll()
+        next_look = time.monotonic() + limits["look_seconds"]
         exit_of_child = os.pidfd_open(pid)
         watched.register(stream, select.POLLIN)
         watched.register(exit_of_child, select.POLLIN)
         watched.register(1, 0)  # only whether its other end is closed
         while not ended and len(written) <= limits["output"] and time.monotonic() < deadline:
-            ready = dict(watched.poll(1000 * max(0, deadline - time.monotonic())))
+            if time.monotonic() >= next_look:
+                if memory_of_all() > limits["memory"]:
+                    break
+                next_look = time.monotonic() + limits["look_seconds"]
+            ready = dict(watched.poll(1000 * max(0, min(deadline, next_look) - time.monotonic())))
             if 1 in ready:
                 # The worker is gone. Linux does not tell a process of another user, which it is
                 # when root started it.
@@ -245,25 +468,14 @@ def run_cases() -> None:
     code, limits = program["code"], program["limits"]
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
     # The program runs as the same user; where it is not dumpable, this process's memory and files
     # are closed to it.
     ctypes.CDLL(None).prctl(set_dumpable, 0, 0, 0, 0)
-    for name, value in (
-        (resource.RLIMIT_AS, limits["memory"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_NOFILE, limits["files"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(name, (value, value))
-    forbid(**program["forbidden"])
     print("{}", flush=True)
 
     for _ in range(program["number_cases"]):
         case = receive()
-        shutil.rmtree("/tmp", ignore_errors=True)  # all but /tmp itself, which is a mount
+        empty("/tmp")
         secret = os.urandom(16)
         source = os.memfd_create("stdin")
         with open(source, "wb", closefd=False) as file:
@@ -298,7 +510,7 @@ def sandbox_command(drop_root: bool) -> list[str]:
     `drop_root` there is a first bubblewrap that only puts together the files; in it root becomes
     nobody, and nobody starts the second.
     """
-    bwrap, setpriv = (shutil.which(name) or name for name in ("bwrap", "setpriv"))
+    bwrap, setpriv, choom = (shutil.which(name) or name for name in ("bwrap", "setpriv", "choom"))
     # Of a venv: what it was made from.
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     folders = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"]
@@ -323,43 +535,55 @@ def sandbox_command(drop_root: bool) -> list[str]:
     isolated += ["--disable-userns", "--as-pid-1", "--die-with-parent"]
     isolated += ["--new-session", "--clearenv"]
     isolated += [word for name, value in environment.items() for word in ("--setenv", name, value)]
-    writable = ["--proc", "/proc", "--dev", "/dev"]
-    writable += ["--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp"]
-    writable += ["--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    source = f"{inspect.getsource(run_cases)}\nrun_cases()"
-    inner = [*writable, python, "-s", "-P", "-c", source]
+    # The kernel's settings and the names of keys are covered; nobody writes an oom_score_adj.
+    mounts = ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
+    if os.path.exists("/proc/keys"):
+        mounts += ["--ro-bind", "/dev/null", "/proc/keys"]
+    mounts += ["--dev", "/dev"]
+    mounts += ["--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    mounts += [word for folder in ("/proc", "/dev", "/") for word in ("--remount-ro", folder)]
+    source = f"{inspect.getsource(canonical)}\n{inspect.getsource(run_cases)}\nrun_cases()"
+    inner = [*mounts, python, "-s", "-P", "-c", source]
+    # When the machine runs out of memory, Linux ends the processes with 1000 first.
+    expendable = [choom, "-n", "1000", "--"]
     if not drop_root:
-        return [*isolated, *files, *inner]
+        return [*expendable, *isolated, *files, *inner]
     outer = [bwrap, "--die-with-parent", "--cap-drop", "ALL"]
     outer += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     outer += [*files, "--bind", "/proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
     become = [setpriv, "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    return [*outer, *become, *isolated, "--ro-bind", "/", "/", *inner]
+    return [*expendable, *outer, *become, *isolated, "--ro-bind", "/", "/", *inner]
+
+
+def call_filter() -> dict:
+    """The arguments of filter_calls, for this machine."""
+    column = list(ARCHITECTURES).index(platform.machine())
+    return {
+        "architecture": ARCHITECTURES[platform.machine()],
+        "closed": [numbers[column] for numbers in CLOSED_CALLS.values()],
+        "restricted": [
+            (numbers[column], argument) for numbers, argument in RESTRICTED_CALLS.values()
+        ],
+    }
 
 
 def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
     """Whether each case passed. RuntimeError: the sandbox did not start."""
     limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20}
     limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
+    limits |= {"look_seconds": 0.05, "file_bytes": FILE_BYTES, "socket_bytes": SOCKET_BYTES}
     program = {
         "code": code,
         "number_cases": len(cases),
         "limits": limits,
-        "forbidden": SYSTEM_V[platform.machine()],
+        "filter": call_filter(),
     }
     given = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
-    own = {"env": {}, "cwd": "/", "start_new_session": True, "capture_output": True}
-    try:
-        with open(os.memfd_create("job"), "w+b") as job:
-            for text in (json.dumps(part).encode() for part in (program, *given)):
-                job.write(len(text).to_bytes(8, "big") + text)
-            job.seek(0)
-            finished = subprocess.run(command or SANDBOX, stdin=job, timeout=TOTAL_SECONDS, **own)
-        stdout, stderr = finished.stdout, finished.stderr
-    except subprocess.TimeoutExpired as late:
-        stdout, stderr = late.stdout or b"", late.stderr or b""
-    except OSError as error:
-        stdout, stderr = b"", str(error).encode()
+    with open(os.memfd_create("job"), "w+b") as job:
+        for text in (json.dumps(part).encode() for part in (program, *given)):
+            job.write(len(text).to_bytes(8, "big") + text)
+        job.seek(0)
+        stdout, stderr = run_until_gone(command or SANDBOX, job, TOTAL_SECONDS)
     # Whoever kills everything in reach ends the run in the middle of a line at worst: those cases
     # are failures.
     lines = stdout.decode().split("\n")[:-1]
@@ -370,9 +594,41 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
     results += [{"reached_end": False}] * (len(cases) - len(results))
     pairs = zip(results, cases, strict=True)
     return [
-        r["reached_end"] and ("test" in c or same_output(r["stdout"], c["expected"]))
-        for r, c in pairs
+        result["reached_end"] and is_as_expected(result["stdout"], case) for result, case in pairs
     ]
+
+
+def is_as_expected(stdout: str, case: dict) -> bool:
+    """Whether a program that reached its end passed the case."""
+    if "test" in case:
+        return True
+    if "call" in case:
+        # Compared as text, and never parsed: a program may have written it.
+        return stdout == case["expected"]
+    return same_output(stdout, case["expected"])
+
+
+def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
+    """(stdout, stderr) of a sandbox of which nothing is left, ended if it takes longer."""
+    own = {"env": {}, "cwd": "/", "start_new_session": True}
+    try:
+        sandbox = subprocess.Popen(
+            command, stdin=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **own
+        )
+    except OSError as error:
+        return b"", str(error).encode()
+    with sandbox:
+        try:
+            return sandbox.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired as late:
+            # Its process 1 ends when nobody reads its results, and Linux everything else with it;
+            # bubblewrap waits for that. It would not if it were killed.
+            sandbox.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                sandbox.wait(1)
+            return late.stdout or b"", late.stderr or b""
+        finally:
+            sandbox.kill()
 
 
 def run_at_service(code: str, cases: list[dict]) -> list[bool]:
@@ -387,7 +643,13 @@ def run_at_service(code: str, cases: list[dict]) -> list[bool]:
     passed, ran, end = [], 0.0, time.monotonic() + TOTAL_SECONDS + 1
     while len(passed) < len(cases) and ran < TOTAL_SECONDS:
         case, secret = cases[len(passed)], secrets.token_hex(16)
-        program = f"{code}\n{case['test']}\nprint({secret!r})" if "test" in case else code
+        program = code
+        if "test" in case:
+            program = f"{code}\n{case['test']}\nprint({secret!r})"
+        elif "call" in case:
+            # In names of its own, for the program may have a `print`.
+            report = f"{inspect.getsource(canonical)}\nprint('\\n' + canonical(result))"
+            program = f"{code}\n{case['setup']}\nexec({report!r}, {{'result': {case['call']}}})"
         job = {"language": "python", "code": program, "stdin": case.get("stdin", "")}
         job |= {"run_timeout": min(CASE_SECONDS, TOTAL_SECONDS - ran), "memory_limit_MB": MEMORY_MB}
         try:
@@ -407,7 +669,8 @@ def run_at_service(code: str, cases: list[dict]) -> list[bool]:
         if "test" in case:
             right = stdout.rstrip().endswith(secret)
         else:
-            right = same_output(stdout, case["expected"])
+            printed = stdout.rstrip("\n").rpartition("\n")[2] if "call" in case else stdout
+            right = is_as_expected(printed, case)
         passed.append(answer["status"] == "Success" and right)
     return passed + [False] * (len(cases) - len(passed))
 
@@ -426,13 +689,14 @@ def find_sandbox() -> list[str]:
     if tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14):
         versions = f"Linux 5.14 or newer, this is {platform.release()}"
         raise RuntimeError(f"the code sandbox needs {versions}: update, {hint}")
-    if platform.machine() not in SYSTEM_V:
-        machines = f"{' or '.join(SYSTEM_V)}, this is {platform.machine()}"
+    if platform.machine() not in ARCHITECTURES:
+        machines = f"{' or '.join(ARCHITECTURES)}, this is {platform.machine()}"
         raise RuntimeError(f"the code sandbox needs {machines}: take another machine, {hint}")
     probes = {
         "a program can run": "open('/tmp/file', 'w').write('x')",
         "there is no network": (
-            "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])"
+            "lines = open('/proc/net/dev').readlines()[2:]\n"
+            "assert all(line.split(':')[0].strip() == 'lo' for line in lines)"
         ),
         "this project cannot be read": (
             f"import os\nassert not os.path.exists({os.path.abspath(__file__)!r})"
@@ -443,6 +707,9 @@ def find_sandbox() -> list[str]:
         ),
         "processes are limited": raises(
             f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"
+        ),
+        "memory in sum can be read": (
+            "assert 'Pss:' in open('/proc/self/smaps_rollup').read()\nopen('/proc/net/sockstat')"
         ),
         "user namespaces are closed": (
             "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1"
