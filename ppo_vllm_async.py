@@ -75,6 +75,7 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -128,7 +129,7 @@ class Args:
     output_dir: str = "output"
     """where runs are written"""
     dry_run: bool = False
-    """check everything that needs no model, print the plan and stop"""
+    """check arguments, data, rewards and the models' files, print the plan and stop"""
 
     # -- Data
     dataset: str = "debug_assets/train.parquet"
@@ -178,7 +179,7 @@ class Args:
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
-    """AdamW's (2403.17031 has 1e-5, but gradients of large models are as small as that)"""
+    """AdamW's epsilon (2403.17031 has 1e-5, but gradients of large models are as small as that)"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float = 1.0
@@ -404,21 +405,28 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    shown = []
+    for character in text:
+        is_space = unicodedata.category(character) == "Zs"  # such as the ideographic one
+        if character.isprintable() or is_space:
+            shown.append(character)
+        else:
+            shown.append(repr(character)[1:-1])
+    return "".join(shown)
 
 
 def bad_input(message: str) -> NoReturn:
-    """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
-    if "debug_assets/" in message and not os.path.exists("debug_assets"):
+    """Prints in one line what is wrong, where, what to do; ends the script with status 2."""
+    if re.search(r"(^|\s)debug_assets/", message) and not os.path.exists("debug_assets"):
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if is_local_rank_0():  # once on each node that finds it
-        line = printable(" ".join(message.split()))
-        line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)[:450]  # very long names
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
-    else:
-        time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
+    if not is_local_rank_0():
+        # Local rank 0 has found the same, as a rule. Its end makes the launcher end this rank
+        time.sleep(3)
+    line = printable(" ".join(message.split()))
+    line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)  # very long names
+    if len(line) > 450:
+        line = f"{line[:450]} ..."
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -447,10 +455,10 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
 
 @contextlib.contextmanager
 def time_limit(seconds: int):
-    """TimeoutError: what is done inside takes longer. For the main thread alone."""
+    """Raises TimeoutError inside the block after so many seconds. In the main thread alone."""
 
     def stop(signal_number, frame) -> NoReturn:
-        raise TimeoutError(f"it takes longer than {seconds} seconds")
+        raise TimeoutError(f"it took longer than {seconds} seconds")
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -477,9 +485,9 @@ def timed(times: dict[str, float], name: str):
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+    """Whether the hub answers within five seconds. If not, this process goes offline.
 
-    Without that, each file that is asked for would wait, and be asked for again.
+    So do its children. Else each file would be waited for, several times.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -492,7 +500,7 @@ def hub_answers() -> bool:
             if answer.status_code < 500:
                 answers.append(answer)
 
-    # In a thread, since nothing else limits the time in which a name is looked up
+    # In a thread: the look-up of the hub's address has no time limit of its own
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(5)
@@ -502,20 +510,39 @@ def hub_answers() -> bool:
     return bool(answers)
 
 
+def read_json_lines(path: str) -> list[dict]:
+    """The JSON objects of a file with one a line; ValueError says which line is none."""
+    rows = []
+    # utf-8-sig: editors on Windows put a mark before the text
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            rows.append(row)
+    return rows
+
+
 def read_rows(path: str, split: str) -> list[dict]:
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
     suffix = Path(path).suffix
     if suffix in (".parquet", ".jsonl") and not os.path.isfile(path):
         bad_input(f"{path}: no such file")
     advice = ".parquet, .jsonl, or the name of a dataset on the hub?"
-    if not os.path.exists(path) and not hub_answers():
-        advice = "no such .parquet or .jsonl; the hub does not answer, and the cache has it not"
+    if suffix in (".parquet", ".jsonl"):
+        advice = "is it damaged?"
+    elif not os.path.exists(path) and not hub_answers():
+        advice = "no such .parquet or .jsonl, the hub does not answer, and it is not in the cache"
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif suffix == ".jsonl":
-            lines = Path(path).read_text("utf-8").split("\n")
-            rows = [dict(json.loads(line)) for line in lines if line.strip()]
+            rows = read_json_lines(path)
         else:
             import datasets
 
@@ -551,7 +578,7 @@ def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]
             raise ValueError("a message without role or content")
     if prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
-    with time_limit(5):
+    with time_limit(5):  # a template is a program, and may loop for ever
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     # The template has written the special tokens already
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -608,13 +635,14 @@ def prepare_prompts(
             bad_input(f"{where}: {without_rule}")
         if not isinstance(data_source or "", str):
             bad_input(f"{where}: `data_source` must be a string")
-        try:  # samples.jsonl will have them
-            json.dumps([data_source, ground_truth], ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:
-            bad_input(
-                f"{where}: `data_source` and the ground truth must be what JSON can hold, such as "
-                f"texts, numbers and lists ({error})"
-            )
+        if is_eval:  # samples.jsonl is going to hold them
+            try:
+                json.dumps([data_source, ground_truth], ensure_ascii=False).encode()
+            except (TypeError, ValueError) as error:
+                bad_input(
+                    f"{where}: `data_source` and the ground truth must be what JSON can hold, such "
+                    f"as texts, numbers and lists ({error})"
+                )
         try:
             text, token_ids = tokenize_prompt(row.get("prompt"), tokenizer)
             _, reward_model_token_ids = tokenize_prompt(row.get("prompt"), reward_tokenizer)
@@ -795,7 +823,7 @@ def run_reward_worker(connection, args: Args, is_quiet: bool) -> None:
     It first imports the file of --reward_fn, then scores each (prompt, response) that comes. Each
     time it answers (score, error, is_last). Any exception of the user's code becomes an error,
     which is a text, SystemExit and KeyboardInterrupt included. is_last: the process is not fit for
-    another call. is_quiet: what the user's code prints is not shown.
+    another call. is_quiet: what the user's code prints goes to /dev/null.
     """
     if is_quiet:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -999,9 +1027,10 @@ def verifiable_rewards(
         failures.append(failure)
     if causes:
         count = sum(failure is not None for failure in failures)
+        some_causes = printable("; ".join(list(causes.values())[:10]))
         print(
-            f"Warning: the reward failed on {count} of {len(prompts)} responses, which do not "
-            f"count: {'; '.join(list(causes.values())[:10])}"
+            f"Warning: the reward failed on {count} of {len(prompts)} responses, which have no "
+            f"verifiable score: {some_causes}"
         )
     return scores, failures
 
@@ -1097,8 +1126,8 @@ def revision_of(path: str, args: Args) -> str | None:
 def check_weights(model: torch.nn.Module, path: str) -> None:
     """Refuses weights that are not finite."""
     for name, weight in model.named_parameters():
-        if not weight.detach().sum().isfinite():
-            bad_input(f"{path}: the weights of {name} are not finite; save the model once more")
+        if not weight.detach().sum().isfinite():  # which one that is not would spoil
+            bad_input(f"{path}: {name} holds numbers that are not finite; the model is damaged")
 
 
 def load_model(
@@ -2290,7 +2319,7 @@ def write_samples(
             lines = [printable(line) for line in text.split("\n")]
             shown.append("\n".join(lines))
         table.add_row(*shown)
-    Console(soft_wrap=True, markup=False).print(table)
+    Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
 def write_rollouts(
@@ -2405,36 +2434,37 @@ def save_model(
 
 
 def check_launcher() -> None:
-    """Refuses environment variables that no launcher would have set."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        value = os.environ.get(name, "1")
-        smallest = 0 if "RANK" in name else 1
-        if not value.isdecimal() or int(value) < smallest:
-            del os.environ[name]
-            bad_input(
-                f"the environment variable {name} is {value!r}, and no number from {smallest}; "
-                f"unset it, or let torchrun or accelerate set it"
-            )
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    """Refuses environment variables of a launcher that are malformed or do not fit together."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    ranks = {name: os.environ.get(name, "0" if "RANK" in name else "1") for name in names}
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in os.environ]
-    if missing and (world_size > 1 or "LOCAL_RANK" in os.environ):
+    problem = None
+    if not all(value.isdecimal() for value in ranks.values()):
+        problem = "must be whole numbers"
+    elif "0" in (ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]):
+        problem = "are a launch of no processes"
+    elif missing and (int(ranks["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in os.environ):
+        problem = f"lack {', '.join(missing)}"
+    elif int(ranks["RANK"]) >= int(ranks["WORLD_SIZE"]):
+        problem = "have a RANK that is not below the WORLD_SIZE"
+    if problem is not None:
+        found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+        os.environ.pop(
+            "LOCAL_RANK", None
+        )  # another rank than the first would wait before it prints
         bad_input(
-            f"the environment has some of a launcher's variables, and lacks {', '.join(missing)}; "
-            f"unset LOCAL_RANK and WORLD_SIZE, or let torchrun or accelerate set them all"
-        )
-    if int(os.environ.get("RANK", 0)) >= world_size:
-        bad_input(
-            f"the environment variable RANK is {os.environ['RANK']}, and WORLD_SIZE {world_size}; "
-            f"unset them, or let torchrun or accelerate set them"
+            f"the environment variables {', '.join(found)} {problem}; unset them, or let torchrun "
+            f"or accelerate set them"
         )
 
 
 def check_numbers(args: Args) -> None:
     """Refuses numbers that are out of range.
 
-    Numbers must be above 0. One may be 0 if its default is 0 or its name is in may_be_0. Others
-    than those in at_most are sane up to a million, or a billion where they count something.
+    A number must be above 0. It may be 0 if its default is 0 or its name is in may_be_0. If its
+    name is not in at_most, a float may be a million and an int a billion at most: what is larger
+    overflows, or fills the memory.
     """
     may_be_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
     may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward", "reward_memory"}
@@ -2453,7 +2483,7 @@ def check_numbers(args: Args) -> None:
         "lam": 1,
         "value_lam": 1,
         "vllm_gpu_memory_utilization": 1,
-        "seed": 2**32 - 1,  # vLLM's limit, as those of the temperatures
+        "seed": 2**32 - 1,  # this limit, and those of both temperatures, are vLLM's
         "temperature": 2,
         "eval_temperature": 2,
         "num_evals": 10_000,
@@ -2494,7 +2524,10 @@ def fill_in(args: Args) -> Args:
     if not (
         args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
     ):
-        bad_input("no reward; add --apply_verifiable_reward, --reward_model_path or another")
+        bad_input(
+            "no reward; add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
+            "--reward_model_path whose --reward_model_multiplier is above 0"
+        )
     args = replace(args)  # a copy
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if not args.run_name:
@@ -2564,11 +2597,11 @@ def fill_in(args: Args) -> Args:
 
 def load_or_refuse(auto_class: type, flag: str, path: str, args: Args) -> Any:
     """auto_class.from_pretrained(path); where that fails, the path given by --flag is bad input."""
-    advice = "it is no folder, and cannot be had from the hub"
-    if os.path.exists(path):
-        advice = "it cannot be loaded"
-    elif not hub_answers():
-        advice = "no such folder; the hub does not answer, and the cache has no such model"
+    advice = "it cannot be loaded"
+    if not os.path.exists(path):
+        advice = "no such folder, and the hub has no such model that you may read"
+        if not hub_answers():
+            advice = "no such folder, the hub does not answer, and it is not in the cache"
     try:
         return auto_class.from_pretrained(
             path, revision=revision_of(path, args), trust_remote_code=False
@@ -2582,7 +2615,7 @@ def read_chat_template(path: str) -> str:
     if not os.path.isfile(path):
         bad_input(f"--chat_template {path}: no such file")
     if os.path.getsize(path) > 2**20:
-        bad_input(f"--chat_template {path}: it is larger than 1 MiB, and no template")
+        bad_input(f"--chat_template {path}: it is larger than 1 MiB; is it a template?")
     try:
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -2591,8 +2624,11 @@ def read_chat_template(path: str) -> str:
 
 def load_tokenizers(args: Args) -> tuple:
     """The tokenizers of the policy and of the reward model, which must agree on text."""
-    path = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = load_or_refuse(AutoTokenizer, "tokenizer_name_or_path", path, args)
+    if args.tokenizer_name_or_path:
+        flag, path = "tokenizer_name_or_path", args.tokenizer_name_or_path
+    else:
+        flag, path = "model_name_or_path", args.model_name_or_path
+    tokenizer = load_or_refuse(AutoTokenizer, flag, path, args)
     if args.chat_template:
         tokenizer.chat_template = read_chat_template(args.chat_template)
     if not args.reward_model_path:
@@ -2613,10 +2649,11 @@ def load_tokenizers(args: Args) -> tuple:
 def check_model(
     auto_class: type, flag: str, path: str, args: Args, may_lack: tuple = (), **config_options
 ) -> torch.nn.Module:
-    """The model, without its weights; what load_model would fail on is bad input.
+    """Builds the model without its weights; what load_model would fail on is bad input.
 
-    may_lack: names of weights that need not be there. The weights of a model on the hub are looked
-    at once they are here, and so not with --dry_run.
+    The names and shapes of the weights are compared with those that the model needs. may_lack:
+    names that need not be there. Where the model is on the hub this downloads it, so with --dry_run
+    it is built from its config alone.
     """
     config = load_or_refuse(AutoConfig, flag, path, args)
     if getattr(config, "quantization_config", None) is not None:
@@ -2637,13 +2674,13 @@ def check_model(
                 model = auto_class.from_config(config, attn_implementation=args.attn_implementation)
     except Exception as error:
         bad_input(
-            f"--{flag} {path}: its config.json and .safetensors make no model "
+            f"--{flag} {path}: no model can be built from its config.json and .safetensors "
             f"({type(error).__name__}: {error})"
         )
     missing = sorted(report["missing_keys"] - set(may_lack))
     if missing:
         bad_input(f"--{flag} {path}: its .safetensors lack {', '.join(missing[:3])}")
-    for name, shape, needed_shape in report["mismatched_keys"]:
+    for name, shape, needed_shape in sorted(report["mismatched_keys"]):
         bad_input(
             f"--{flag} {path}: in its .safetensors {name} is {list(shape)}, and by its config.json "
             f"{list(needed_shape)}"
@@ -2656,15 +2693,16 @@ def check_policy(args: Args) -> int:
     path = args.model_name_or_path
     model = check_model(AutoModelForCausalLM, "model_name_or_path", path, args)
     name = type(model).__name__
+    # AutoModelForCausalLM builds decoders of encoders such as BERT, too; what was saved tells
     saved_as = str(model.config.architectures or name)
     is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
-    # PolicyModel asks for the logits of the response alone
-    keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if model.config.is_encoder_decoder or not is_decoder or not keeps_logits:
+    if model.config.is_encoder_decoder or not is_decoder:
         bad_input(
             f"--model_name_or_path {path} is {saved_as}; it must be a decoder, a causal language "
             f"model"
         )
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        bad_input(f"--model_name_or_path {path}: a {name} takes no logits_to_keep, which is needed")
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -2700,7 +2738,8 @@ def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
         generation_config = transformers.GenerationConfig.from_pretrained(
             path, revision=args.model_revision
         )
-        eos = generation_config.eos_token_id or eos
+        if generation_config.eos_token_id is not None:
+            eos = generation_config.eos_token_id
     except OSError as error:  # a model may come without a generation config
         if os.path.exists(os.path.join(path, "generation_config.json")):
             bad_input(f"--model_name_or_path {path}: {error}")
@@ -2716,11 +2755,13 @@ def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
         stop_ids.append(tokenizer.get_vocab()[stop_token])
     stop_ids = [token_id for token_id in stop_ids if token_id is not None]
 
+    if not stop_ids:
+        bad_input("the model names no stop token; give a --stop_token or a --stop_token_id")
     vocab_size = config.get_text_config().vocab_size
-    if not stop_ids or any(token_id not in range(vocab_size) for token_id in stop_ids):
+    if any(token_id not in range(vocab_size) for token_id in stop_ids):
         bad_input(
-            f"stop tokens {stop_ids}: there must be one at least, in the vocabulary of "
-            f"{vocab_size}; see --stop_token and --stop_token_id"
+            f"stop tokens {stop_ids}: they must be in the model's vocabulary of {vocab_size}; see "
+            f"--stop_token, --stop_token_id, and the model's generation_config.json"
         )
     return tuple(sorted(set(stop_ids)))
 
@@ -2730,7 +2771,7 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
 
     The ground truth is given as the response, as it stands and as \\boxed{...}; the better score
     counts. Returns {data source: score}; a reward function that fails on one of them is bad input.
-    The first rank of a node does it for all: each call may be dear.
+    The first rank of a node does it for all: a call may be expensive.
     """
     if not is_local_rank_0():
         return {}
@@ -2738,7 +2779,7 @@ def check_rewards(args: Args, prompts: list[Prompt]) -> dict[str, float]:
     for prompt in prompts:
         if prompt.ground_truth is not None:
             first_prompts.setdefault(prompt.data_source, prompt)
-    worker = RewardWorker(args, is_quiet=True)  # what is wrong is to be one line
+    worker = RewardWorker(args, is_quiet=True)  # what it prints would hide the line of bad_input
     truth_scores = {}
     try:
         if args.reward_fn and first_prompts:
@@ -2781,20 +2822,17 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    made = []
     try:
-        for folder in [*reversed(run_dir.parents), run_dir]:
-            if not folder.is_dir():
-                folder.mkdir()
-                made.append(folder)
-        with tempfile.TemporaryFile(dir=run_dir) as file:
-            file.write(b"a probe")
-        free = shutil.disk_usage(run_dir).free
+        # The same folders are made and removed in one of their own, since several runs may start at
+        # once and share what is above theirs
+        existing = next(path for path in run_dir.parents if os.path.lexists(path))
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as folder:
+            probe = Path(folder, run_dir.relative_to(existing))
+            probe.mkdir(parents=True)
+            (probe / "metrics.jsonl").write_text("a probe")
+        free = shutil.disk_usage(existing).free
     except OSError as error:
-        bad_input(f"--output_dir {args.output_dir}: the run's folder cannot be made ({error})")
-    finally:
-        for folder in reversed(made):
-            folder.rmdir()
+        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({error.strerror})")
     needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
     if free < needed:
         bad_input(
@@ -2839,6 +2877,8 @@ def print_plan(
     frozen = (4 if args.dtype == "float32" else 2) * num_parameters / 2**30
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     print("Plan")
+    if hub_answers.cache_info().misses > 0 and not hub_answers():
+        print("  hub      it does not answer; what the caches have of it is used")
     print(f"  data     {len(train_prompts):,} prompts of up to {longest} tokens,", end=" ")
     print(f"and {len(eval_prompts):,} held out")
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
@@ -2852,7 +2892,8 @@ def print_plan(
     print(f"           frozen one and for vLLM's ({num_parameters:,} parameters); and activations")
     rewards = []
     if args.apply_verifiable_reward:
-        rewards.append(f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}")
+        name = printable(args.reward_fn or "compute_score")
+        rewards.append(f"{args.verification_reward:g} x {name}")
     if uses_reward_model(args):
         rewards.append(f"{args.reward_model_multiplier:g} x the reward model's score")
     if args.add_r1_style_format_reward:
@@ -2929,7 +2970,7 @@ def main() -> None:
         # A long generation must not look like a hang
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
     )
-    cpu_group = None  # for a wait that ends where a rank does; NCCL would not notice
+    cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo")
 
@@ -2978,7 +3019,7 @@ def main() -> None:
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
-    if cpu_group is not None:  # an error where a rank has ended, having found bad input
+    if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
         return
@@ -3009,7 +3050,7 @@ def main() -> None:
     value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
     run_dir = make_run_folder(accelerator, train_prompts, args)
 
-    # Until here SIGTERM just kills: a rank that waits for one that found bad input can do no more
+    # Not before: a rank that waits for one that found bad input could not run a handler
     handle_signals()
     vllm = VLLM(accelerator, args)
     prompts_Q = queue.Queue(maxsize=1)

@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import threading
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,9 +65,14 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    shown = []
+    for character in text:
+        is_space = unicodedata.category(character) == "Zs"  # such as the ideographic one
+        if character.isprintable() or is_space:
+            shown.append(character)
+        else:
+            shown.append(repr(character)[1:-1])
+    return "".join(shown)
 
 
 def bad_input(message: str) -> NoReturn:
@@ -80,9 +86,9 @@ def bad_input(message: str) -> NoReturn:
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+    """Whether the hub answers within five seconds. If not, this process goes offline.
 
-    Without that, each file that is asked for would wait, and be asked for again.
+    So do its children. Else each file would be waited for, several times.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -95,7 +101,7 @@ def hub_answers() -> bool:
             if answer.status_code < 500:
                 answers.append(answer)
 
-    # In a thread, since nothing else limits the time in which a name is looked up
+    # In a thread: the look-up of the hub's address has no time limit of its own
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(5)

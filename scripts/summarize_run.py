@@ -4,6 +4,7 @@ python scripts/summarize_run.py output/RUN
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from plot_runs import read_metrics
@@ -61,6 +62,7 @@ def describe_speed(metrics: list[dict]) -> str | None:
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

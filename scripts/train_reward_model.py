@@ -50,6 +50,7 @@ import sys
 import tempfile
 import threading
 import time
+import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -204,30 +205,37 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    shown = []
+    for character in text:
+        is_space = unicodedata.category(character) == "Zs"  # such as the ideographic one
+        if character.isprintable() or is_space:
+            shown.append(character)
+        else:
+            shown.append(repr(character)[1:-1])
+    return "".join(shown)
 
 
 def bad_input(message: str) -> NoReturn:
-    """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
-    if "debug_assets/" in message and not os.path.exists("debug_assets"):
+    """Prints in one line what is wrong, where, what to do; ends the script with status 2."""
+    if re.search(r"(^|\s)debug_assets/", message) and not os.path.exists("debug_assets"):
         message += "; scripts/make_debug_assets.py makes debug_assets"
-    if is_local_rank_0():  # once on each node that finds it
-        line = printable(" ".join(message.split()))
-        line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)[:450]  # very long names
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
-    else:
-        time.sleep(3)  # where one rank ends, launchers end the others: the line comes first
+    if not is_local_rank_0():
+        # Local rank 0 has found the same, as a rule. Its end makes the launcher end this rank
+        time.sleep(3)
+    line = printable(" ".join(message.split()))
+    line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", line)  # very long names
+    if len(line) > 450:
+        line = f"{line[:450]} ..."
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
 @contextlib.contextmanager
 def time_limit(seconds: int):
-    """TimeoutError: what is done inside takes longer. For the main thread alone."""
+    """Raises TimeoutError inside the block after so many seconds. In the main thread alone."""
 
     def stop(signal_number, frame) -> NoReturn:
-        raise TimeoutError(f"it takes longer than {seconds} seconds")
+        raise TimeoutError(f"it took longer than {seconds} seconds")
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -243,9 +251,9 @@ def time_limit(seconds: int):
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub answers within five seconds. If not, only caches are used from now on.
+    """Whether the hub answers within five seconds. If not, this process goes offline.
 
-    Without that, each file that is asked for would wait, and be asked for again.
+    So do its children. Else each file would be waited for, several times.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -258,7 +266,7 @@ def hub_answers() -> bool:
             if answer.status_code < 500:
                 answers.append(answer)
 
-    # In a thread, since nothing else limits the time in which a name is looked up
+    # In a thread: the look-up of the hub's address has no time limit of its own
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(5)
@@ -268,20 +276,39 @@ def hub_answers() -> bool:
     return bool(answers)
 
 
+def read_json_lines(path: str) -> list[dict]:
+    """The JSON objects of a file with one a line; ValueError says which line is none."""
+    rows = []
+    # utf-8-sig: editors on Windows put a mark before the text
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            rows.append(row)
+    return rows
+
+
 def read_rows(path: str, split: str) -> list[dict]:
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
     suffix = Path(path).suffix
     if suffix in (".parquet", ".jsonl") and not os.path.isfile(path):
         bad_input(f"{path}: no such file")
     advice = ".parquet, .jsonl, or the name of a dataset on the hub?"
-    if not os.path.exists(path) and not hub_answers():
-        advice = "no such .parquet or .jsonl; the hub does not answer, and the cache has it not"
+    if suffix in (".parquet", ".jsonl"):
+        advice = "is it damaged?"
+    elif not os.path.exists(path) and not hub_answers():
+        advice = "no such .parquet or .jsonl, the hub does not answer, and it is not in the cache"
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif suffix == ".jsonl":
-            lines = Path(path).read_text("utf-8").split("\n")
-            rows = [dict(json.loads(line)) for line in lines if line.strip()]
+            rows = read_json_lines(path)
         else:
             import datasets
 
@@ -430,8 +457,8 @@ class RewardModel(torch.nn.Module):
 def check_weights(model: torch.nn.Module, path: str) -> None:
     """Refuses weights that are not finite."""
     for name, weight in model.named_parameters():
-        if not weight.detach().sum().isfinite():
-            bad_input(f"{path}: the weights of {name} are not finite; save the model once more")
+        if not weight.detach().sum().isfinite():  # which one that is not would spoil
+            bad_input(f"{path}: {name} holds numbers that are not finite; the model is damaged")
 
 
 def load_reward_model(args: Args, device_map: str | None = None) -> RewardModel:
@@ -465,15 +492,15 @@ def load_reward_model(args: Args, device_map: str | None = None) -> RewardModel:
         )
     except Exception as error:
         bad_input(
-            f"--model_name_or_path {path}: its config.json and .safetensors make no model "
-            f"({type(error).__name__}: {error})"
+            f"--model_name_or_path {path}: no model can be built from its config.json and "
+            f".safetensors ({type(error).__name__}: {error})"
         )
     if not hasattr(model, "score"):
         bad_input(f"--model_name_or_path {path}: a {type(model).__name__} has no head `score`")
     missing = sorted(report["missing_keys"] - {"score.weight"})
     if missing:
         bad_input(f"--model_name_or_path {path}: its .safetensors lack {', '.join(missing[:3])}")
-    for name, shape, needed_shape in report["mismatched_keys"]:
+    for name, shape, needed_shape in sorted(report["mismatched_keys"]):
         bad_input(
             f"--model_name_or_path {path}: in its .safetensors {name} is {list(shape)}, and by its "
             f"config.json {list(needed_shape)}"
@@ -748,35 +775,36 @@ def save_reward_model(reward_model: RewardModel, tokenizer, path: Path) -> None:
 
 
 def check_launcher() -> None:
-    """Refuses environment variables that no launcher would have set."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        value = os.environ.get(name, "1")
-        smallest = 0 if "RANK" in name else 1
-        if not value.isdecimal() or int(value) < smallest:
-            del os.environ[name]
-            bad_input(
-                f"the environment variable {name} is {value!r}, and no number from {smallest}; "
-                f"unset it, or let torchrun or accelerate set it"
-            )
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    """Refuses environment variables of a launcher that are malformed or do not fit together."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    ranks = {name: os.environ.get(name, "0" if "RANK" in name else "1") for name in names}
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in os.environ]
-    if missing and (world_size > 1 or "LOCAL_RANK" in os.environ):
+    problem = None
+    if not all(value.isdecimal() for value in ranks.values()):
+        problem = "must be whole numbers"
+    elif "0" in (ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]):
+        problem = "are a launch of no processes"
+    elif missing and (int(ranks["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in os.environ):
+        problem = f"lack {', '.join(missing)}"
+    elif int(ranks["RANK"]) >= int(ranks["WORLD_SIZE"]):
+        problem = "have a RANK that is not below the WORLD_SIZE"
+    if problem is not None:
+        found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+        os.environ.pop(
+            "LOCAL_RANK", None
+        )  # another rank than the first would wait before it prints
         bad_input(
-            f"the environment has some of a launcher's variables, and lacks {', '.join(missing)}; "
-            f"unset LOCAL_RANK and WORLD_SIZE, or let torchrun or accelerate set them all"
-        )
-    if int(os.environ.get("RANK", 0)) >= world_size:
-        bad_input(
-            f"the environment variable RANK is {os.environ['RANK']}, and WORLD_SIZE {world_size}; "
-            f"unset them, or let torchrun or accelerate set them"
+            f"the environment variables {', '.join(found)} {problem}; unset them, or let torchrun "
+            f"or accelerate set them"
         )
 
 
 def check_numbers(args: Args) -> None:
     """Refuses numbers that are out of range. A field whose default is 0 may be 0.
 
-    Others than those in at_most are sane up to a million, or a billion where they count something.
+    If its name is not in at_most, a float may be a million and an int a billion at most: what is
+    larger overflows, or fills the memory.
     """
     may_be_0 = {"seed", "warmup_ratio"}
     at_most = {
@@ -819,11 +847,11 @@ def fill_in(args: Args) -> Args:
 
 def load_pretrained(auto_class: type, flag: str, path: str, revision: str | None) -> Any:
     """auto_class.from_pretrained(path); where that fails, the path given by --flag is bad input."""
-    advice = "it is no folder, and cannot be had from the hub"
-    if os.path.exists(path):
-        advice = "it cannot be loaded"
-    elif not hub_answers():
-        advice = "no such folder; the hub does not answer, and the cache has no such model"
+    advice = "it cannot be loaded"
+    if not os.path.exists(path):
+        advice = "no such folder, and the hub has no such model that you may read"
+        if not hub_answers():
+            advice = "no such folder, the hub does not answer, and it is not in the cache"
     try:
         return auto_class.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
@@ -835,7 +863,7 @@ def read_chat_template(path: str) -> str:
     if not os.path.isfile(path):
         bad_input(f"--chat_template {path}: no such file")
     if os.path.getsize(path) > 2**20:
-        bad_input(f"--chat_template {path}: it is larger than 1 MiB, and no template")
+        bad_input(f"--chat_template {path}: it is larger than 1 MiB; is it a template?")
     try:
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -909,20 +937,17 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    made = []
     try:
-        for folder in [*reversed(run_dir.parents), run_dir]:
-            if not folder.is_dir():
-                folder.mkdir()
-                made.append(folder)
-        with tempfile.TemporaryFile(dir=run_dir) as file:
-            file.write(b"a probe")
-        free = shutil.disk_usage(run_dir).free
+        # The same folders are made and removed in one of their own, since several runs may start at
+        # once and share what is above theirs
+        existing = next(path for path in run_dir.parents if os.path.lexists(path))
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as folder:
+            probe = Path(folder, run_dir.relative_to(existing))
+            probe.mkdir(parents=True)
+            (probe / "metrics.jsonl").write_text("a probe")
+        free = shutil.disk_usage(existing).free
     except OSError as error:
-        bad_input(f"--output_dir {args.output_dir}: the run's folder cannot be made ({error})")
-    finally:
-        for folder in reversed(made):
-            folder.rmdir()
+        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({error.strerror})")
     needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
     if free < needed:
         bad_input(
@@ -976,7 +1001,7 @@ def main() -> None:
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
     )
-    cpu_group = None  # for a wait that ends where a rank does; NCCL would not notice
+    cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo")
 
@@ -1006,7 +1031,7 @@ def main() -> None:
             f"model reads it here:"
         )
         print(repr(tokenizer.decode(train_pairs[0].chosen_ids)))
-    if cpu_group is not None:  # an error where a rank has ended, having found bad input
+    if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
         return

@@ -28,6 +28,7 @@ Which file.
                         real runs: metrics recomputed, two ranks, the same bits, staleness
     test_faults         how a run can end: dead engine, hung reward, Ctrl-C, full disk, ...
     test_bad_input      one line and status 2 for what a user gets wrong
+    test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
     test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
                         a script of scripts/ each
     test_pictures       the curves and the last lines of a run

@@ -192,7 +192,7 @@ MODELS = {
     "no JSON": (lambda tmp: with_bytes(tmp, lambda _: b"[]", "config.json"), ["model_type"]),
     "broken tokenizer": (
         lambda tmp: with_bytes(tmp, lambda _: b"{", "tokenizer.json"),
-        ["--tokenizer_name_or_path"],
+        ["--model_name_or_path", "Expecting property name"],
     ),
 }
 
@@ -232,7 +232,7 @@ def truth(tmp, value):
     """A row of parquet with this ground truth."""
     table = pyarrow.Table.from_pylist([ROW | {"reward_model": {"ground_truth": value}}])
     pyarrow.parquet.write_table(table, tmp / "truth.parquet")
-    return {"dataset": tmp / "truth.parquet"}
+    return {"eval_dataset": tmp / "truth.parquet"}
 
 
 def latin_1(path):
@@ -279,7 +279,9 @@ FILES = {
         ["rows.jsonl, row 0", "`prompt`"],
     ),
     "lone surrogate in a ground truth": (
-        lambda tmp: rows(tmp, {"reward_model": {"ground_truth": "\ud800"}}),
+        lambda tmp: {
+            "eval_dataset": rows(tmp, {"reward_model": {"ground_truth": "\ud800"}})["dataset"]
+        },
         ["rows.jsonl, row 0", "surrogates"],
     ),
     "latin-1": (

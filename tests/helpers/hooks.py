@@ -3,6 +3,7 @@
 accumulate_gradients    before_update, after_gradients
 compute_metrics         with_each_batch
 load_model              at_each_loading
+lr_multiplier           multiply_learning_rate
 torch.optim             before_each_optimizer_step
 save_file               leave_out
 VLLM.start              after_engine_start
@@ -50,6 +51,11 @@ def before_update(script, do, put=setattr):
     around(script, "accumulate_gradients", instead, put)
 
 
+def multiply_learning_rate(script, factor, put=setattr):
+    """Every learning rate of the schedule is the base rate times this."""
+    around(script, "lr_multiplier", lambda call, given: factor, put)
+
+
 def after_gradients(script, do, put=setattr):
     """do(accelerator) when the gradients of an optimizer batch are there, before its update."""
 
@@ -76,10 +82,11 @@ def with_each_batch(script, do, put=setattr):
 
 
 def at_each_loading(script, do, put=setattr):
-    """do() before a model is loaded."""
+    """do() before a model is loaded, its weights included."""
 
     def instead(call, given):
-        do()
+        if given.get("device_map") != "meta":
+            do()
         return call()
 
     around(script, "load_model", instead, put)

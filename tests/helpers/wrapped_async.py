@@ -6,6 +6,7 @@ there, every batch in the run's folder.
 
 FAULT is one of
     none
+    explosion    the first update leaves weights that are out of bounds
     disk         the final save of the tokenizer finds the disk full
     generator    the generation of the third step's responses fails while the second step trains:
                  its first update takes until then
@@ -124,6 +125,8 @@ def main():
     script = importlib.import_module(name.removesuffix(".py"))
     if fault == "generator":
         fail_in_generation(script)
+    elif fault == "explosion":
+        hooks.multiply_learning_rate(script, 1e33)
     elif fault == "disk":
         fail_in_the_final_save()
     else:
