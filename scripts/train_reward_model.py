@@ -874,13 +874,12 @@ def load_tokenizer_and_config(args: Args) -> tuple:
     """The tokenizer, with its chat template, and the model's config; refuses what does not fit."""
     path = args.model_name_or_path
     config = load_pretrained(AutoConfig, "model_name_or_path", path, args.model_revision)
-    tokenizer_path = args.tokenizer_name_or_path or path
-    tokenizer_revision = None
-    if tokenizer_path == path:
-        tokenizer_revision = args.model_revision
-    tokenizer = load_pretrained(
-        AutoTokenizer, "tokenizer_name_or_path", tokenizer_path, tokenizer_revision
-    )
+    if args.tokenizer_name_or_path:
+        tokenizer = load_pretrained(
+            AutoTokenizer, "tokenizer_name_or_path", args.tokenizer_name_or_path, revision=None
+        )
+    else:
+        tokenizer = load_pretrained(AutoTokenizer, "model_name_or_path", path, args.model_revision)
     if args.chat_template:
         tokenizer.chat_template = read_chat_template(args.chat_template)
 
