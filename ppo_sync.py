@@ -2485,10 +2485,12 @@ def check_launcher() -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
     ranks = {name: os.environ.get(name, "0" if "RANK" in name else "1") for name in names}
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in needed if name not in os.environ]
+    missing = [name for name in needed if not os.environ.get(name)]
     problem = None
     if not all(value.isdecimal() for value in ranks.values()):
         problem = "must be whole numbers"
+    elif int(ranks["MASTER_PORT"]) not in range(1, 2**16):
+        problem = "have a MASTER_PORT that is none"
     elif "0" in (ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]):
         problem = "are a launch of no processes"
     elif missing and (int(ranks["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in os.environ):
@@ -2536,6 +2538,8 @@ def check_numbers(args: Args) -> None:
         "seed": 2**32 - 1,  # this limit, and those of both temperatures, are vLLM's
         "temperature": 2,
         "eval_temperature": 2,
+        "tis_cap": 1e30,
+        "max_grad_norm": 1e30,
         "num_evals": 10_000,
         "num_epochs": 1000,
         "reward_workers": 1000,
@@ -2767,10 +2771,11 @@ def check_classifier(
         labels = 1  # it gets a head
     else:
         labels = 0
-    if labels != 1 or config.get_text_config().vocab_size != vocab_size:
+    own_vocab_size = getattr(config.get_text_config(), "vocab_size", 0)  # a ViT has none
+    if labels != 1 or own_vocab_size != vocab_size:
         bad_input(
             f"--{flag} {path} needs one label (it has {labels}) and the policy's vocabulary "
-            f"of {vocab_size}"
+            f"of {vocab_size} (it has {own_vocab_size})"
         )
     may_lack = ("score.weight",) if may_lack_head else ()
     model = check_model(
@@ -2867,12 +2872,13 @@ def parse_args() -> Args:
     return args
 
 
-def check_run_folder(args: Args, num_parameters: int) -> None:
-    """Refuses a run folder that is there, or cannot be made, or would not have room for the run."""
+def check_run_folder(args: Args) -> None:
+    """Refuses a run folder that is there, or cannot be made."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
     try:
+        str(run_dir).encode()  # the libraries that write the model need a name in UTF-8
         # The same folders are made and removed in one of their own, since several runs may start at
         # once and share what is above theirs
         existing = next(path for path in run_dir.parents if os.path.lexists(path))
@@ -2880,9 +2886,16 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
             probe = Path(folder, run_dir.relative_to(existing))
             probe.mkdir(parents=True)
             (probe / "metrics.jsonl").write_text("a probe")
-        free = shutil.disk_usage(existing).free
-    except OSError as error:
-        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({error.strerror})")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
+
+
+def check_disk(args: Args, num_parameters: int) -> None:
+    """Refuses a disk that has no room for the run."""
+    run_dir = Path(args.output_dir, args.run_name).absolute()
+    existing = next(path for path in run_dir.parents if path.exists())
+    free = shutil.disk_usage(existing).free
     needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
     if free < needed:
         bad_input(
@@ -2956,15 +2969,13 @@ def print_plan(
         print(f"           the ground truth of a row of {name} scores {score:g}")
 
 
-def handle_signals() -> None:
-    """Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, so that `finally` is reached."""
+def handle_sigterm() -> None:
+    """Makes SIGTERM raise SystemExit, so that `finally` is reached."""
 
     def terminate(signal_number, frame) -> None:
         print("Terminated", file=sys.stderr)
         sys.exit(143)
 
-    # A shell starts what it puts into the background with Ctrl-C ignored
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, terminate)
 
 
@@ -2973,7 +2984,10 @@ def make_run_folder(accelerator: Accelerator, prompts: list[Prompt], args: Args)
     run_dir = Path(args.output_dir) / args.run_name
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
     if accelerator.is_main_process:
-        run_dir.mkdir(parents=True)
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:  # made since it was looked at
+            bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
     accelerator.init_trackers(
@@ -3010,29 +3024,50 @@ def main() -> None:
             f"--kl_target needs --beta above 0 ({args.beta}), and a --kl_horizon of at least the "
             f"{args.episodes_per_step} episodes of a step ({args.kl_horizon})"
         )
+    # A shell starts what it puts into the background with Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    accelerator = Accelerator(
-        mixed_precision="no",  # autocast is ours
-        log_with="wandb" if args.with_tracking else None,
-        # A long generation must not look like a hang
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
+    timeout = timedelta(hours=2)  # a long generation must not look like a hang
+    try:
+        accelerator = Accelerator(
+            mixed_precision="no",  # autocast is ours
+            log_with="wandb" if args.with_tracking else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
+    except Exception as error:
+        bad_input(f"accelerate cannot start; is it launched and configured right? ({error})")
     cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
-        cpu_group = torch.distributed.new_group(backend="gloo")
+        cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     # ---- All that can be wrong, before a model is loaded
     if args.generation_backend == "vllm" and importlib.util.find_spec("vllm") is None:
         bad_input("vLLM is not installed (requirements.txt); --generation_backend transformers")
+    if is_rank_0():
+        check_run_folder(args)
     config = load_or_refuse(AutoConfig, "model_name_or_path", args.model_name_or_path, args)
+    tokenizer, reward_tokenizer = load_tokenizers(args)
+    train_prompts = prepare_prompts(
+        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args
+    )
+    eval_prompts = []
+    if args.eval_dataset:
+        eval_prompts = prepare_prompts(
+            args.eval_dataset,
+            args.eval_dataset_split,
+            tokenizer,
+            reward_tokenizer,
+            args,
+            is_eval=True,
+        )
+    truth_scores = check_rewards(args, train_prompts + eval_prompts)
+
+    # The models come last, for what is on the hub is downloaded now
     num_parameters = check_policy(args)
     vocab_size = config.get_text_config().vocab_size
-    if is_rank_0():
-        check_run_folder(args, num_parameters)
-    tokenizer, reward_tokenizer = load_tokenizers(args)
     if args.reward_model_path:
         check_classifier(
             "reward_model_path", args.reward_model_path, vocab_size, args, may_lack_head=False
@@ -3050,24 +3085,11 @@ def main() -> None:
     if args.pad_token_id is None:
         args.pad_token_id = args.stop_token_ids[0]
 
-    train_prompts = prepare_prompts(
-        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args
-    )
-    eval_prompts = []
-    if args.eval_dataset:
-        eval_prompts = prepare_prompts(
-            args.eval_dataset,
-            args.eval_dataset_split,
-            tokenizer,
-            reward_tokenizer,
-            args,
-            is_eval=True,
-        )
-    truth_scores = check_rewards(args, train_prompts + eval_prompts)
     longest_prompt = max(len(prompt.token_ids) for prompt in train_prompts + eval_prompts)
     max_length = longest_prompt + args.response_length
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
+        check_disk(args, num_parameters)
         print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
@@ -3098,10 +3120,11 @@ def main() -> None:
     )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
-    run_dir = make_run_folder(accelerator, train_prompts, args)
-
     # Not before: a rank that waits for one that found bad input could not run a handler
-    handle_signals()
+    handle_sigterm()
+    run_dir = make_run_folder(accelerator, train_prompts, args)
+    if cpu_group is not None:
+        torch.distributed.barrier(cpu_group)
     vllm = VLLM(accelerator, args)
     workers = start_reward_workers(args) if is_main else []
     try:

@@ -113,7 +113,8 @@ def hub_answers() -> bool:
 
 def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     """The command line's options; one whose default is tyro.MISSING has to be given."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any script
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any script
     args, unknown = tyro.cli(
         type(defaults), default=defaults, description=description, return_unknown_args=True
     )

@@ -62,7 +62,8 @@ def describe_speed(metrics: list[dict]) -> str | None:
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -779,10 +779,12 @@ def check_launcher() -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
     ranks = {name: os.environ.get(name, "0" if "RANK" in name else "1") for name in names}
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in needed if name not in os.environ]
+    missing = [name for name in needed if not os.environ.get(name)]
     problem = None
     if not all(value.isdecimal() for value in ranks.values()):
         problem = "must be whole numbers"
+    elif int(ranks["MASTER_PORT"]) not in range(1, 2**16):
+        problem = "have a MASTER_PORT that is none"
     elif "0" in (ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]):
         problem = "are a launch of no processes"
     elif missing and (int(ranks["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in os.environ):
@@ -931,12 +933,13 @@ def parse_args() -> Args:
     return args
 
 
-def check_run_folder(args: Args, num_parameters: int) -> None:
-    """Refuses a run folder that is there, or cannot be made, or would not have room for the run."""
+def check_run_folder(args: Args) -> None:
+    """Refuses a run folder that is there, or cannot be made."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
     try:
+        str(run_dir).encode()  # the libraries that write the model need a name in UTF-8
         # The same folders are made and removed in one of their own, since several runs may start at
         # once and share what is above theirs
         existing = next(path for path in run_dir.parents if os.path.lexists(path))
@@ -944,9 +947,16 @@ def check_run_folder(args: Args, num_parameters: int) -> None:
             probe = Path(folder, run_dir.relative_to(existing))
             probe.mkdir(parents=True)
             (probe / "metrics.jsonl").write_text("a probe")
-        free = shutil.disk_usage(existing).free
-    except OSError as error:
-        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({error.strerror})")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
+
+
+def check_disk(args: Args, num_parameters: int) -> None:
+    """Refuses a disk that has no room for the run."""
+    run_dir = Path(args.output_dir, args.run_name).absolute()
+    existing = next(path for path in run_dir.parents if path.exists())
+    free = shutil.disk_usage(existing).free
     needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
     if free < needed:
         bad_input(
@@ -996,34 +1006,40 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    accelerator = Accelerator(
-        mixed_precision="no",  # autocast is ours
-        log_with="wandb" if args.with_tracking else None,
-    )
+    try:
+        accelerator = Accelerator(
+            mixed_precision="no",  # autocast is ours
+            log_with="wandb" if args.with_tracking else None,
+        )
+    except Exception as error:
+        bad_input(f"accelerate cannot start; is it launched and configured right? ({error})")
     cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo")
 
     # ---- All that can be wrong, before a model is loaded
+    if is_rank_0():
+        check_run_folder(args)
     tokenizer, config = load_tokenizer_and_config(args)
     args.stop_token_id = find_stop_token(args, tokenizer)
     args.pad_token_id = find_pad_token(args, tokenizer, config)
-    num_parameters = 0
-    if os.path.exists(args.model_name_or_path) or not args.dry_run:  # else it would be downloaded
-        model = load_reward_model(args, device_map="meta")
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if is_rank_0():
-        check_run_folder(args, num_parameters)
     train_pairs = prepare_pairs(args.dataset, args.dataset_split, tokenizer, args)
     eval_pairs = []
     if args.eval_dataset:
         eval_pairs = prepare_pairs(args.eval_dataset, args.eval_dataset_split, tokenizer, args)
+
+    # The model comes last, for what is on the hub is downloaded now; with --dry_run it is not
+    num_parameters = 0
+    if os.path.exists(args.model_name_or_path) or not args.dry_run:
+        model = load_reward_model(args, device_map="meta")
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
     longest_row = max(pair.length for pair in train_pairs + eval_pairs)
     mini_batch_size = args.local_mini_batch_size * args.world_size  # pairs, over all ranks
     args.num_updates = len(train_pairs) * args.num_train_epochs // mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     check_training(args, config, len(train_pairs), longest_row)
     if is_rank_0():
+        check_disk(args, num_parameters)
         print(
             f"Plan: {args.num_updates:,} updates of {mini_batch_size:,} of {len(train_pairs):,} "
             f"pairs; {len(eval_pairs):,} held out; up to {longest_row} tokens in a row, as the "
@@ -1044,7 +1060,10 @@ def main() -> None:
     reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
     run_dir = Path(args.output_dir) / args.run_name
     if is_main:
-        run_dir.mkdir(parents=True)
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:  # made since it was looked at
+            bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     accelerator.init_trackers(
         args.wandb_project_name,

@@ -219,6 +219,7 @@ FOLDERS = {
         "run_name": link(tmp / "link", tmp / "nowhere").name,
     },
     "name too long": lambda _: {"run_name": "x" * 300},
+    "output folder whose name is not UTF-8": lambda tmp: {"output_dir": tmp / "r\udcff"},
     "path too long": lambda tmp: {"output_dir": tmp / "/".join(["x" * 200] * 30)},
 }
 
@@ -480,6 +481,30 @@ def test_value_model_whose_head_has_another_name_is_refused(assets, tmp_path, mo
     assert "--value_model_path" in line and "no head named score" in line
 
 
+def test_value_model_without_a_vocabulary_is_refused(assets, tmp_path, monkeypatch, capfd):
+    model = MODELS["ViT"][0](tmp_path)
+    options = options_of(tmp_path, assets) | {"value_model_path": model}
+    line = refusal(ppo_sync, options, tmp_path, monkeypatch, capfd, "--dry_run")
+    assert "--value_model_path" in line and "vocabulary of 17" in line
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_of_two_runs_of_one_name_the_later_is_refused(script, assets, tmp_path, monkeypatch, capfd):
+    make_run_folder = script.make_run_folder
+
+    def make_another_before(accelerator, prompts, args):
+        (tmp_path / "output" / "run").mkdir(parents=True)
+        return make_run_folder(accelerator, prompts, args)
+
+    monkeypatch.setattr(script, "make_run_folder", make_another_before)
+    options = flags_of(options_of(tmp_path, assets))
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    assert stop.value.code == 2
+    assert "holds another run" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("module", [*SCRIPTS, train_reward_model], ids=lambda m: m.__name__)
 def test_weights_that_are_not_finite_are_seen_when_they_are_read(
@@ -566,6 +591,15 @@ LAUNCHER = {
     "a world of nobody": {"WORLD_SIZE": "0"},
     "a world that is no number": {"LOCAL_WORLD_SIZE": "2.5"},
     "a port that is no number": {"MASTER_PORT": "tcp"},
+    "a port beyond all": {"MASTER_PORT": "99999"},
+    "a place that is empty": {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "1",
+    },
+    "an unknown way to compile": {"ACCELERATE_DYNAMO_BACKEND": "nonsense"},
     "a rank beyond the world": {"RANK": "5"},
     "a world without ranks": {"WORLD_SIZE": "2"},
     "a rank without a world": {"LOCAL_RANK": "0"},
@@ -578,7 +612,7 @@ def test_odd_launcher_is_one_line(name, module, tmp_path, monkeypatch, capfd):
     for variable, value in LAUNCHER[name].items():
         monkeypatch.setenv(variable, value)
     line = refusal(module, {}, tmp_path, monkeypatch, capfd)
-    assert any(variable in line for variable in LAUNCHER[name])
+    assert any(variable in line for variable in (*LAUNCHER[name], "accelerate"))
 
 
 def test_control_characters_of_the_data_are_not_shown_as_they_are(
@@ -659,8 +693,7 @@ def test_hub_that_does_not_work_is_asked_once(dead_hub, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["model_name_or_path", "dataset"])
-def test_silent_hub_is_no_long_wait(option, assets, tmp_path, start_script):
+def test_silent_hub_is_no_long_wait(tmp_path, start_script):
     with socket.create_server(("127.0.0.1", 0)) as hub:
         environment = {
             "HF_HUB_OFFLINE": "0",
@@ -668,12 +701,12 @@ def test_silent_hub_is_no_long_wait(option, assets, tmp_path, start_script):
             "HF_HOME": str(tmp_path / "cache"),
         }
         started_at = time.monotonic()
-        process = start_script("ppo_sync.py", tmp_path, env=environment, **{option: "no/such"})
+        process = start_script("ppo_sync.py", tmp_path, env=environment, dataset="no/such")
         run = finish(process, 60, started_at)
     (line,) = run.stderr.strip().splitlines()
     assert run.returncode == 2
     assert "no/such" in line and "the hub does not answer" in line
-    assert run.seconds < 25  # 5 of them for the hub; datasets alone would take 30, a model 120
+    assert run.seconds < 25  # 5 of them for the hub; datasets would wait for longer than that
 
 
 # --------------------------------------------------------------------------------------- two ranks
