@@ -69,6 +69,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ import time
 import traceback
 import unicodedata
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -101,6 +102,8 @@ from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -115,6 +118,9 @@ FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a c
 SOFTMAX_CHUNK = 2**24
 # Seconds that a reward worker may take to import the file of --reward_fn
 REWARD_IMPORT_TIMEOUT = 300
+# Seconds that vLLM may take to start, and for each message of a weight sync
+VLLM_START_TIMEOUT = 1800
+WEIGHT_SYNC_TIMEOUT = 300
 
 
 @dataclass
@@ -336,16 +342,25 @@ class Request:
 
 
 @dataclass
-class Rollout:
-    """What generation hands over: the answer to a Request."""
+class Answers:
+    """Responses to prompts, and their verifiable rewards; each list is (prompts,)."""
 
-    training_step: int
-    policy_version: int  # of the policy that sampled: the training steps it had completed
-    prompts: list[Prompt]  # (episodes,)
-    responses: list[list[int]]  # (episodes,), sampled token ids; a stop token is the last one
-    sampler_logprobs: list[list[float]]  # (episodes,), the sampler's, one for each of those ids
-    eval_prompts: list[Prompt]
-    eval_responses: list[list[int]]
+    responses: list[list[int]]  # sampled token ids; a stop token is the last one
+    sampler_logprobs: list[list[float]]  # the sampler's, one for each of those ids
+    texts: list[str]
+    verifiable: list[float | None]  # None: there is no ground truth, or the call failed
+    failures: list[str | None]  # why the verifiable reward failed; None: it did not
+
+
+@dataclass
+class Rollout:
+    """What generation hands over: the answers to a Request, or a rank's share of them."""
+
+    request: Request
+    policy_version: int | None  # of the policy that sampled: the training steps it had completed;
+    # None: a share without answers, of a rank without engines
+    answers: Answers  # to request.prompts
+    eval_answers: Answers  # to request.eval_prompts
     times: dict[str, float]  # seconds that its generation took, by part
 
 
@@ -451,6 +466,45 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
     if message is not None:
         raise RuntimeError(message)
     return result
+
+
+def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
+    """The values of all ranks, by rank, on every rank; or if any of them has an error, all raise.
+
+    A rank raises its own error as it is, and that of another as a RuntimeError.
+    cpu_group: the ranks' gloo group; None: there is one rank.
+    """
+    message = None
+    if error is not None:
+        message = f"{type(error).__name__}: {error}"
+    states = [(value, message)]
+    if cpu_group is not None:
+        states = [None] * cpu_group.size()
+        torch.distributed.all_gather_object(states, (value, message), group=cpu_group)
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(states):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed: {message}")
+    return [value for value, _ in states]
+
+
+def wait_for_all(cpu_group, poll: Callable[[], Any]) -> Any:
+    """Calls poll() until it has returned something on every rank, and returns what it was here.
+
+    poll() waits a second at most, and returns None where there is nothing yet. So the ranks tell
+    one another how they are at least once a second: if poll() raises on one, all raise, and a rank
+    that has died is noticed.
+    """
+    result, error = None, None
+    while True:
+        if result is None:
+            try:
+                result = poll()
+            except Exception as raised:
+                error = raised
+        if all(exchange(cpu_group, result is not None, error)):
+            return result
 
 
 @contextlib.contextmanager
@@ -1002,7 +1056,7 @@ def verifiable_rewards(
     """
     with_truth = [i for i, prompt in enumerate(prompts) if prompt.ground_truth is not None]
     results = [None] * len(prompts)
-    if args.reward_fn:
+    if args.reward_fn and with_truth:
         some_prompts = [prompts[i] for i in with_truth]
         some_texts = [texts[i] for i in with_truth]
         answers = call_workers(workers, some_prompts, some_texts)
@@ -1015,16 +1069,17 @@ def verifiable_rewards(
             except Exception as error:
                 results[i] = RuntimeError(f"{type(error).__name__}: {error}")
 
-    scores, failures = [], []
-    causes = {}  # each with the first failure of its kind
-    for prompt, result in zip(prompts, results, strict=True):
-        if isinstance(result, Exception):
-            score, failure = None, f"{str(result)[:300]} (on {prompt.row})"
-            causes.setdefault(str(result), failure)
-        else:
-            score, failure = result, None
-        scores.append(score)
-        failures.append(failure)
+    scores = [None if isinstance(result, Exception) else result for result in results]
+    failures = [str(result)[:300] if isinstance(result, Exception) else None for result in results]
+    return scores, failures
+
+
+def warn_of_failures(prompts: list[Prompt], failures: list[str | None]) -> None:
+    """Prints how many rewards failed, and the first of each cause with its row."""
+    causes = {}
+    for prompt, failure in zip(prompts, failures, strict=True):
+        if failure is not None:
+            causes.setdefault(failure, f"{failure} (on {prompt.row})")
     if causes:
         count = sum(failure is not None for failure in failures)
         some_causes = printable("; ".join(list(causes.values())[:10]))
@@ -1032,7 +1087,6 @@ def verifiable_rewards(
             f"Warning: the reward failed on {count} of {len(prompts)} responses, which have no "
             f"verifiable score: {some_causes}"
         )
-    return scores, failures
 
 
 # The parts may hold anything but these tags
@@ -1055,24 +1109,41 @@ def has_r1_format(prompt: str, response: str) -> bool:
     return R1_FORMAT.fullmatch(response) is not None
 
 
-def score_responses(
-    accelerator: Accelerator,
-    reward_model: torch.nn.Module | None,
+def grade_answers(
     workers: list[RewardWorker],
     tokenizer,
     prompts: list[Prompt],
     responses: list[list[int]],
+    sampler_logprobs: list[list[float]],
+    args: Args,
+) -> Answers:
+    """Responses to some prompts with their texts and verifiable rewards."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    verifiable, failures = verifiable_rewards(workers, prompts, texts, args)
+    return Answers(
+        responses=responses,
+        sampler_logprobs=sampler_logprobs,
+        texts=texts,
+        verifiable=verifiable,
+        failures=failures,
+    )
+
+
+def score_answers(
+    accelerator: Accelerator,
+    reward_model: torch.nn.Module | None,
+    prompts: list[Prompt],
+    answers: Answers,
     args: Args,
 ) -> Scores:
-    """Scores a response to each prompt; every rank gets all scores."""
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    """What the answers of all ranks earned, in all; every rank gets all scores."""
+    responses, verifiable, failures = answers.responses, answers.verifiable, answers.failures
+    if is_rank_0():
+        warn_of_failures(prompts, failures)
     model_scores = [None] * len(prompts)
     if reward_model is not None:
         model_scores = reward_model_scores(accelerator, reward_model, prompts, responses, args)
-    verifiable, failures = on_main_process(
-        accelerator, verifiable_rewards, workers, prompts, texts, args
-    )
-    formats = [has_r1_format(p.text, text) for p, text in zip(prompts, texts, strict=True)]
+    formats = [has_r1_format(p.text, text) for p, text in zip(prompts, answers.texts, strict=True)]
 
     scores, penalized = [], []
     for i, response in enumerate(responses):
@@ -1094,7 +1165,7 @@ def score_responses(
         scores.append(score)
     return Scores(
         scores=scores,
-        texts=texts,
+        texts=answers.texts,
         verifiable=verifiable,
         model_scores=model_scores,
         formats=formats,
@@ -1164,6 +1235,11 @@ def load_model(
     )
     if device_map is None:
         check_weights(model, path)
+    if auto_class is AutoModelForCausalLM:
+        # A head that the checkpoint has of its own is not tied, even if its config says so
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if head is not None and head.weight is not embedding.weight:
+            model.config.tie_word_embeddings = False
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(trained)  # gradient checkpointing works in training mode only
@@ -1523,6 +1599,7 @@ def run_vllm(connection, folders: list[str], options: dict) -> None:
 
     llm = LLM(**options)
     llm.policy_version = None  # before the first weight sync
+    connection.send((None, None, ""))  # an answer to nothing: vLLM has started
     with contextlib.suppress(EOFError, OSError):  # the script has closed its end
         while True:
             function, args = connection.recv()
@@ -1580,8 +1657,47 @@ def finish_weight_sync(llm, version: int) -> None:
 # All that follows runs in the learner's process.
 
 
-def vllm_environment(args: Args, temporary_folder: str) -> dict[str, str]:
-    """The environment variables of vLLM's process."""
+def place_engines(
+    vllm_gpus: tuple[int, ...], tensor_parallel_size: int, local_rank: int, num_gpus: int
+) -> list[tuple[int, ...]]:
+    """The engines that a rank owns, each by its GPUs: indices into the visible ones of its node.
+
+    Without vllm_gpus every rank owns an engine, on its own GPU, or on the CPU where there is none.
+    With them the first rank of each node owns the engines of its node. num_gpus: of the node.
+
+    >>> [place_engines((), 1, local_rank, num_gpus=2) for local_rank in (0, 1)]
+    [[(0,)], [(1,)]]
+    >>> place_engines((), 1, local_rank=1, num_gpus=0)
+    [()]
+    >>> [place_engines((4, 5, 6, 7), 2, local_rank, num_gpus=8) for local_rank in (0, 1)]
+    [[(4, 5), (6, 7)], []]
+    """
+    if not vllm_gpus:
+        if num_gpus == 0:
+            return [()]
+        return [(local_rank % num_gpus,)]
+    if local_rank > 0:
+        return []
+    firsts = range(0, len(vllm_gpus), tensor_parallel_size)
+    return [vllm_gpus[first : first + tensor_parallel_size] for first in firsts]
+
+
+def share_of(items: list, index: int, count: int, group: int = 1) -> list:
+    """What one of `count` engines gets of a list: group i of n goes to engine i * count // n.
+
+    group: items that stay together, such as the samples of a prompt. A share may be empty.
+
+    >>> [share_of(["a", "a", "b", "b", "c", "c"], index, count=2, group=2) for index in range(2)]
+    [['a', 'a', 'b', 'b'], ['c', 'c']]
+    """
+    num_groups = len(items) // group
+    first = math.ceil(index * num_groups / count)
+    end = math.ceil((index + 1) * num_groups / count)
+    return items[first * group : end * group]
+
+
+def vllm_environment(gpus: tuple[int, ...], temporary_folder: str) -> dict[str, str]:
+    """The environment variables of the process of an engine on these GPUs."""
     # The engine is a world of its own: the learners' ranks and ports are not for it
     launcher = re.compile(
         r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -1592,7 +1708,7 @@ def vllm_environment(args: Args, temporary_folder: str) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
     }
-    if not torch.cuda.is_available():
+    if not gpus:
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
         environment["TORCH_COMPILE_DISABLE"] = "1"  # one sampler helper compiles, for 6 to 20 s
     for name, value in os.environ.items():
@@ -1603,21 +1719,23 @@ def vllm_environment(args: Args, temporary_folder: str) -> dict[str, str]:
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment["TMPDIR"] = temporary_folder  # vLLM leaves files there when it is killed
-    # On a CPU the learner wants some threads, too
-    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // 2))
+    # On a CPU the learners want some threads, too
+    engines = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * engines)))
     # CUDA's handles for weights travel as pickles, which vLLM calls insecure
-    insecure = "1" if torch.cuda.is_available() else "0"
-    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = insecure
-    if args.vllm_gpus:
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1" if gpus else "0"
+    if gpus:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if visible == [""]:
             visible = [str(gpu) for gpu in range(torch.cuda.device_count())]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in args.vllm_gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in gpus)
     return environment
 
 
-def vllm_options(args: Args, config, folder: str, max_length: int) -> dict[str, Any]:
-    """The arguments of vLLM's LLM.
+def vllm_options(
+    gpus: tuple[int, ...], config, folder: str, max_length: int, args: Args
+) -> dict[str, Any]:
+    """The arguments of vLLM's LLM, for an engine on these GPUs, or on the CPU.
 
     It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
     On a CPU vLLM 0.32 cannot reload "dummy" weights, so a random model is written to `folder`.
@@ -1634,11 +1752,14 @@ def vllm_options(args: Args, config, folder: str, max_length: int) -> dict[str, 
         "enforce_eager": args.vllm_enforce_eager,
         "use_tqdm_on_load": False,
     }
-    if torch.cuda.is_available():
+    if gpus:
         options["model"] = args.model_name_or_path
         options["revision"] = args.model_revision
         options["load_format"] = "dummy"
         options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
+        if not config.get_text_config().tie_word_embeddings:
+            # The folder's config may say otherwise of a head that is not tied (see load_model)
+            options["hf_overrides"] = {"tie_word_embeddings": False}
     else:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         options["model"] = folder
@@ -1649,50 +1770,35 @@ def vllm_options(args: Args, config, folder: str, max_length: int) -> dict[str, 
     return options
 
 
-class WeightTransferClient:
-    """What vLLM's weight transfer on CUDA calls of the engine: methods of llm, by VLLM.call."""
-
-    def __init__(self, vllm: "VLLM"):
-        self.vllm = vllm
-
-    def init_weight_transfer_engine(self, info) -> None:
-        self.vllm.call(methodcaller("init_weight_transfer_engine", {"init_info": info}))
-
-    def start_weight_update(self) -> None:
-        self.vllm.call(methodcaller("start_weight_update"))
-
-    def update_weights(self, info) -> None:
-        self.vllm.call(methodcaller("update_weights", {"update_info": info}))
-
-    def finish_weight_update(self) -> None:
-        self.vllm.call(methodcaller("finish_weight_update"))
-
-
 class VLLM:
-    """One vLLM engine in a process of its own, which rank 0 starts, asks and ends.
+    """One vLLM engine in a process of its own, which the rank that owns it starts, asks and ends.
 
-    Every rank has this object, because every rank takes part in sync_weights. One thread at a
-    time may use it.
+    One thread at a time may use it.
     """
 
-    def __init__(self, accelerator: Accelerator, args: Args):
-        self.accelerator = accelerator
+    def __init__(self, gpus: tuple[int, ...], index: int, count: int, args: Args):
+        self.gpus = gpus  # indices of its GPUs; none: it is on the CPU
+        self.index = index  # its number among the engines of all ranks ...
+        self.count = count  # ... and how many they are
         self.args = args
-        self.process = None  # rank 0 alone has one
+        self.process = None
         self.connection = None
+        self.is_ready = False
         self.folder = None  # where weights are handed over without CUDA, in memory if possible
         self.temporary_folder = None  # vLLM's own
-        self.sender = None  # on CUDA: vLLM's weight transfer
+        self.weights = {}  # without CUDA: those of a weight sync, until its end
+        self.is_connected = False  # on CUDA: whether vLLM's weight transfer is set up
+        self.communicator = None  # with --vllm_gpus: NCCL's, of this rank and vLLM's workers
 
     def start(self, config, max_length: int) -> None:
-        """Starts the process and returns; the first call waits until vLLM is ready.
+        """Starts the process and returns.
 
         config: the policy's; max_length: the most tokens of a prompt with its response.
         """
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=memory)
         self.temporary_folder = tempfile.mkdtemp(prefix="tandem_")
-        options = vllm_options(self.args, config, self.folder, max_length)
+        options = vllm_options(self.gpus, config, self.folder, max_length, self.args)
         context = mp.get_context("spawn")
         self.connection, engine_end = context.Pipe()
         folders = [self.folder, self.temporary_folder]
@@ -1701,18 +1807,40 @@ class VLLM:
         )
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
-        environment = vllm_environment(self.args, self.temporary_folder)
+        environment = vllm_environment(self.gpus, self.temporary_folder)
         with mock.patch.dict(os.environ, environment, clear=True):
             self.process.start()
         engine_end.close()  # so that the connection ends with the process
 
-    def call(self, function: Callable, *args) -> Any:
-        """Runs function(llm, *args) in vLLM's process and returns its result, or raises its error.
+    def has_answer(self, seconds: float | None) -> bool:
+        """Waits so many seconds at most; whether receive() would have something to say then."""
+        return bool(wait([self.connection, self.process.sentinel], seconds))
+
+    def has_started(self, seconds: float) -> bool:
+        """Waits so many seconds at most; whether vLLM is up then. RuntimeError: it died."""
+        if not self.is_ready and self.has_answer(seconds):
+            self.receive()
+            self.is_ready = True
+        return self.is_ready
+
+    def send(self, function: Callable, *args) -> None:
+        """Makes vLLM's process run function(llm, *args), whose result receive() returns.
 
         For a method of llm use methodcaller: methodcaller("sleep", 1) runs llm.sleep(1).
         """
-        try:
+        with contextlib.suppress(OSError):  # it is dead; receive will say so
             self.connection.send((function, args))
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """Returns the result of what was sent, or raises its error.
+
+        RuntimeError: the process has died. TimeoutError: no answer came within so many seconds.
+        """
+        if not self.has_answer(seconds):
+            raise TimeoutError(f"vLLM has not answered for {seconds:g} seconds")
+        try:
+            if not self.connection.poll():  # it is dead, but a child of it holds the connection
+                raise EOFError
             result, error, details = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(timeout=5)
@@ -1724,66 +1852,123 @@ class VLLM:
             raise error from RuntimeError(f"in vLLM's process:\n{details}")
         return result
 
-    def generate(
-        self, prompt_ids: list[list[int]], seeds: list[int], temperature: float
-    ) -> tuple[list[list[int]], list[list[float]], int]:
-        """What sample_responses says: responses, their log-probabilities, the policy's version."""
-        return self.call(sample_responses, prompt_ids, seeds, temperature, self.args)
+    # A weight sync is start_sync, then load_weights for each layer, then finish_sync. Without CUDA
+    # the layers are collected, and go into a file that vLLM reads. On CUDA they travel by the
+    # protocol of vLLM's workers: on a shared GPU as handles of the learner's memory ("ipc"), to
+    # other GPUs by NCCL.
 
-    def sync_weights(self, policy: torch.nn.Module, version: int) -> None:
-        """Brings the policy's weights to vLLM, which must be idle. Called on every rank.
+    def sync_call(self, function: Callable, *args) -> None:
+        """send and receive, with the time limit of weight syncs."""
+        self.send(function, *args)
+        self.receive(WEIGHT_SYNC_TIMEOUT)
 
-        version: the training steps that these weights have completed.
+    def sync_call_beside(self, ours: Callable[[], None], function: Callable, *args) -> None:
+        """The same, while ours() does our part in a thread.
+
+        NCCL waits for ever for a partner that has failed. So if vLLM fails the thread is left
+        alone, and ends with this process.
         """
-        model = self.accelerator.unwrap_model(policy).model  # without the PolicyModel around it
-        if torch.cuda.is_available():
-            if self.sender is None:
-                self.sender = self.make_sender(model)
-            self.sender.send_weights()
-        else:
-            state = self.accelerator.get_state_dict(model)
-            on_main_process(self.accelerator, self.send_weights_by_file, state)
+        errors = []
 
-        def finish() -> None:
-            self.call(finish_weight_sync, version)
+        def run() -> None:
+            try:
+                ours()
+            except Exception as error:
+                errors.append(error)
 
-        on_main_process(self.accelerator, finish)
+        self.send(function, *args)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + WEIGHT_SYNC_TIMEOUT
+        while not errors and not self.has_answer(seconds=1) and time.monotonic() < deadline:
+            pass
+        if not errors:
+            self.receive(0)
+            thread.join(WEIGHT_SYNC_TIMEOUT)
+        if errors:
+            raise errors[0]
+        if thread.is_alive():
+            raise TimeoutError(f"NCCL has sent nothing for {WEIGHT_SYNC_TIMEOUT} seconds")
 
-    def send_weights_by_file(self, state: dict[str, Tensor]) -> None:
-        """How weights travel without CUDA: written to a file in memory, which vLLM then reads."""
-        # A tied lm_head is written too: what is not in the file silently keeps its old value
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        path = os.path.join(self.folder, "model.safetensors")
-        save_file(weights, path, metadata={"format": "pt"})
-        # llm.collective_rpc("reload_weights", kwargs=...)
-        reload = methodcaller(
-            "collective_rpc", "reload_weights", kwargs={"weights_path": self.folder}
-        )
-        self.call(reload)
-
-    def make_sender(self, model: torch.nn.Module) -> Any:
-        """How weights travel on CUDA: the sending end of vLLM's weight transfer, on every rank."""
-        from vllm.distributed.weight_transfer import (
-            WeightTransferTrainerFactory,
-            base,
-            ipc_engine,
-            nccl_engine,
-        )
-        from vllm.utils.network_utils import get_open_port
-
-        rank = self.accelerator.process_index
+    def connect(self) -> None:
+        """Sets vLLM's weight transfer up; with --vllm_gpus makes an NCCL communicator."""
         if not self.args.vllm_gpus:
-            init_info = ipc_engine.IPCTrainerInitInfo(rank=rank)
-        else:
-            init_info = nccl_engine.NCCLTrainerInitInfo(
-                rank=rank,
-                world_size=1 + self.args.vllm_tensor_parallel_size,  # rank 0 and vLLM's workers
-                master_address="127.0.0.1",
-                master_port=get_open_port(),
+            self.sync_call(methodcaller("init_weight_transfer_engine", {"init_info": {}}))
+            return
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world_size = 1 + len(self.gpus)  # this rank is number 0, vLLM's workers follow
+        device = torch.cuda.current_device()
+
+        def join() -> None:
+            group = StatelessProcessGroup.create(
+                host="127.0.0.1", port=port, rank=0, world_size=world_size
             )
-        return WeightTransferTrainerFactory.trainer_init(
-            init_info, client=WeightTransferClient(self), source=base.ModuleSource(model)
-        )
+            self.communicator = PyNcclCommunicator(group, device=device)
+
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+        }
+        init = methodcaller("init_weight_transfer_engine", {"init_info": info})
+        self.sync_call_beside(join, init)
+
+    def start_sync(self) -> None:
+        """Begins a weight sync; vLLM must be idle."""
+        self.weights = {}
+        if self.gpus:
+            if not self.is_connected:
+                self.connect()
+                self.is_connected = True
+            self.sync_call(methodcaller("start_weight_update"))
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Hands some weights over, and returns when vLLM has them."""
+        if not self.gpus:
+            # Copies, for tied weights share memory, which the file must not
+            self.weights |= {name: tensor.cpu().clone() for name, tensor in weights.items()}
+            return
+        tensors = list(weights.values())
+        info = {
+            "names": list(weights),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        update = methodcaller("update_weights", {"update_info": info})
+        if self.communicator is None:
+            gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+            info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]} for tensor in tensors]
+            self.sync_call(update)
+            return
+        stream = torch.cuda.current_stream()
+
+        def broadcast() -> None:
+            for tensor in tensors:
+                self.communicator.broadcast(tensor, src=0, stream=stream)
+
+        self.sync_call_beside(broadcast, update)
+
+    def finish_sync(self, version: int) -> None:
+        """Ends a weight sync. version: the training steps that these weights have completed."""
+        if self.gpus:
+            self.sync_call(methodcaller("finish_weight_update"))
+            torch.cuda.ipc_collect()  # memory that vLLM has read
+        else:
+            path = os.path.join(self.folder, "model.safetensors")
+            save_file(self.weights, path, metadata={"format": "pt"})
+            self.weights = {}
+            # llm.collective_rpc("reload_weights", kwargs=...)
+            reload = methodcaller(
+                "collective_rpc", "reload_weights", kwargs={"weights_path": self.folder}
+            )
+            self.sync_call(reload)
+        self.sync_call(finish_weight_sync, version)
 
     def stop(self) -> None:
         """Ends the process, and with it all that vLLM has started."""
@@ -1797,64 +1982,229 @@ class VLLM:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def generate_rollout(vllm: VLLM, request: Request, args: Args) -> Rollout:
-    """Samples the responses that a request asks for. It never touches weights."""
+def make_engines(cpu_group, args: Args) -> list[VLLM]:
+    """The engines that this rank owns, not yet started; they are numbered over all ranks."""
+    placement = place_engines(
+        args.vllm_gpus,
+        args.vllm_tensor_parallel_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        num_gpus=torch.cuda.device_count(),
+    )
+    counts = exchange(cpu_group, len(placement))
+    rank = int(os.environ.get("RANK", 0))
+    first = sum(counts[:rank])
+    return [VLLM(gpus, first + i, sum(counts), args) for i, gpus in enumerate(placement)]
+
+
+def start_engines(cpu_group, engines: list[VLLM], config, max_length: int) -> None:
+    """Starts this rank's engines, and waits until those of all ranks can be used."""
+    deadline = time.monotonic() + VLLM_START_TIMEOUT
+
+    def poll() -> bool | None:
+        for engine in engines:
+            if engine.process is None:
+                engine.start(config, max_length)
+        started = [engine.has_started(1 / len(engines)) for engine in engines]
+        if all(started):
+            return True
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"vLLM has not started within {VLLM_START_TIMEOUT} seconds")
+        return None
+
+    wait_for_all(cpu_group, poll)
+
+
+def gather_layers(model: torch.nn.Module, args: Args) -> Iterator[dict[str, Tensor]]:
+    """The weights of a model in args.dtype, a layer at a time: {name: tensor}.
+
+    What belongs to no layer, such as the embedding, comes alone. Weights that are sharded are
+    gathered, in which all ranks take part.
+    """
+    weights = model.state_dict(keep_vars=True)
+    if torch.cuda.is_available():
+        # On CUDA a tied head reads the embedding. On a CPU vLLM has packed it, and needs it again.
+        names = {id(weight): name for name, weight in reversed(weights.items())}
+        weights = {name: weight for name, weight in weights.items() if name == names[id(weight)]}
+
+    def layer_of(name: str) -> str:
+        return re.match(r".*?\.\d+\.|.*", name)[0]  # model.layers.12. of model.layers.12.mlp...
+
+    for _, names in itertools.groupby(weights, key=layer_of):
+        layer = {}
+        for name in names:
+            tensor = weights[name].detach()
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+            if tensor.is_floating_point():
+                tensor = tensor.to(getattr(torch, args.dtype))
+            layer[name] = tensor.contiguous()
+        yield layer
+
+
+def sync_weights(
+    accelerator: Accelerator,
+    cpu_group,
+    engines: list[VLLM],
+    policy: torch.nn.Module,
+    version: int,
+    args: Args,
+) -> None:
+    """Brings the policy's weights to the engines, which must be idle. Called on every rank.
+
+    version: the training steps that these weights have completed.
+    """
+    # Without the PolicyModel around it, and what accelerate may have put around that
+    model = accelerator.unwrap_model(policy, keep_torch_compile=False).model
+    layers = gather_layers(model, args)
+    error = None
+    try:
+        for engine in engines:
+            engine.start_sync()
+        for weights in layers:
+            for engine in engines:
+                engine.load_weights(weights)
+        for engine in engines:
+            engine.finish_sync(version)
+    except Exception as raised:
+        error = raised
+    for _ in layers:  # other ranks wait in the gathers, also for one whose engine has failed
+        pass
+    exchange(cpu_group, None, error)
+
+
+def receive_all(engines: list[VLLM]) -> list[Any]:
+    """The result of what was sent to each engine; the first error is raised at once."""
+    results = {}
+    while len(results) < len(engines):
+        waiting = [engine for engine in engines if engine not in results]
+        wait([end for engine in waiting for end in (engine.connection, engine.process.sentinel)])
+        for engine in waiting:
+            if engine.has_answer(0):
+                results[engine] = engine.receive()
+    return [results[engine] for engine in engines]
+
+
+def sample_share(
+    engines: list[VLLM],
+    prompts: list[Prompt],
+    seeds: list[int],
+    temperature: float,
+    num_samples: int,
+    args: Args,
+) -> tuple[list[Prompt], list[list[int]], list[list[float]], int | None]:
+    """Samples the responses to those of some prompts that are this rank's, on all of its engines.
+
+    Returns these prompts, the responses, their log-probabilities, and the policy's version, which
+    is None on a rank without engines. num_samples: how often each prompt stands in the list, side
+    by side.
+    """
+    own_prompts = []
+    for engine in engines:
+        some_prompts = share_of(prompts, engine.index, engine.count, num_samples)
+        some_seeds = share_of(seeds, engine.index, engine.count, num_samples)
+        prompt_ids = [prompt.token_ids for prompt in some_prompts]
+        engine.send(sample_responses, prompt_ids, some_seeds, temperature, args)
+        own_prompts += some_prompts
+
+    responses, logprobs, version = [], [], None
+    for some_responses, some_logprobs, engine_version in receive_all(engines):
+        responses += some_responses
+        logprobs += some_logprobs
+        version = engine_version  # all are given the same weights
+    return own_prompts, responses, logprobs, version
+
+
+def generate_rollout(
+    engines: list[VLLM], workers: list[RewardWorker], tokenizer, args: Args, request: Request
+) -> Rollout:
+    """This rank's share of the answers to a request, sampled and graded. It touches no weights."""
     times = {}
     with timed(times, "generation"):
-        prompt_ids = [prompt.token_ids for prompt in request.prompts]
-        responses, logprobs, version = vllm.generate(prompt_ids, request.seeds, args.temperature)
+        prompts, responses, logprobs, version = sample_share(
+            engines,
+            request.prompts,
+            request.seeds,
+            args.temperature,
+            args.number_samples_per_prompt,
+            args,
+        )
     with timed(times, "evaluation"):
-        prompt_ids = [prompt.token_ids for prompt in request.eval_prompts]
-        eval_responses, _, _ = vllm.generate(prompt_ids, request.eval_seeds, args.eval_temperature)
-    return Rollout(
-        training_step=request.training_step,
-        policy_version=version,
-        prompts=request.prompts,
-        responses=responses,
-        sampler_logprobs=logprobs,
-        eval_prompts=request.eval_prompts,
-        eval_responses=eval_responses,
-        times=times,
-    )
+        eval_prompts, eval_responses, eval_logprobs, _ = sample_share(
+            engines, request.eval_prompts, request.eval_seeds, args.eval_temperature, 1, args
+        )
+    with timed(times, "reward"):
+        answers = grade_answers(workers, tokenizer, prompts, responses, logprobs, args)
+    with timed(times, "evaluation"):
+        eval_answers = grade_answers(
+            workers, tokenizer, eval_prompts, eval_responses, eval_logprobs, args
+        )
+    return Rollout(request, version, answers, eval_answers, times)
 
 
 def generation_thread(
-    vllm: VLLM, prompts_Q: queue.Queue, response_Q: queue.Queue, args: Args
+    generate: Callable[[Request], Rollout], prompts_Q: queue.Queue, response_Q: queue.Queue
 ) -> None:
-    """Answers each Request in prompts_Q with a Rollout in response_Q, or with what went wrong."""
+    """Answers each Request in prompts_Q with a Rollout in response_Q, or with what went wrong.
+
+    generate: generate_rollout, but for its last argument.
+    """
     while True:
         times = {}
         with timed(times, "wait_for_prompts"):
             request = prompts_Q.get()
         try:
-            rollout = generate_rollout(vllm, request, args)
+            rollout = generate(request)
             rollout.times.update(times)
             response_Q.put(rollout)
         except BaseException as error:
             response_Q.put(error)
 
 
-def receive_rollout(accelerator: Accelerator, response_Q: queue.Queue) -> Rollout:
-    """Takes the next rollout from rank 0's response_Q, on every rank; raises what went wrong."""
+def join_answers(shares: list[Answers]) -> Answers:
+    """Several answers as one."""
+    joined = {}
+    for name in vars(shares[0]):
+        joined[name] = [item for share in shares for item in getattr(share, name)]
+    return Answers(**joined)
 
-    def take() -> Rollout:
-        answer = response_Q.get()
+
+def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
+    """Takes this rank's share from response_Q, and returns the shares of all ranks as one rollout.
+
+    What went wrong on one rank is raised on all, while others may still generate.
+    """
+
+    def take() -> Rollout | None:
+        try:
+            answer = response_Q.get(timeout=1)
+        except queue.Empty:
+            return None
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    return on_main_process(accelerator, take)
+    own_share = wait_for_all(cpu_group, take)
+    shares = exchange(cpu_group, replace(own_share, request=None))  # every rank has the request
+    shares = [share for share in shares if share.policy_version is not None]
+    (version,) = {share.policy_version for share in shares}
+    return Rollout(
+        request=own_share.request,
+        policy_version=version,
+        answers=join_answers([share.answers for share in shares]),
+        eval_answers=join_answers([share.eval_answers for share in shares]),
+        times={  # of the slowest rank
+            name: max(share.times[name] for share in shares) for name in own_share.times
+        },
+    )
 
 
-def check_generation(accelerator: Accelerator, response_Q: queue.Queue) -> None:
-    """Raises on every rank what has gone wrong in the generation thread by now, if anything."""
-
-    def look() -> None:
-        for answer in list(response_Q.queue):
-            if isinstance(answer, BaseException):
-                raise answer
-
-    on_main_process(accelerator, look)
+def check_generation(cpu_group, response_Q: queue.Queue) -> None:
+    """Raises on every rank what has gone wrong in a generation thread by now, if anything."""
+    error = None
+    for answer in list(response_Q.queue):
+        if isinstance(answer, BaseException):
+            error = answer
+    exchange(cpu_group, None, error)
 
 
 # --------------------------------------------------------------------------- forward and backward
@@ -2263,7 +2613,7 @@ def speed_metrics(times: dict[str, float], batch: Batch) -> dict[str, Any]:
 
 def evaluation_metrics(rollout: Rollout, scores: Scores, args: Args) -> dict[str, float]:
     """The eval/* metrics of a rollout's answers to the held-out prompts."""
-    prompts, responses = rollout.eval_prompts, rollout.eval_responses
+    prompts, responses = rollout.request.eval_prompts, rollout.eval_answers.responses
     stopped = [response[-1] in args.stop_token_ids for response in responses]
     return {
         **score_metrics("eval", prompts, scores, args),
@@ -2288,7 +2638,8 @@ def write_samples(
         return
     version = rollout.policy_version
     samples = []
-    for prompt, text, score in zip(rollout.eval_prompts, scores.texts, scores.scores, strict=True):
+    prompts = rollout.request.eval_prompts
+    for prompt, text, score in zip(prompts, scores.texts, scores.scores, strict=True):
         sample = {
             "prompt": prompt.text,
             "response": text,
@@ -2336,11 +2687,10 @@ def write_rollouts(
     lengths = batch.mask.sum(1)  # (episodes,)
     advantages = (batch.advantages.sum(1) / lengths).tolist()  # the mean over a response's tokens
     samples = []
-    for i in range(min(4, len(rollout.prompts))):
-        response = rollout.responses[i]
+    for i, response in enumerate(batch.responses[:4]):
         sample = {
-            "training_step": rollout.training_step,
-            "prompt": rollout.prompts[i].text,
+            "training_step": rollout.request.training_step,
+            "prompt": rollout.request.prompts[i].text,
             "response": scores.texts[i],
             "score": scores.scores[i],
             "advantage": advantages[i],
@@ -2355,22 +2705,13 @@ def write_rollouts(
 def report_evaluation(
     accelerator: Accelerator,
     reward_model: torch.nn.Module | None,
-    workers: list[RewardWorker],
-    tokenizer,
     rollout: Rollout,
     run_dir: Path,
     args: Args,
 ) -> dict[str, float]:
     """Scores a rollout's answers to the held-out prompts, writes them down, returns eval/*."""
-    scores = score_responses(
-        accelerator,
-        reward_model,
-        workers,
-        tokenizer,
-        rollout.eval_prompts,
-        rollout.eval_responses,
-        args,
-    )
+    prompts = rollout.request.eval_prompts
+    scores = score_answers(accelerator, reward_model, prompts, rollout.eval_answers, args)
     write_samples(accelerator, rollout, scores, run_dir)
     return evaluation_metrics(rollout, scores, args)
 
@@ -2589,12 +2930,20 @@ def fill_in(args: Args) -> Args:
     if args.vllm_gpu_memory_utilization is None:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     free_gpus = list(range(learners, torch.cuda.device_count()))
-    if not set(args.vllm_gpus) <= set(free_gpus):
-        bad_input(f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner: {free_gpus}")
-    if args.vllm_tensor_parallel_size != max(1, len(set(args.vllm_gpus))):
+    if len(set(args.vllm_gpus) & set(free_gpus)) < len(args.vllm_gpus):
         bad_input(
-            f"--vllm_gpus {args.vllm_gpus} must be as many GPUs as --vllm_tensor_parallel_size "
-            f"({args.vllm_tensor_parallel_size})"
+            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner, each named once: "
+            f"{free_gpus}"
+        )
+    if args.vllm_gpus and len(args.vllm_gpus) % args.vllm_tensor_parallel_size != 0:
+        bad_input(
+            f"--vllm_gpus {args.vllm_gpus} must be a multiple of --vllm_tensor_parallel_size "
+            f"({args.vllm_tensor_parallel_size}), the GPUs of one engine"
+        )
+    if not args.vllm_gpus and args.vllm_tensor_parallel_size > 1:
+        bad_input(
+            f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs --vllm_gpus: an "
+            f"engine that shares a learner's GPU has that one alone"
         )
     return args
 
@@ -2989,6 +3338,11 @@ def main() -> None:
         )
     except Exception as error:
         bad_input(f"accelerate cannot start; is it launched and configured right? ({error})")
+    if accelerator.num_processes != args.world_size:
+        bad_input(
+            f"the launcher started {args.world_size} processes, and accelerate found "
+            f"{accelerator.num_processes}; without GPUs set ACCELERATE_USE_CPU=true"
+        )
     cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -3075,20 +3429,20 @@ def main() -> None:
     run_dir = make_run_folder(accelerator, train_prompts, args)
     if cpu_group is not None:
         torch.distributed.barrier(cpu_group)
-    vllm = VLLM(accelerator, args)
+    engines = make_engines(cpu_group, args)
+    workers = start_reward_workers(args) if engines else []
+    generate = functools.partial(generate_rollout, engines, workers, tokenizer, args)
     prompts_Q = queue.Queue(maxsize=1)
     response_Q = queue.Queue(maxsize=1)
-    workers = start_reward_workers(args) if is_main else []
     try:
         # ---- vLLM, and the request for the first batch
         console.print("Starting vLLM ...")
-        on_main_process(accelerator, vllm.start, config, max_length)
-        vllm.sync_weights(policy, version=0)
-        if is_main:
-            threading.Thread(
-                target=generation_thread, args=(vllm, prompts_Q, response_Q, args), daemon=True
-            ).start()
-            prompts_Q.put(make_request(1, train_prompts, eval_prompts, args))
+        start_engines(cpu_group, engines, model.config, max_length)
+        sync_weights(accelerator, cpu_group, engines, policy, 0, args)
+        threading.Thread(
+            target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
+        ).start()
+        prompts_Q.put(make_request(1, train_prompts, eval_prompts, args))
 
         # ---- The loop
         steps = range(1, args.num_training_steps + 1)
@@ -3100,29 +3454,27 @@ def main() -> None:
 
             # 1. The responses to this step's prompts. From here on vLLM is idle ...
             with timed(times, "wait_for_generation"):
-                rollout = receive_rollout(accelerator, response_Q)
-            assert rollout.training_step == training_step, "a rollout of another step"
+                rollout = receive_rollout(cpu_group, response_Q)
+            request, answers = rollout.request, rollout.answers
+            assert request.training_step == training_step, "a rollout of another step"
 
             # 2. ... so this is the moment for the current weights and the next prompts. vLLM
             # generates while we train.
             if args.async_mode and training_step < args.num_training_steps:
                 with timed(times, "weight_sync"):
-                    vllm.sync_weights(policy, version)
-                if is_main:
-                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
-                    prompts_Q.put(request)
+                    sync_weights(accelerator, cpu_group, engines, policy, version, args)
+                prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
 
-            # 3. Scores; where an evaluation was due, those of its answers too
-            if rollout.eval_prompts:
+            # 3. Scores: the verifiable rewards came with the responses, the reward model's are
+            # made now. Where an evaluation was due, those of its answers too
+            if request.eval_prompts:
                 with timed(times, "evaluation_scoring"):
-                    metrics |= report_evaluation(
-                        accelerator, reward_model, workers, tokenizer, rollout, run_dir, args
-                    )
-            prompt_ids = [prompt.token_ids for prompt in rollout.prompts]
-            responses = rollout.responses
-            with timed(times, "reward"):
-                response_scores = score_responses(
-                    accelerator, reward_model, workers, tokenizer, rollout.prompts, responses, args
+                    metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
+            prompt_ids = [prompt.token_ids for prompt in request.prompts]
+            responses = answers.responses
+            with timed(times, "reward_model"):
+                response_scores = score_answers(
+                    accelerator, reward_model, request.prompts, answers, args
                 )
             check_scores(response_scores)
             # A failed reward does not mean a wrong answer: the response is left out of the loss
@@ -3149,7 +3501,7 @@ def main() -> None:
                 )
             mask = pad([[1.0] * len(response) for response in responses], device)
             loss_mask = mask * scored[:, None]
-            sampler_logprobs = pad(rollout.sampler_logprobs, device)
+            sampler_logprobs = pad(answers.sampler_logprobs, device)
             if rollout.policy_version == version:
                 check_sampler(logprobs, sampler_logprobs, mask, args)
             # The sampler is not the learner: its policy may be a step older, and its kernels are
@@ -3201,7 +3553,7 @@ def main() -> None:
             lr = 0.0  # while only the value model learns
             with timed(times, "update"):
                 for mini_batch in itertools.chain(*epochs):
-                    check_generation(accelerator, response_Q)
+                    check_generation(cpu_group, response_Q)
                     update_sums = accumulate_gradients(
                         accelerator, policy, value_model, batch, mini_batch, trains_policy, args
                     )
@@ -3232,10 +3584,8 @@ def main() -> None:
             # 8. With --no-async_mode this is the moment for weights and prompts
             if not args.async_mode and training_step < args.num_training_steps:
                 with timed(times, "weight_sync"):
-                    vllm.sync_weights(policy, training_step)
-                if is_main:
-                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
-                    prompts_Q.put(request)
+                    sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
+                prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
 
             # 9. Metrics
             times = step_times(times, rollout, time.perf_counter() - step_start)
@@ -3243,7 +3593,7 @@ def main() -> None:
             sums = sum_over_ranks(accelerator, sums)
             metrics |= compute_metrics(batch, sums, args)
             metrics |= mismatch_metrics(batch, untruncated_weights, args)
-            metrics |= score_metrics("objective", rollout.prompts, response_scores, args)
+            metrics |= score_metrics("objective", request.prompts, response_scores, args)
             metrics |= speed_metrics(times, batch)
             for name, norms in grad_norms.items():
                 metrics[name] = torch.stack(norms).mean()
@@ -3261,19 +3611,16 @@ def main() -> None:
 
             # 10. After the last update, the last evaluation
             if eval_prompts and training_step == args.num_training_steps:
-                vllm.sync_weights(policy, training_step)
-                if is_main:
-                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
-                    prompts_Q.put(request)
-                rollout = receive_rollout(accelerator, response_Q)
-                metrics |= report_evaluation(
-                    accelerator, reward_model, workers, tokenizer, rollout, run_dir, args
-                )
+                sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
+                prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
+                rollout = receive_rollout(cpu_group, response_Q)
+                metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             write_metrics(accelerator, metrics, run_dir, console, args)
 
         save_model(accelerator, policy, tokenizer, run_dir / "model", args)
     finally:
-        vllm.stop()
+        for engine in engines:
+            engine.stop()
         for worker in workers:
             worker.stop()
 
