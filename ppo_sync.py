@@ -1572,10 +1572,11 @@ def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
 # The next three functions run in vLLM's process. `llm` is vLLM's LLM.
 
 
-def run_vllm(connection, folders: list[str], options: dict) -> None:
-    """The main function of vLLM's process: makes an LLM and answers what VLLM.call sends.
+def run_vllm(connection, folders: list[str], options: dict, config) -> None:
+    """The main function of vLLM's process: makes an LLM and answers what VLLM.send sends.
 
-    At its end it removes the folders.
+    At its end it removes the folders. config: None, or that of a model with random weights, which
+    is written to options["model"] for vLLM to start from.
     """
     # A session of its own: Ctrl-C is for the script alone, and all that vLLM starts ends with it
     os.setsid()
@@ -1590,6 +1591,8 @@ def run_vllm(connection, folders: list[str], options: dict) -> None:
         end()
 
     threading.Thread(target=watch_script, daemon=True).start()
+    if config is not None:
+        AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
     from vllm import LLM
 
     llm = LLM(**options)
@@ -1733,7 +1736,7 @@ def vllm_options(
     """The arguments of vLLM's LLM, for an engine on these GPUs, or on the CPU.
 
     It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
-    On a CPU vLLM 0.32 cannot reload "dummy" weights, so a random model is written to `folder`.
+    On a CPU vLLM 0.32 cannot reload "dummy" weights, so it finds a random model in `folder`.
     """
     options = {
         "dtype": args.dtype,
@@ -1756,7 +1759,6 @@ def vllm_options(
             # The folder's config may say otherwise of a head that is not tied (see load_model)
             options["hf_overrides"] = {"tie_word_embeddings": False}
     else:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         options["model"] = folder
         options["enforce_eager"] = True
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
@@ -1797,8 +1799,9 @@ class VLLM:
         context = mp.get_context("spawn")
         self.connection, engine_end = context.Pipe()
         folders = [self.folder, self.temporary_folder]
+        random_model = None if self.gpus else config
         self.process = context.Process(
-            target=run_vllm, args=(engine_end, folders, options), name="vLLM"
+            target=run_vllm, args=(engine_end, folders, options, random_model), name="vLLM"
         )
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
-from helpers.processes import flags_of
+from helpers.processes import TWO_RANKS, finish, flags_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo_vllm_async
@@ -653,6 +653,75 @@ def test_share_of_a_gpu_depends_on_who_else_uses_it(script, monkeypatch):
     for options in ({}, own):
         args = fill_in(script, vllm_gpu_memory_utilization=0.5, **options)
         assert args.vllm_gpu_memory_utilization == 0.5
+
+
+# On a node of 8 GPUs, of which two have a learner
+REFUSED_GPUS = {
+    "a learner's": ({"vllm_gpus": (1, 2)}, ["--vllm_gpus (1, 2)", "[2, 3, 4, 5, 6, 7]"]),
+    "one that is not there": ({"vllm_gpus": (7, 8)}, ["--vllm_gpus (7, 8)", "without a learner"]),
+    "one twice": ({"vllm_gpus": (2, 2)}, ["--vllm_gpus (2, 2)", "each named once"]),
+    "one twice for an engine of two": (
+        {"vllm_gpus": (2, 2), "vllm_tensor_parallel_size": 2},
+        ["--vllm_gpus (2, 2)", "each named once"],
+    ),
+    "half an engine": (
+        {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
+        ["--vllm_gpus (2, 3, 4)", "a multiple of --vllm_tensor_parallel_size (2)"],
+    ),
+    "fewer than an engine": (
+        {"vllm_gpus": (2, 3), "vllm_tensor_parallel_size": 4},
+        ["--vllm_gpus (2, 3)", "a multiple of --vllm_tensor_parallel_size (4)"],
+    ),
+    "a shared one and another": (
+        {"vllm_tensor_parallel_size": 2},
+        ["--vllm_tensor_parallel_size 2 needs --vllm_gpus"],
+    ),
+}
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py"])
+
+
+@pytest.mark.parametrize("name", REFUSED_GPUS)
+def test_gpus_that_cannot_be_vllms_are_refused(name, eight_gpus, capsys):
+    options, fragments = REFUSED_GPUS[name]
+    with pytest.raises(SystemExit) as stop:
+        fill_in(ppo_sync, **options)
+    assert stop.value.code == 2
+    check_message(capsys.readouterr().err, fragments)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size"), [((), 1), ((7,), 1), ((2, 3, 4, 5, 6, 7), 1), ((2, 5, 3, 4), 2), ((2, 3), 2)]
+)
+def test_several_engines_are_allowed(gpus, size, eight_gpus):
+    args = fill_in(ppo_sync, vllm_gpus=gpus, vllm_tensor_parallel_size=size)
+    assert (args.vllm_gpus, args.vllm_tensor_parallel_size) == (gpus, size)
+
+
+@pytest.mark.slow
+def test_ranks_that_would_not_find_each_other_are_refused(start_script, tmp_path):
+    """Each would train alone, and all write to one folder."""
+    if torch.cuda.is_available():
+        pytest.skip("accelerate starts as many ranks as the launcher did")
+    hide = {"ACCELERATE_USE_CPU": "", "OMP_NUM_THREADS": "1"}
+    process = start_script("ppo_sync.py", tmp_path, launcher=TWO_RANKS, env=hide)
+    run = finish(process, 60, time.monotonic())
+    assert run.returncode != 0
+    line = next(line for line in run.stderr.splitlines() if "error: " in line)
+    check_message(
+        line,
+        [
+            "the launcher started 2 processes, and accelerate found 1",
+            "without GPUs set ACCELERATE_USE_CPU=true",
+        ],
+    )
+    assert run.seconds < 15
+    assert not run.run_dir.exists()
 
 
 @pytest.mark.parametrize(

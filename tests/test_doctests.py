@@ -5,6 +5,7 @@ import doctest
 import graders
 import make_debug_assets
 import pytest
+import summarize_run
 import train_reward_model
 
 import grpo_vllm_async
@@ -17,6 +18,7 @@ MODULES = [
     (ppo_vllm_async, 11),
     (grpo_vllm_async, 11),
     (graders, 3),
+    (summarize_run, 5),
     (train_reward_model, 2),
     (make_debug_assets, 2),
 ]

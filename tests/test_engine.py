@@ -26,7 +26,7 @@ import ppo_sync
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_vllms_environment_is_not_left_in_the_learners(fails, accelerator, monkeypatch):
+def test_vllms_environment_is_not_left_in_the_learners(fails, monkeypatch):
     seen, made = {}, []
 
     def start():
@@ -47,7 +47,7 @@ def test_vllms_environment_is_not_left_in_the_learners(fails, accelerator, monke
     before = dict(os.environ)
     try:
         with pytest.raises(OSError, match="no more") if fails else contextlib.nullcontext():
-            ppo_sync.VLLM(accelerator, tiny_args()).start(tiny_config(), 32)
+            ppo_sync.VLLM((), 0, 1, tiny_args()).start(tiny_config(), 32)
     finally:
         for folder in made:
             shutil.rmtree(folder)
@@ -55,18 +55,50 @@ def test_vllms_environment_is_not_left_in_the_learners(fails, accelerator, monke
     assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "RANK" not in seen
 
 
-@pytest.mark.parametrize("dies", ["before", "during"])
-def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies, accelerator):
-    ours, theirs = multiprocessing.Pipe()
+@pytest.fixture
+def engine():
+    """A VLLM whose process is a pipe: what it is sent comes out of .theirs, and back in there.
+
+    What ends the process is .life.close().
+    """
+    vllm = ppo_sync.VLLM((), 0, 1, tiny_args())
+    vllm.connection, vllm.theirs = multiprocessing.Pipe()
+    sentinel, vllm.life = multiprocessing.Pipe()
+    vllm.process = SimpleNamespace(join=lambda timeout: None, exitcode=-9, sentinel=sentinel)
+    yield vllm
+    for end in (vllm.connection, vllm.theirs, sentinel, vllm.life):
+        end.close()
+
+
+@pytest.mark.parametrize("dies", ["before", "during", "survived by a child"])
+def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies, engine):
     if dies == "before":
-        theirs.close()
-    else:
-        threading.Thread(target=lambda: (theirs.recv(), theirs.close())).start()
-    dead = SimpleNamespace(join=lambda timeout: None, exitcode=-9)
-    vllm = ppo_sync.VLLM(accelerator, tiny_args())
-    vllm.process, vllm.connection = dead, ours
+        engine.theirs.close()
+    elif dies == "during":
+        threading.Thread(target=lambda: (engine.theirs.recv(), engine.theirs.close())).start()
+    else:  # its end of the connection stays open
+        threading.Thread(target=lambda: (engine.theirs.recv(), engine.life.close())).start()
+    engine.send(str.upper)
     with pytest.raises(RuntimeError, match=r"vLLM's process died with exit code -9"):
-        vllm.call(str.upper)
+        engine.receive()
+
+
+def test_answer_that_does_not_come_in_time_is_an_error(engine):
+    engine.send(str.upper)
+    with pytest.raises(TimeoutError, match=r"vLLM has not answered for 0\.1 seconds"):
+        engine.receive(0.1)
+    engine.theirs.send(("an answer", None, ""))
+    assert engine.receive(0.1) == "an answer"
+
+
+def test_engine_that_dies_in_its_start_is_an_error(engine):
+    assert not engine.has_started(0)
+    engine.theirs.send((None, None, ""))
+    assert engine.has_started(0) and engine.has_started(0)
+    engine.is_ready = False
+    engine.theirs.close()
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        engine.has_started(0)
 
 
 def test_transformers_backend_samples_alike_with_gradient_checkpointing(accelerator, assets):
@@ -150,10 +182,10 @@ def started_system(request, tmp_path_factory):
     )
     before = set(psutil.Process().children(recursive=True))
     accelerator = Accelerator()
-    vllm = ppo_sync.VLLM(accelerator, args)
-    vllm.start(policy.model.config, max_length=400)
-    family = set(psutil.Process().children(recursive=True)) - before
+    (vllm,) = ppo_sync.make_engines(None, args)
     try:
+        ppo_sync.start_engines(None, [vllm], policy.model.config, max_length=400)
+        family = set(psutil.Process().children(recursive=True)) - before
         policy = accelerator.prepare(policy)
         weights = {name: value.clone() for name, value in policy.state_dict().items()}
         parts = {"accelerator": accelerator, "policy": policy, "args": args, "vllm": vllm}
@@ -179,13 +211,22 @@ def system(started_system):
 
 
 def sync(system, version=0):
-    system.vllm.sync_weights(system.policy, version)
+    ppo_sync.sync_weights(
+        system.accelerator, None, [system.vllm], system.policy, version, system.args
+    )
 
 
 def generate(system, prompts=PROMPTS, seeds=None, temperature=1.0):
     seeds = seeds or [ppo_sync.stable_hash(row) for row in range(len(prompts))]
-    responses, logprobs, _ = system.vllm.generate(prompts, seeds, temperature)
+    system.vllm.send(ppo_sync.sample_responses, prompts, seeds, temperature, system.args)
+    responses, logprobs, _ = system.vllm.receive()
     return responses, logprobs
+
+
+def version_that_answers(system):
+    system.vllm.send(ppo_sync.sample_responses, PROMPTS[:1], [1], 1.0, system.args)
+    _, _, version = system.vllm.receive()
+    return version
 
 
 def learner_logprobs(system, prompts, responses, temperature):
@@ -235,8 +276,9 @@ def fails(llm, argument):
 
 
 def test_failure_of_an_engine_call_is_its_own(system):
+    system.vllm.send(fails, "this one")
     with pytest.raises(KeyError, match="this one") as caught:
-        system.vllm.call(fails, "this one")
+        system.vllm.receive()
     assert "in fails" in str(caught.value.__cause__)  # where it happened
     assert len(generate(system)[0]) == 8  # and it goes on
 
@@ -278,15 +320,13 @@ def test_cache_that_is_not_emptied_is_an_error(system, monkeypatch):
     monkeypatch.setattr(ppo_sync, "finish_weight_sync", fail_to_reset)
     with pytest.raises(RuntimeError, match="prefix cache"):
         sync(system, version=8)
-    _, _, version = system.vllm.generate(PROMPTS[:1], [1], 1.0)
-    assert version == 7
+    assert version_that_answers(system) == 7
 
 
 def test_answers_carry_the_version_that_was_synced_last(system):
     for version in (3, 5):
         sync(system, version)
-        _, _, found = system.vllm.generate(PROMPTS[:1], [1], 1.0)
-        assert found == version
+        assert version_that_answers(system) == version
 
 
 def test_tensor_that_is_left_out_shows(system, monkeypatch):

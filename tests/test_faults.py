@@ -325,6 +325,7 @@ def test_warnings_name_the_row_the_file_and_the_line(pool, failing, capsys):
     scores, failures = ppo_sync.verifiable_rewards(pool, prompts, texts, args)
     assert scores == [1.0, None, None, None, None]
     assert [cause is not None for cause in failures] == [False, True, True, True, False]
+    ppo_sync.warn_of_failures(prompts, failures)
     (line,) = capsys.readouterr().out.splitlines()
     for fragment in (
         "3 of 5",

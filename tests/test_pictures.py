@@ -121,3 +121,10 @@ def test_single_evaluation_is_the_one_after_training(say):
         "Mean score of their answers: 0.750 after training",
     ]
     assert say([{"training_step": 1}]) == []
+
+
+def test_waiting_is_no_news_where_each_side_waits_for_the_other(say):
+    line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
+    assert say([line, line]) == []
+    (speed,) = say([line | {"policy/staleness": 1}] * 2)
+    assert speed.startswith("training-bound: the other waited 50% of the time")

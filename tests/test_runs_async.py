@@ -248,7 +248,7 @@ def test_few_prompts_come_once_per_pass(reward_model_run):
 def test_scoring_of_evaluations_is_no_training_time(reward_model_run):
     # Eight held-out prompts at half a second in two workers: two seconds. All else that a step does
     # has a time.
-    parts = ("weight_sync", "wait_for_generation", "reward", "forward", "update")
+    parts = ("weight_sync", "wait_for_generation", "reward_model", "forward", "update")
     assert [
         line["training_step"] for line in reward_model_run.metrics if "eval/scores" in line
     ] == [1, 2, 3]

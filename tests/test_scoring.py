@@ -76,10 +76,10 @@ def make_prompt(
 
 
 def score_responses(tokenizer, prompts, responses, args, reward_model=None):
-    workers = [Worker(args)]
-    return ppo_sync.score_responses(
-        Accelerator(cpu=True), reward_model, workers, tokenizer, prompts, responses, args
-    )
+    logprobs = [[-1.0] * len(response) for response in responses]
+    answers = ppo_sync.grade_answers([Worker(args)], tokenizer, prompts, responses, logprobs, args)
+    assert (answers.responses, answers.sampler_logprobs) == (responses, logprobs)
+    return ppo_sync.score_answers(Accelerator(cpu=True), reward_model, prompts, answers, args)
 
 
 def score(tokenizer, texts, truth="12", truths=None, reward_model=None, **options):

@@ -30,40 +30,30 @@ REPO = Path(__file__).resolve().parent.parent.parent
 WARM_UP = 3  # steps left out: the first ones of a run
 
 
-class StubVLLM:
-    """In place of VLLM: an engine that takes a given time for any number of prompts."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def generate(self, prompts, seeds, temperature):
-        if prompts:
-            time.sleep(self.seconds)
-        return [[0] for _ in prompts], [[0.0] for _ in prompts], 0
-
-
 def run_toy(async_mode, iterations=7, seconds=1.0):
     """The script's own thread and queues, with stubs of vLLM and of the update; returns seconds."""
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
 
-    args = script.Args(async_mode=async_mode)
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    prompt = script.Prompt("row 0", "", [0], [0], "toy", "", None)
+
+    def generate(request):
+        time.sleep(seconds)
+        nothing = script.Answers([], [], [], [], [])
+        return script.Rollout(request, 0, nothing, nothing, times={})
+
     threading.Thread(
-        target=script.generation_thread,
-        args=(StubVLLM(seconds), prompts_Q, response_Q, args),
-        daemon=True,
+        target=script.generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
     ).start()
 
     def ask_for(step):
-        prompts_Q.put(script.Request(step, [prompt], [1], [], []))
+        prompts_Q.put(script.Request(step, [], [], [], []))
 
     start = time.perf_counter()
     ask_for(1)
     for step in range(1, iterations + 1):
-        rollout = response_Q.get()
-        assert rollout.training_step == step
+        rollout = script.receive_rollout(None, response_Q)
+        assert rollout.request.training_step == step
         if async_mode and step < iterations:
             ask_for(step + 1)
         time.sleep(seconds)  # the update
@@ -131,7 +121,8 @@ def run_real(async_mode, threads, steps, flags):
     # The last async step has nothing to overlap with: it is left out in both modes.
     lines = lines[WARM_UP:-1]
     total = statistics.mean(line["time/training"] for line in lines)
-    generation = statistics.mean(line["time/generation"] for line in lines)
+    # What the thread does: it samples, and asks for rewards
+    generation = statistics.mean(line["time/generation"] + line["time/reward"] for line in lines)
     return (
         total,
         generation,

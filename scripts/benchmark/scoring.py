@@ -1,4 +1,4 @@
-"""How long verifiable rewards take: responses through score_responses, as in a run.
+"""How long verifiable rewards take: responses through grade_answers, as in a run.
 
 1,000 responses of GSM8K (in the script's process) and of MATH (in two workers); and 512 of a reward
 that takes 0.2 s on one response of ten, beside one that takes no time.
@@ -13,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-
-from accelerate import Accelerator
 
 REPO = Path(__file__).resolve().parent.parent.parent
 GRADERS = REPO / "scripts" / "rewards" / "graders.py"
@@ -52,8 +50,7 @@ def slow(data_source, response, ground_truth, extra_info):
 
 
 def measure(script, source, reward_fn, truths, texts, num_workers):
-    """The seconds that it takes to score the texts, and the scores."""
-    accelerator = Accelerator(cpu=True)
+    """The seconds that it takes to grade the texts, and their Answers."""
     tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
     prompts = [script.Prompt("", "", [], [], source, truth, None) for truth in truths]
@@ -62,12 +59,10 @@ def measure(script, source, reward_fn, truths, texts, num_workers):
         for worker in workers:
             worker.wait_for_import()
         # The first call of each worker imports what the reward imports
-        script.score_responses(
-            accelerator, None, workers, tokenizer, prompts[:10], texts[:10], args
-        )
+        script.grade_answers(workers, tokenizer, prompts[:10], texts[:10], [], args)
         start = time.perf_counter()
-        scored = script.score_responses(accelerator, None, workers, tokenizer, prompts, texts, args)
-        return time.perf_counter() - start, scored
+        answers = script.grade_answers(workers, tokenizer, prompts, texts, [], args)
+        return time.perf_counter() - start, answers
     finally:
         for worker in workers:
             worker.stop()
@@ -80,9 +75,9 @@ def main():
     rng = random.Random(1)
     for source, reward_fn in (("gsm8k", None), ("math", f"{GRADERS}:compute_score")):
         truths, texts = zip(*(make(source, rng) for _ in range(1000)), strict=True)
-        seconds, scored = measure(script, source, reward_fn, truths, texts, num_workers=2)
-        right = sum(scored.verifiable)
-        failed = sum(cause is not None for cause in scored.failures)
+        seconds, answers = measure(script, source, reward_fn, truths, texts, num_workers=2)
+        right = sum(answers.verifiable)
+        failed = sum(cause is not None for cause in answers.failures)
         print(f"{source}: 1,000 responses in {seconds:.2f} s, {right:.0f} right, {failed} failed")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -7,8 +7,9 @@ lr_multiplier           multiply_learning_rate
 torch.optim             before_each_optimizer_step
 save_file               leave_out
 VLLM.start              after_engine_start
-VLLM.call               around_engine_calls
-VLLM.sync_weights       before_each_sync
+VLLM.send               around_each_send
+VLLM.receive            around_each_receive
+sync_weights            before_each_sync
 queue                   count_queues
 VLLM                    test_loop.py has a stub in its place
 
@@ -20,6 +21,7 @@ it is set with put=monkeypatch.setattr; before_each_optimizer_step is a context.
 import contextlib
 import functools
 import inspect
+import queue
 from types import SimpleNamespace
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -114,31 +116,36 @@ def leave_out(script, tensor, put=setattr):
 
 
 def after_engine_start(script, do, put=setattr):
-    """do(folder of the weights, vLLM's temporary folder) when its process has been started."""
+    """do(engine) when its process has been started."""
 
     def instead(call, given):
         call()
-        do(given["self"].folder, given["self"].temporary_folder)
+        do(given["self"])
 
     around(script.VLLM, "start", instead, put)
 
 
-def around_engine_calls(script, instead, put=setattr):
-    """instead(call, given); given["function"] is what vLLM's process will run."""
-    around(script.VLLM, "call", instead, put)
+def around_each_send(script, instead, put=setattr):
+    """instead(call, given); given["function"] is what the process of given["self"] will run."""
+    around(script.VLLM, "send", instead, put)
+
+
+def around_each_receive(script, instead, put=setattr):
+    """instead(call, given); call() returns what the process of given["self"] has answered."""
+    around(script.VLLM, "receive", instead, put)
 
 
 def before_each_sync(script, do, put=setattr):
     """do(weights, version) before the policy's weights go to vLLM."""
 
     def instead(call, given):
-        policy = given["self"].accelerator.unwrap_model(given["policy"])
+        policy = given["accelerator"].unwrap_model(given["policy"])
         do(policy.state_dict(), given["version"])
         return call()
 
-    around(script.VLLM, "sync_weights", instead, put)
+    around(script, "sync_weights", instead, put)
 
 
 def count_queues(script, queue_class, put=setattr):
     """The script's queues are of this class."""
-    put(script, "queue", SimpleNamespace(Queue=queue_class))
+    put(script, "queue", SimpleNamespace(Queue=queue_class, Empty=queue.Empty))

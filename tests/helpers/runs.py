@@ -34,7 +34,17 @@ METRICS_OF = {
         "kl_coef",
     ],
     "loss/": ["policy_avg", "value_avg"],
-    "time/": ["from_scratch", "training", "generation", "reward", "forward", "update"],
+    "time/": [
+        "from_scratch",
+        "training",
+        "wait_for_prompts",
+        "generation",
+        "reward",
+        "wait_for_generation",
+        "reward_model",
+        "forward",
+        "update",
+    ],
     "val/": [
         "sequence_lengths",
         "num_stop_token_ids",

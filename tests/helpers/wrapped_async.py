@@ -1,6 +1,6 @@
 """Runs an async script under watch, or with a fault: wrapped_async.py SCRIPT FAULT [its flags].
 
-Whatever the fault, every call of the engine is checked to be the only one, and what goes through
+Whatever the fault, it is checked that one thread at a time uses an engine, and what goes through
 the two queues is counted; with KEEP_VERSIONS set to a folder the weights of every sync are kept
 there, every batch in the run's folder.
 
@@ -8,8 +8,8 @@ FAULT is one of
     none
     explosion    the first update leaves weights that are out of bounds
     disk         the final save of the tokenizer finds the disk full
-    generator    the generation of the third step's responses fails while the second step trains:
-                 its first update takes until then
+    generator    the generation of the third step's responses fails on rank 0 while the second
+                 step trains: its first update takes until then
 """
 
 import importlib
@@ -41,8 +41,8 @@ class CountingQueue(queue.Queue):
         super().put(item)
         self.came += 1
 
-    def get(self):
-        item = super().get()
+    def get(self, timeout=None):
+        item = super().get(timeout=timeout)
         self.went += 1
         return item
 
@@ -59,23 +59,35 @@ def burn(llm, *args):
 
 
 def watch(script):
-    """One call of the engine at a time; what is counted and told is read by tests."""
-    busy = threading.Lock()
+    """One thread at a time uses an engine; what is counted and told is read by tests."""
+    users = {}  # {engine: the thread that waits for its answer}
+    changing = threading.Lock()
 
-    def alone(call, given):
-        if not busy.acquire(blocking=False):
-            raise RuntimeError(f"{given['function']} while another thread uses vLLM")
+    def send(call, given):
+        with changing:
+            if given["self"] in users:
+                raise RuntimeError(f"{given['function']} is sent to vLLM while it is in use")
+            users[given["self"]] = threading.current_thread()
+        return call()
+
+    def receive(call, given):
+        user = users.get(given["self"])
+        if user is not threading.current_thread():
+            raise RuntimeError(f"an answer of vLLM is taken, which {user} waits for")
         try:
             return call()
         finally:
-            busy.release()
+            del users[given["self"]]
 
-    hooks.around_engine_calls(script, alone)
+    def note_start(engine):
+        users[engine] = threading.current_thread()  # it answers when it has started
+        print("Folders of vLLM:", engine.folder, engine.temporary_folder, flush=True)
+
+    hooks.around_each_send(script, send)
+    hooks.around_each_receive(script, receive)
+    hooks.after_engine_start(script, note_start)
     hooks.count_queues(script, CountingQueue)
     hooks.at_each_loading(script, lambda: print("A model is loaded"))
-    hooks.after_engine_start(
-        script, lambda *folders: print("Folders of vLLM:", *folders, flush=True)
-    )
 
 
 def keep_versions(script, folder):
@@ -93,8 +105,9 @@ def fail_in_generation(script):
     generations, updates = itertools.count(1), itertools.count(1)
 
     def fail_in_the_third_request(call, given):
-        # Two calls a request: its prompts, and those of an evaluation
-        if given["function"] is script.sample_responses and next(generations) == 5:
+        # Two of them a request: its prompts, and those of an evaluation
+        is_generation = given["function"] is script.sample_responses
+        if is_generation and next(generations) == 5 and given["self"].index == 0:
             given["function"] = burn
         return call()
 
@@ -107,7 +120,7 @@ def fail_in_generation(script):
             while not CountingQueue.answers(script.Request) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-    hooks.around_engine_calls(script, fail_in_the_third_request)
+    hooks.around_each_send(script, fail_in_the_third_request)
     hooks.after_gradients(script, wait_in_the_second_step)
 
 
