@@ -4,29 +4,29 @@ No GPU needed, sets itself up, learns in minutes:
 
     bash scripts/train/debug/grpo.sh
 
-One GPU, which vLLM shares:
+One GPU, which a vLLM engine shares with the learner; with --num_processes 8 eight of them do:
 
     accelerate launch --num_processes 1 grpo_vllm_async.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
 
-Eight GPUs, of which six train and two generate:
+Eight GPUs, of which six train and two generate, each with an engine of its own:
 
-    accelerate launch --num_processes 6 grpo_vllm_async.py \
-        --vllm_gpus 6 7 --vllm_tensor_parallel_size 2 ...
+    accelerate launch --num_processes 6 grpo_vllm_async.py --vllm_gpus 6 7 ...
 
-Two nodes of eight GPUs, the same command on each but for the rank; vLLM shares rank 0's GPU:
+Two nodes of eight GPUs, the same command on each but for the rank:
 
     accelerate launch --num_machines 2 --machine_rank 0 --num_processes 16 \
         --main_process_ip HOST --main_process_port 29500 grpo_vllm_async.py ...
 
 Training step g:
 
-    rank 0, main thread                   generation thread           vLLM (its own process)
-    get batch g from response_Q  <------  put the responses
+    every rank, main thread               generation thread           vLLM (its own process)
+    get batch g from response_Q  <------  put the scored responses
+    gather the shares of all ranks
     [vLLM is idle] sync weights  ---------------------------------->  weights of version g - 1
     put prompts g+1 in prompts_Q ------>  get prompts, generate --->  sample
-    score, train on batch g,                ...                         ...
-      together with the other ranks
+    train on batch g,                     call --reward_fn              ...
+      together with the other ranks         ...
 
 Weights travel between the receipt of one batch and the request for the next. vLLM is idle then
 and the learner does not update, so nothing has to be locked. Batch g comes from the
@@ -221,9 +221,9 @@ class Args:
     temperature: float = 1.0
     """sampling temperature; log-probabilities are those of the distribution at this temperature"""
     vllm_gpus: tuple[int, ...] = ()
-    """indices of the GPUs reserved for vLLM, after the learners'; none: it shares rank 0's GPU"""
+    """GPUs of each node that only vLLM uses, as indices; none: an engine on every learner's GPU"""
     vllm_tensor_parallel_size: int = 1
-    """GPUs that share one copy of the model in vLLM"""
+    """GPUs of one vLLM engine, with --vllm_gpus; so many of them share one copy of the model"""
     vllm_gpu_memory_utilization: float | None = None
     """share of a GPU's memory for vLLM; None: 0.9 of GPUs of its own, 0.3 of one that it shares"""
     vllm_enforce_eager: bool = False
@@ -240,7 +240,7 @@ class Args:
     reward_fn: str | None = None
     """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
     reward_workers: int | None = None
-    """processes that call reward_fn; None: as many as a rank has CPU cores, 8 at most"""
+    """processes of each rank that call reward_fn; None: as many as its CPU cores, 8 at most"""
     reward_timeout: float = 10.0
     """seconds for a call of reward_fn; a response whose call fails is left out of the loss, but for
     those that non_stop_penalty scores"""
@@ -3192,14 +3192,32 @@ def check_run(args: Args, tokenizer, config, max_length: int) -> None:
             bad_input("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
 
 
+def describe_engines(args: Args) -> str:
+    """Where vLLM's engines will be."""
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    nodes = args.world_size // learners
+    if args.vllm_gpus:
+        engines = nodes * len(args.vllm_gpus) // args.vllm_tensor_parallel_size
+        gpus = ", ".join(map(str, args.vllm_gpus))
+        where = f"GPU {gpus}" if nodes == 1 else f"GPU {gpus} of each of {nodes} nodes"
+        return f"{engines} engines of vLLM on {where}"
+    if torch.cuda.is_available():
+        return f"{args.world_size} engines of vLLM, one on the GPU of each learner"
+    return f"{args.world_size} engines of vLLM, one beside each learner on the CPU"
+
+
 def print_plan(
     args: Args,
     num_parameters: int,
     train_prompts: list[Prompt],
     eval_prompts: list[Prompt],
     truth_scores: dict[str, float],
+    generation: str,
 ) -> None:
-    """Prints what the run will do: data, steps, updates, memory, rewards."""
+    """Prints what the run will do: data, steps, processes, updates, memory, rewards.
+
+    generation: what samples the responses, in words.
+    """
     longest = max(len(prompt.token_ids) for prompt in train_prompts)
     steps = args.num_training_steps
     tokens = args.episodes_per_step * (longest + args.response_length)
@@ -3212,7 +3230,11 @@ def print_plan(
     print(f"  data     {len(train_prompts):,} prompts of up to {longest} tokens,", end=" ")
     print(f"and {len(eval_prompts):,} held out")
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
-    print(f"  learners {args.world_size}")
+    print(f"  learners {args.world_size}, and {generation}")
+    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        # What `accelerate launch --cpu --num_processes 2` does
+        print("           The launcher was told of several processes and has started one. Without")
+        print("           GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 SCRIPT ...")
     print(f"  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all")
     print(
         f"  memory   {trained:.3g} GiB per rank for each trained model (weights, gradients,",
@@ -3356,7 +3378,8 @@ def main() -> None:
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         check_disk(args, num_parameters)
-        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores)
+        generation = describe_engines(args)
+        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, generation)
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
