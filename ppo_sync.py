@@ -3320,17 +3320,14 @@ def check_run(args: Args, tokenizer, config, max_length: int) -> None:
 
 
 def describe_engines(args: Args) -> str:
-    """Where vLLM's engines will be."""
-    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    nodes = args.world_size // learners
-    if args.vllm_gpus:
-        engines = nodes * len(args.vllm_gpus) // args.vllm_tensor_parallel_size
-        gpus = ", ".join(map(str, args.vllm_gpus))
-        where = f"GPU {gpus}" if nodes == 1 else f"GPU {gpus} of each of {nodes} nodes"
-        return f"{engines} engines of vLLM on {where}"
-    if torch.cuda.is_available():
-        return f"{args.world_size} engines of vLLM, one on the GPU of each learner"
-    return f"{args.world_size} engines of vLLM, one beside each learner on the CPU"
+    """How many vLLM engines there will be, and where."""
+    if not args.vllm_gpus:
+        place = "on each learner's GPU" if torch.cuda.is_available() else "for each learner"
+        return f"{args.world_size} of vLLM, one {place}"
+    nodes = args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    engines = nodes * len(args.vllm_gpus) // args.vllm_tensor_parallel_size
+    gpus = ", ".join(map(str, args.vllm_gpus))
+    return f"{engines} of vLLM, on GPU {gpus} of each of {nodes} nodes"
 
 
 def print_plan(
@@ -3339,11 +3336,11 @@ def print_plan(
     train_prompts: list[Prompt],
     eval_prompts: list[Prompt],
     truth_scores: dict[str, float],
-    generation: str,
+    engines: str,
 ) -> None:
     """Prints what the run will do: data, steps, processes, updates, memory, rewards.
 
-    generation: what samples the responses, in words.
+    engines: what samples the responses, in words.
     """
     longest = max(len(prompt.token_ids) for prompt in train_prompts)
     steps = args.num_training_steps
@@ -3357,7 +3354,8 @@ def print_plan(
     print(f"  data     {len(train_prompts):,} prompts of up to {longest} tokens,", end=" ")
     print(f"and {len(eval_prompts):,} held out")
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
-    print(f"  learners {args.world_size}, and {generation}")
+    print(f"  engines  {engines}")
+    print(f"  learners {args.world_size}")
     if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         # What `accelerate launch --cpu --num_processes 2` does
         print("           The launcher was told of several processes and has started one. Without")
@@ -3511,10 +3509,10 @@ def main() -> None:
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         check_disk(args, num_parameters)
-        generation = "no vLLM: transformers samples"
+        engines = "none; each learner samples with transformers"
         if args.generation_backend == "vllm":
-            generation = describe_engines(args)
-        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, generation)
+            engines = describe_engines(args)
+        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, engines)
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
