@@ -3376,8 +3376,9 @@ def main() -> None:
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         check_disk(args, num_parameters)
-        engines = describe_engines(args)
-        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, engines)
+        print_plan(
+            args, num_parameters, train_prompts, eval_prompts, truth_scores, describe_engines(args)
+        )
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:

@@ -3509,10 +3509,10 @@ def main() -> None:
     check_run(args, tokenizer, config, max_length)
     if is_rank_0():
         check_disk(args, num_parameters)
-        engines = "none; each learner samples with transformers"
+        sampler = "none; each learner samples with transformers"
         if args.generation_backend == "vllm":
-            engines = describe_engines(args)
-        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, engines)
+            sampler = describe_engines(args)
+        print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, sampler)
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
