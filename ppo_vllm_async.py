@@ -1597,6 +1597,7 @@ def run_vllm(connection, folders: list[str], options: dict, config) -> None:
 
     threading.Thread(target=watch_script, daemon=True).start()
     if config is not None:
+        transformers.utils.logging.disable_progress_bar()
         AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
     from vllm import LLM
 
@@ -3291,14 +3292,27 @@ def print_plan(
         print(f"           the ground truth of a row of {name} scores {score:g}")
 
 
-def handle_sigterm() -> None:
-    """Makes SIGTERM raise SystemExit, so that `finally` is reached."""
+def handle_signals() -> None:
+    """Makes SIGTERM and Ctrl-C raise an exception, so that `finally` is reached; once.
 
-    def terminate(signal_number, frame) -> None:
+    Launchers send them twice, and the second must not interrupt what `finally` does.
+    """
+
+    def end(signal_number, frame) -> None:
+        ignore_signals()
+        if signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
         print("Terminated", file=sys.stderr)
         sys.exit(143)
 
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+
+
+def ignore_signals() -> None:
+    """Makes SIGTERM and Ctrl-C do nothing any more."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def make_run_folder(accelerator: Accelerator, prompts: list[Prompt], args: Args) -> Path:
@@ -3450,7 +3464,7 @@ def main() -> None:
     policy, optimizer = accelerator.prepare(policy, optimizer)
     value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
     # Not before: a rank that waits for one that found bad input could not run a handler
-    handle_sigterm()
+    handle_signals()
     run_dir = make_run_folder(accelerator, train_prompts, args)
     if cpu_group is not None:
         torch.distributed.barrier(cpu_group)
@@ -3644,12 +3658,14 @@ def main() -> None:
 
         save_model(accelerator, policy, tokenizer, run_dir / "model", args)
     finally:
+        ignore_signals()
         for engine in engines:
             engine.stop()
         for worker in workers:
             worker.stop()
 
     # ---- Pictures, and a summary of the run
+    handle_signals()
     if is_main:
         for tool in ("plot_runs.py", "summarize_run.py"):
             path = Path(__file__).parent / "scripts" / tool
