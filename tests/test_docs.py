@@ -17,6 +17,7 @@ OTHER_FLAGS = {
     "main_process_port",
     "nproc_per_node",
     "help",
+    "cpu",
     "privileged",
     "steps",
     "what",
