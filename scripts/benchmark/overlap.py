@@ -1,11 +1,15 @@
 """What asynchrony gains: time of ppo_vllm_async.py with and without --async_mode.
 
     python scripts/benchmark/overlap.py toy     # the thread and the queues alone, stubs of 1 s each
+    python scripts/benchmark/overlap.py reward  # the same with and without a slow --reward_fn
     python scripts/benchmark/overlap.py real    # pairs of real runs on this machine
     python scripts/benchmark/overlap.py real --local_rollout_batch_size 128   # flags of the script
 
 toy: 7 iterations. One after the other they take 14 s; overlapped, the first generation and 7
 trainings, 8 s.
+
+reward: generation takes 0.4 s, training 1 s; 128 responses are scored by 8 workers of --reward_fn,
+and every tenth of them takes 0.2 s or nothing. In pairs, async and sync.
 
 real: in turn an async run and, for every number of threads, a sync run; the fastest number of
 threads of each mode counts. Times are sums of time/training, without the first steps. The limit is
@@ -14,6 +18,7 @@ measured in the sync run.
 """
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -25,22 +30,38 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parent.parent.parent
 WARM_UP = 3  # steps left out: the first ones of a run
 
 
-def run_toy(async_mode, iterations=7, seconds=1.0):
-    """The script's own thread and queues, with stubs of vLLM and of the update; returns seconds."""
+SLOW_REWARD = """
+import time
+
+def score(data_source, response, ground_truth, extra_info):
+    if response.endswith("0"):
+        time.sleep(float(ground_truth))
+    return 1.0
+"""
+
+
+def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, grade=None):
+    """The script's own thread and queues, with stubs of vLLM and of the update.
+
+    grade: a function that makes Answers, in the thread. Returns the seconds of each iteration; the
+    first contains a generation in any mode.
+    """
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
 
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
 
     def generate(request):
-        time.sleep(seconds)
+        time.sleep(generation)
         nothing = script.Answers([], [], [], [], [])
-        return script.Rollout(request, 0, nothing, nothing, times={})
+        answers = grade() if grade else nothing
+        return script.Rollout(request, 0, answers, nothing, times={})
 
     threading.Thread(
         target=script.generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
@@ -49,17 +70,47 @@ def run_toy(async_mode, iterations=7, seconds=1.0):
     def ask_for(step):
         prompts_Q.put(script.Request(step, [], [], [], []))
 
-    start = time.perf_counter()
+    ends = [time.perf_counter()]
     ask_for(1)
     for step in range(1, iterations + 1):
         rollout = script.receive_rollout(None, response_Q)
         assert rollout.request.training_step == step
         if async_mode and step < iterations:
             ask_for(step + 1)
-        time.sleep(seconds)  # the update
+        time.sleep(training)
         if not async_mode and step < iterations:
             ask_for(step + 1)
-    return time.perf_counter() - start
+        ends.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def run_with_rewards(async_mode, seconds):
+    """Seconds of run_toy, but for its first iteration, with 128 responses a step.
+
+    The reward of every tenth of them takes so many seconds.
+    """
+    sys.path.insert(0, str(REPO))
+    import ppo_vllm_async as script
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "slow_reward.py"
+        path.write_text(SLOW_REWARD)
+        args = script.Args(reward_fn=f"{path}:score", reward_workers=8)
+        workers = script.start_reward_workers(args)
+        prompts = [script.Prompt("", "", [], [], "any", str(seconds), None)] * 128
+        texts = [str(i) for i in range(128)]
+
+        def grade():
+            tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: texts)
+            return script.grade_answers(workers, tokenizer, prompts, texts, [], args)
+
+        try:
+            grade()  # the workers import the file
+            _, *others = run_toy(async_mode, generation=0.4, training=1.0, grade=grade)
+            return sum(others)
+        finally:
+            for worker in workers:
+                worker.stop()
 
 
 def run_real(async_mode, threads, steps, flags):
@@ -134,7 +185,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["toy", "real"])
+    parser.add_argument("what", choices=["toy", "reward", "real"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument(
@@ -146,8 +197,18 @@ def main():
             f"flags of the script need a value each, as in --num_epochs 2: {' '.join(flags)}"
         )
     if args.what == "toy":
-        sync, overlapped = run_toy(False), run_toy(True)
+        sync, overlapped = sum(run_toy(False)), sum(run_toy(True))
         print(f"sync {sync:.2f} s, async {overlapped:.2f} s: {sync / overlapped:.2f} times as fast")
+        return
+    if args.what == "reward":
+        for async_mode in (True, False):
+            mode = "async" if async_mode else "sync"
+            ratios = []
+            for _ in range(args.pairs):
+                slow, fast = (run_with_rewards(async_mode, seconds) for seconds in (0.2, 0.0))
+                ratios.append(slow / fast)
+                print(f"{mode}: {slow:.2f} s with slow rewards, {fast:.2f} s without", flush=True)
+            print(f"{mode}, median of {args.pairs} pairs: {statistics.median(ratios):.3f} times")
         return
     ratios = []
     for pair in range(1, args.pairs + 1):
