@@ -4,7 +4,7 @@ No GPU needed, sets itself up, learns in minutes:
 
     bash scripts/train/debug/ppo_sync.sh
 
-One GPU, which a vLLM engine shares with the learner; with --num_processes 8 eight of them do:
+One GPU, shared by the learner and a vLLM engine; --num_processes 8 uses eight GPUs like this:
 
     accelerate launch --num_processes 1 ppo_sync.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
@@ -24,16 +24,17 @@ Without vLLM, wherever torch runs:
 
 Training step g:
 
-    every rank, main thread               generation thread           vLLM (its own process)
-    [vLLM is idle] sync weights  ---------------------------------->  weights of version g - 1
-    put prompts g in prompts_Q   ------>  get prompts, generate --->  sample
-    wait                                  call --reward_fn
-    get batch g from response_Q  <------  put the scored responses
-    gather the shares of all ranks
-    train on batch g,
-      together with the other ranks
+    main thread                         generation thread              vLLM (its own process)
+    1. [vLLM is idle] sync weights ---------------------------------->  weights of version g - 1
+    2. put prompts g in prompts_Q ----> get prompts, generate -------->  sample
+       wait                             verifiable rewards
+       get batch g from response_Q <--  put the responses with them
+       share it with the other ranks
+    3. reward model; updates
+       together with the other ranks
 
-The thread is there so that ranks can tell one another while they wait if one of them has failed.
+Every rank has these threads, and by default a vLLM engine. There is a thread so that the ranks can
+tell one another while they wait if one of them has failed.
 
 Every rank holds the whole batch (token ids and a few floats per token: small). So advantages and
 minibatches are the same for one rank and for eight; forward and backward passes are shared out.
@@ -224,7 +225,7 @@ class Args:
     vllm_gpus: tuple[int, ...] = ()
     """GPUs of each node that only vLLM uses, as indices; none: an engine on every learner's GPU"""
     vllm_tensor_parallel_size: int = 1
-    """GPUs of one vLLM engine, with --vllm_gpus; so many of them share one copy of the model"""
+    """GPUs of one engine, which share a copy of the model (tensor parallel); needs vllm_gpus"""
     vllm_gpu_memory_utilization: float | None = None
     """share of a GPU's memory for vLLM; None: 0.9 of GPUs of its own, 0.3 of one that it shares"""
     vllm_enforce_eager: bool = False
@@ -241,7 +242,7 @@ class Args:
     reward_fn: str | None = None
     """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
     reward_workers: int | None = None
-    """processes of each rank that call reward_fn; None: as many as its CPU cores, 8 at most"""
+    """processes that call reward_fn, on each rank with engines; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
     """seconds for a call of reward_fn; a response whose call fails is left out of the loss, but for
     those that non_stop_penalty scores"""
@@ -342,7 +343,7 @@ class Request:
 
 @dataclass
 class Answers:
-    """Responses to prompts, and their verifiable rewards; each list is (prompts,)."""
+    """Responses to prompts, with their verifiable rewards; each list has one entry a response."""
 
     responses: list[list[int]]  # sampled token ids; a stop token is the last one
     sampler_logprobs: list[list[float]]  # the sampler's, one for each of those ids
@@ -360,7 +361,7 @@ class Rollout:
     # None: a share without answers, of a rank without engines
     answers: Answers  # to request.prompts
     eval_answers: Answers  # to request.eval_prompts
-    times: dict[str, float]  # seconds that its generation took, by part
+    times: dict[str, float]  # seconds of the generation thread, by part
 
 
 @dataclass
@@ -468,10 +469,10 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
 
 
 def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
-    """The values of all ranks, by rank, on every rank; or if any of them has an error, all raise.
+    """Tells all ranks this rank's value, and returns those of all, by rank. All call it together.
 
-    A rank raises its own error as it is, and that of another as a RuntimeError.
-    cpu_group: the ranks' gloo group; None: there is one rank.
+    If a rank gives an error instead, all raise: that rank its error as it is, the others a
+    RuntimeError with its text. cpu_group: the ranks' gloo group; None: there is one rank.
     """
     message = None
     if error is not None:
@@ -479,21 +480,24 @@ def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
     states = [(value, message)]
     if cpu_group is not None:
         states = [None] * cpu_group.size()
-        torch.distributed.all_gather_object(states, (value, message), group=cpu_group)
+        try:
+            torch.distributed.all_gather_object(states, (value, message), group=cpu_group)
+        except RuntimeError:  # a rank has ended
+            if error is None:
+                raise
     if error is not None:
         raise error
-    for rank, (_, message) in enumerate(states):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
-    return [value for value, _ in states]
+    for rank, (_, rank_message) in enumerate(states):
+        if rank_message is not None:
+            raise RuntimeError(f"rank {rank} failed: {rank_message}")
+    return [rank_value for rank_value, _ in states]
 
 
 def wait_for_all(cpu_group, poll: Callable[[], Any]) -> Any:
-    """Calls poll() until it has returned something on every rank, and returns what it was here.
+    """Waits until every rank has a result of its poll(), and returns this rank's.
 
-    poll() waits a second at most, and returns None where there is nothing yet. So the ranks tell
-    one another how they are at least once a second: if poll() raises on one, all raise, and a rank
-    that has died is noticed.
+    poll() takes a second at most, and returns None as long as there is no result. So at least once
+    a second the ranks exchange how they are. If poll() raises on one of them, all raise.
     """
     result, error = None, None
     while True:
@@ -1135,7 +1139,7 @@ def score_answers(
     answers: Answers,
     args: Args,
 ) -> Scores:
-    """What the answers of all ranks earned, in all; every rank gets all scores."""
+    """The score of every response of all ranks, and its parts; every rank gets all of them."""
     responses, verifiable, failures = answers.responses, answers.verifiable, answers.failures
     if is_rank_0():
         warn_of_failures(prompts, failures)
@@ -1722,9 +1726,9 @@ def vllm_environment(gpus: tuple[int, ...], temporary_folder: str) -> dict[str, 
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment["TMPDIR"] = temporary_folder  # vLLM leaves files there when it is killed
-    # On a CPU the learners want some threads, too
-    engines = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * engines)))
+    # On a CPU each learner has an engine, and wants some threads for itself, too
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
     # CUDA's handles for weights travel as pickles, which vLLM calls insecure
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1" if gpus else "0"
     if gpus:
@@ -1775,7 +1779,7 @@ def vllm_options(
 class VLLM:
     """One vLLM engine in a process of its own, which the rank that owns it starts, asks and ends.
 
-    One thread at a time may use it.
+    One thread at a time may use it, but any may stop it.
     """
 
     def __init__(self, gpus: tuple[int, ...], index: int, count: int, args: Args):
@@ -1866,10 +1870,10 @@ class VLLM:
         self.receive(WEIGHT_SYNC_TIMEOUT)
 
     def sync_call_beside(self, ours: Callable[[], None], function: Callable, *args) -> None:
-        """The same, while ours() does our part in a thread.
+        """The same, while a thread calls ours(), our part of what NCCL does on both sides.
 
-        NCCL waits for ever for a partner that has failed. So if vLLM fails the thread is left
-        alone, and ends with this process.
+        If vLLM fails in its part, NCCL blocks our thread for ever. It is a daemon, so it ends with
+        this process.
         """
         errors = []
 
@@ -1883,10 +1887,11 @@ class VLLM:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         deadline = time.monotonic() + WEIGHT_SYNC_TIMEOUT
-        while not errors and not self.has_answer(seconds=1) and time.monotonic() < deadline:
-            pass
+        while not errors and not self.has_answer(seconds=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"vLLM has not answered for {WEIGHT_SYNC_TIMEOUT} seconds")
         if not errors:
-            self.receive(0)
+            self.receive()
             thread.join(WEIGHT_SYNC_TIMEOUT)
         if errors:
             raise errors[0]
@@ -1932,7 +1937,7 @@ class VLLM:
             self.sync_call(methodcaller("start_weight_update"))
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Hands some weights over, and returns when vLLM has them."""
+        """Hands some weights over. On CUDA vLLM has them then; else finish_sync sends them."""
         if not self.gpus:
             # Copies, for tied weights share memory, which the file must not
             self.weights |= {name: tensor.cpu().clone() for name, tensor in weights.items()}
@@ -2025,7 +2030,7 @@ def gather_layers(model: torch.nn.Module, args: Args) -> Iterator[dict[str, Tens
     """
     weights = model.state_dict(keep_vars=True)
     if torch.cuda.is_available():
-        # On CUDA a tied head reads the embedding. On a CPU vLLM has packed it, and needs it again.
+        # A tied head is the embedding. On a CPU it must be sent too, for vLLM has a copy of its own
         names = {id(weight): name for name, weight in reversed(weights.items())}
         weights = {name: weight for name, weight in weights.items() if name == names[id(weight)]}
 
@@ -2070,7 +2075,8 @@ def sync_weights(
             engine.finish_sync(version)
     except Exception as raised:
         error = raised
-    for _ in layers:  # other ranks wait in the gathers, also for one whose engine has failed
+    # After a failure the other ranks go on gathering, and would wait for this one
+    for _ in layers:
         pass
     exchange(cpu_group, None, error)
 
@@ -2187,7 +2193,9 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
         return answer
 
     own_share = wait_for_all(cpu_group, take)
-    shares = exchange(cpu_group, replace(own_share, request=None))  # every rank has the request
+    # Engines are numbered by rank, so one share after the other is in the order of the request,
+    # which every rank has
+    shares = exchange(cpu_group, replace(own_share, request=None))
     shares = [share for share in shares if share.policy_version is not None]
     (version,) = {share.policy_version for share in shares}
     return Rollout(
@@ -2195,7 +2203,7 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
         policy_version=version,
         answers=join_answers([share.answers for share in shares]),
         eval_answers=join_answers([share.eval_answers for share in shares]),
-        times={  # of the slowest rank
+        times={  # of each part the slowest rank's
             name: max(share.times[name] for share in shares) for name in own_share.times
         },
     )
@@ -3022,7 +3030,8 @@ def fill_in(args: Args) -> Args:
     # GPUs and CPU cores
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.reward_workers is None:
-        args.reward_workers = min(8, max(1, os.cpu_count() // learners))
+        scoring_ranks = 1 if args.vllm_gpus else learners  # of a node
+        args.reward_workers = min(8, max(1, os.cpu_count() // scoring_ranks))
     if args.vllm_gpu_memory_utilization is None:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     free_gpus = list(range(learners, torch.cuda.device_count()))
@@ -3458,7 +3467,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    timeout = timedelta(hours=2)  # a long generation must not look like a hang
+    timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
     try:
         accelerator = Accelerator(
             mixed_precision="no",  # autocast is ours
@@ -3527,8 +3536,10 @@ def main() -> None:
         if args.generation_backend == "vllm":
             sampler = describe_engines(args)
         print_plan(args, num_parameters, train_prompts, eval_prompts, truth_scores, sampler)
-    if cpu_group is not None:  # until all ranks are here; an error where one found bad input
-        torch.distributed.barrier(cpu_group)
+    # All ranks wait for one another here, and end where one found bad input
+    texts = [prompt.text for prompt in train_prompts + eval_prompts]
+    if len(set(exchange(cpu_group, stable_hash(texts)))) > 1:
+        bad_input("ranks have read different prompts; every node needs the same files")
     if args.dry_run:
         return
 
@@ -3561,8 +3572,8 @@ def main() -> None:
     run_dir = make_run_folder(accelerator, train_prompts, args)
     if cpu_group is not None:
         torch.distributed.barrier(cpu_group)
-    prompts_Q = queue.Queue(maxsize=1)
-    response_Q = queue.Queue(maxsize=1)
+    prompts_Q = queue.Queue(maxsize=1)  # of a Request
+    response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share, or of an exception
     uses_vllm = args.generation_backend == "vllm"
     engines = make_engines(cpu_group, args) if uses_vllm else []
     workers = start_reward_workers(args) if engines or not uses_vllm else []
