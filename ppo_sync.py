@@ -1726,9 +1726,10 @@ def vllm_environment(gpus: tuple[int, ...], temporary_folder: str) -> dict[str, 
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment["TMPDIR"] = temporary_folder  # vLLM leaves files there when it is killed
-    # On a CPU each learner has an engine, and wants some threads for itself, too
-    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
+    if not gpus:
+        # On a CPU each learner has an engine, and wants some threads for itself, too
+        learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
     # CUDA's handles for weights travel as pickles, which vLLM calls insecure
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1" if gpus else "0"
     if gpus:
@@ -1894,6 +1895,8 @@ class VLLM:
             self.receive()
             thread.join(WEIGHT_SYNC_TIMEOUT)
         if errors:
+            if self.has_answer(seconds=1):  # if vLLM has failed too, its error is the cause
+                self.receive()
             raise errors[0]
         if thread.is_alive():
             raise TimeoutError(f"NCCL has sent nothing for {WEIGHT_SYNC_TIMEOUT} seconds")
@@ -1985,6 +1988,9 @@ class VLLM:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
+        if self.communicator is not None:
+            with contextlib.suppress(Exception):
+                self.communicator.destroy()  # also of a broadcast that vLLM has left
         for folder in (self.folder, self.temporary_folder):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -2165,8 +2171,10 @@ def generation_thread(
             rollout = generate(request)
             rollout.times.update(times)
             response_Q.put(rollout)
-        except BaseException as error:
+        except Exception as error:
             response_Q.put(error)
+        except BaseException as error:  # a grader that calls sys.exit() must not end the run so
+            response_Q.put(RuntimeError(f"generation ended with {error!r}"))
 
 
 def join_answers(shares: list[Answers]) -> Answers:
@@ -2188,7 +2196,7 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
             answer = response_Q.get(timeout=1)
         except queue.Empty:
             return None
-        if isinstance(answer, BaseException):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -2213,7 +2221,7 @@ def check_generation(cpu_group, response_Q: queue.Queue) -> None:
     """Raises on every rank what has gone wrong in a generation thread by now, if anything."""
     error = None
     for answer in list(response_Q.queue):
-        if isinstance(answer, BaseException):
+        if isinstance(answer, Exception):
             error = answer
     exchange(cpu_group, None, error)
 
@@ -2285,10 +2293,14 @@ def generate_with_transformers(
     policy: torch.nn.Module,
     workers: list[RewardWorker],
     tokenizer,
-    args: Args,
     request: Request,
-) -> Rollout:
-    """generate_rollout without vLLM. There are no log-probabilities of the sampler then."""
+    response_Q: queue.Queue,
+    args: Args,
+) -> None:
+    """Does what the generation thread does, without vLLM and in the main thread.
+
+    There are no log-probabilities of the sampler then.
+    """
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     def sample(prompts: list[Prompt], seeds: list[int], temperature: float) -> list[list[int]]:
@@ -2299,16 +2311,19 @@ def generate_with_transformers(
     times = {}
     prompts = share_of(request.prompts, rank, world_size)
     eval_prompts = share_of(request.eval_prompts, rank, world_size)
-    with timed(times, "generation"):
-        responses = sample(prompts, request.seeds, args.temperature)
-    with timed(times, "evaluation"):
-        eval_responses = sample(eval_prompts, request.eval_seeds, args.eval_temperature)
-    with timed(times, "reward"):
-        answers = grade_answers(workers, tokenizer, prompts, responses, [], args)
-    with timed(times, "evaluation"):
-        eval_answers = grade_answers(workers, tokenizer, eval_prompts, eval_responses, [], args)
-    version = request.training_step - 1
-    return Rollout(request, version, answers, eval_answers, times)
+    try:
+        with timed(times, "generation"):
+            responses = sample(prompts, request.seeds, args.temperature)
+        with timed(times, "evaluation"):
+            eval_responses = sample(eval_prompts, request.eval_seeds, args.eval_temperature)
+        with timed(times, "reward"):
+            answers = grade_answers(workers, tokenizer, prompts, responses, [], args)
+        with timed(times, "evaluation"):
+            eval_answers = grade_answers(workers, tokenizer, eval_prompts, eval_responses, [], args)
+        version = request.training_step - 1
+        response_Q.put(Rollout(request, version, answers, eval_answers, times))
+    except Exception as error:
+        response_Q.put(error)
 
 
 # --------------------------------------------------------------------------- forward and backward
@@ -3337,7 +3352,8 @@ def describe_engines(args: Args) -> str:
     nodes = args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     engines = nodes * len(args.vllm_gpus) // args.vllm_tensor_parallel_size
     gpus = ", ".join(map(str, args.vllm_gpus))
-    return f"{engines} of vLLM, on GPU {gpus} of each of {nodes} nodes"
+    place = f"GPU {gpus}" if nodes == 1 else f"GPU {gpus} of each of {nodes} nodes"
+    return f"{engines} of vLLM, on {place}"
 
 
 def print_plan(
@@ -3366,8 +3382,9 @@ def print_plan(
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
     print(f"  engines  {engines}")
     print(f"  learners {args.world_size}")
-    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        # What `accelerate launch --cpu --num_processes 2` does
+    # `accelerate launch --cpu --num_processes 2` sets these, and not WORLD_SIZE
+    launched_for_several = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if launched_for_several and "WORLD_SIZE" not in os.environ:
         print("           The launcher was told of several processes and has started one. Without")
         print("           GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 SCRIPT ...")
     print(f"  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all")
@@ -3486,6 +3503,8 @@ def main() -> None:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     # ---- All that can be wrong, before a model is loaded
+    if args.generation_backend != "vllm" and args.vllm_gpus:
+        bad_input("--vllm_gpus: there is no vLLM with --generation_backend transformers")
     if args.generation_backend == "vllm" and importlib.util.find_spec("vllm") is None:
         bad_input("vLLM is not installed (requirements.txt); --generation_backend transformers")
     if is_rank_0():
@@ -3547,6 +3566,11 @@ def main() -> None:
     device = accelerator.device
     is_main = accelerator.is_main_process
     console = Console(soft_wrap=True, quiet=not is_main)
+    uses_vllm = args.generation_backend == "vllm"
+    if device.type == "cuda" and uses_vllm and not args.vllm_gpus:
+        # What vLLM needs of the GPU that it shares; and a little for CUDA itself
+        for_others = args.vllm_gpu_memory_utilization + 0.02
+        torch.cuda.set_per_process_memory_fraction(max(0.05, 1 - for_others), device)
 
     model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     ref_model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
@@ -3574,22 +3598,17 @@ def main() -> None:
         torch.distributed.barrier(cpu_group)
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share, or of an exception
-    uses_vllm = args.generation_backend == "vllm"
     engines = make_engines(cpu_group, args) if uses_vllm else []
     workers = start_reward_workers(args) if engines or not uses_vllm else []
     generate = functools.partial(generate_rollout, engines, workers, tokenizer, args)
-    if not uses_vllm:
-        generate = functools.partial(
-            generate_with_transformers, accelerator, policy, workers, tokenizer, args
-        )
     try:
         # ---- vLLM, and the thread that generates
         if uses_vllm:
             console.print("Starting vLLM ...")
             start_engines(cpu_group, engines, model.config, max_length)
-        threading.Thread(
-            target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
-        ).start()
+            threading.Thread(
+                target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
+            ).start()
 
         # ---- The loop
         steps = range(1, args.num_training_steps + 1)
@@ -3606,8 +3625,13 @@ def main() -> None:
 
             # 2. This step's prompts, and held-out ones where an evaluation is due; the responses
             request = make_request(training_step, train_prompts, eval_prompts, args)
-            prompts_Q.put(request)
             with timed(times, "wait_for_generation"):
+                if uses_vllm:
+                    prompts_Q.put(request)
+                else:
+                    generate_with_transformers(
+                        accelerator, policy, workers, tokenizer, request, response_Q, args
+                    )
                 rollout = receive_rollout(cpu_group, response_Q)
             answers = rollout.answers
 
@@ -3751,9 +3775,14 @@ def main() -> None:
 
             # 9. After the last update, the last evaluation
             if eval_prompts and training_step == args.num_training_steps:
+                request = make_request(training_step + 1, train_prompts, eval_prompts, args)
                 if uses_vllm:
                     sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
-                prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
+                    prompts_Q.put(request)
+                else:
+                    generate_with_transformers(
+                        accelerator, policy, workers, tokenizer, request, response_Q, args
+                    )
                 rollout = receive_rollout(cpu_group, response_Q)
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             write_metrics(accelerator, metrics, run_dir, console, args)
@@ -3765,6 +3794,7 @@ def main() -> None:
             engine.stop()
         for worker in workers:
             worker.stop()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that whatever hangs now can be ended
 
     # ---- Pictures, and a summary of the run
     handle_signals()

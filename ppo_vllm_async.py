@@ -1729,9 +1729,10 @@ def vllm_environment(gpus: tuple[int, ...], temporary_folder: str) -> dict[str, 
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the process is ours already
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment["TMPDIR"] = temporary_folder  # vLLM leaves files there when it is killed
-    # On a CPU each learner has an engine, and wants some threads for itself, too
-    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
+    if not gpus:
+        # On a CPU each learner has an engine, and wants some threads for itself, too
+        learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
     # CUDA's handles for weights travel as pickles, which vLLM calls insecure
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1" if gpus else "0"
     if gpus:
@@ -1897,6 +1898,8 @@ class VLLM:
             self.receive()
             thread.join(WEIGHT_SYNC_TIMEOUT)
         if errors:
+            if self.has_answer(seconds=1):  # if vLLM has failed too, its error is the cause
+                self.receive()
             raise errors[0]
         if thread.is_alive():
             raise TimeoutError(f"NCCL has sent nothing for {WEIGHT_SYNC_TIMEOUT} seconds")
@@ -1988,6 +1991,9 @@ class VLLM:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
+        if self.communicator is not None:
+            with contextlib.suppress(Exception):
+                self.communicator.destroy()  # also of a broadcast that vLLM has left
         for folder in (self.folder, self.temporary_folder):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -2168,8 +2174,10 @@ def generation_thread(
             rollout = generate(request)
             rollout.times.update(times)
             response_Q.put(rollout)
-        except BaseException as error:
+        except Exception as error:
             response_Q.put(error)
+        except BaseException as error:  # a grader that calls sys.exit() must not end the run so
+            response_Q.put(RuntimeError(f"generation ended with {error!r}"))
 
 
 def join_answers(shares: list[Answers]) -> Answers:
@@ -2191,7 +2199,7 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
             answer = response_Q.get(timeout=1)
         except queue.Empty:
             return None
-        if isinstance(answer, BaseException):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -2216,7 +2224,7 @@ def check_generation(cpu_group, response_Q: queue.Queue) -> None:
     """Raises on every rank what has gone wrong in a generation thread by now, if anything."""
     error = None
     for answer in list(response_Q.queue):
-        if isinstance(answer, BaseException):
+        if isinstance(answer, Exception):
             error = answer
     exchange(cpu_group, None, error)
 
@@ -3247,7 +3255,8 @@ def describe_engines(args: Args) -> str:
     nodes = args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     engines = nodes * len(args.vllm_gpus) // args.vllm_tensor_parallel_size
     gpus = ", ".join(map(str, args.vllm_gpus))
-    return f"{engines} of vLLM, on GPU {gpus} of each of {nodes} nodes"
+    place = f"GPU {gpus}" if nodes == 1 else f"GPU {gpus} of each of {nodes} nodes"
+    return f"{engines} of vLLM, on {place}"
 
 
 def print_plan(
@@ -3276,8 +3285,9 @@ def print_plan(
     print(f"  steps    {steps:,} of {batch}, up to {tokens:,} tokens")
     print(f"  engines  {engines}")
     print(f"  learners {args.world_size}")
-    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        # What `accelerate launch --cpu --num_processes 2` does
+    # `accelerate launch --cpu --num_processes 2` sets these, and not WORLD_SIZE
+    launched_for_several = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if launched_for_several and "WORLD_SIZE" not in os.environ:
         print("           The launcher was told of several processes and has started one. Without")
         print("           GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 SCRIPT ...")
     print(f"  updates  {args.num_updates // steps} a step, {args.num_updates:,} in all")
@@ -3456,6 +3466,10 @@ def main() -> None:
     device = accelerator.device
     is_main = accelerator.is_main_process
     console = Console(soft_wrap=True, quiet=not is_main)
+    if device.type == "cuda" and not args.vllm_gpus:
+        # What vLLM needs of the GPU that it shares; and a little for CUDA itself
+        for_others = args.vllm_gpu_memory_utilization + 0.02
+        torch.cuda.set_per_process_memory_fraction(max(0.05, 1 - for_others), device)
 
     model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     ref_model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
@@ -3676,6 +3690,7 @@ def main() -> None:
             engine.stop()
         for worker in workers:
             worker.stop()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that whatever hangs now can be ended
 
     # ---- Pictures, and a summary of the run
     handle_signals()
