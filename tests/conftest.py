@@ -22,10 +22,13 @@ Which file.
     test_scoring        from a response to its score
     test_graders        the rules that say whether an answer is right
     test_engine         class VLLM, its process and its weights; the transformers backend
+    test_weight_sync    weights that travel by CUDA's ways, on a device that is faked
+    test_ranks          which engines are where, who answers what, ranks that wait for each other
     test_loop           main() of the three scripts with a stub of vLLM
     test_grpo           GRPO's own: its loss, and a run
     test_runs_sync, test_runs_transformers, test_runs_async
                         real runs: metrics recomputed, two ranks, the same bits, staleness
+    test_runs_ranks     runs of several ranks, engines and nodes, and how they end together
     test_faults         how a run can end: dead engine, hung reward, Ctrl-C, full disk, ...
     test_bad_input      one line and status 2 for what a user gets wrong
     test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
@@ -42,9 +45,13 @@ Helpers, in tests/helpers.
     runs                what is in the folder of a run
     files               rows and texts for the scripts to read
     processes           starting, watching and ending processes
+    engines             an engine without vLLM: at the other end of its pipe is the test
     hooks               all places where tests stand in the way of a script's functions
-    saving_batches, wrapped_async, broken_sync, two_rank_gradient, vllm_answers
+    saving_batches, wrapped_async, on_ranks, broken_sync, vllm_answers,
+    two_rank_gradient, two_rank_waiting, two_rank_sync
                         programs that tests start
+    faked_cuda, stub_vllm
+                        in place of CUDA, and of vLLM
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
 folder) starts wrapped_async.py, which lays its fault into the script by a hook of hooks.py and then

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import REPO, hooks
+from helpers.engines import engine_of_pipes
 from helpers.formulas import padded_forward
 from helpers.processes import alive, folders_of_vllm, wait_until
 from helpers.rollouts import STOP, VOCAB, load_policy, tiny_args, tiny_config, tiny_policy
@@ -55,23 +56,9 @@ def test_vllms_environment_is_not_left_in_the_learners(fails, monkeypatch):
     assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "RANK" not in seen
 
 
-@pytest.fixture
-def engine():
-    """A VLLM whose process is a pipe: what it is sent comes out of .theirs, and back in there.
-
-    What ends the process is .life.close().
-    """
-    vllm = ppo_sync.VLLM((), 0, 1, tiny_args())
-    vllm.connection, vllm.theirs = multiprocessing.Pipe()
-    sentinel, vllm.life = multiprocessing.Pipe()
-    vllm.process = SimpleNamespace(join=lambda timeout: None, exitcode=-9, sentinel=sentinel)
-    yield vllm
-    for end in (vllm.connection, vllm.theirs, sentinel, vllm.life):
-        end.close()
-
-
 @pytest.mark.parametrize("dies", ["before", "during", "survived by a child"])
-def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies, engine):
+def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies):
+    engine = engine_of_pipes()
     if dies == "before":
         engine.theirs.close()
     elif dies == "during":
@@ -83,7 +70,8 @@ def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies, engine):
         engine.receive()
 
 
-def test_answer_that_does_not_come_in_time_is_an_error(engine):
+def test_answer_that_does_not_come_in_time_is_an_error():
+    engine = engine_of_pipes()
     engine.send(str.upper)
     with pytest.raises(TimeoutError, match=r"vLLM has not answered for 0\.1 seconds"):
         engine.receive(0.1)
@@ -91,7 +79,8 @@ def test_answer_that_does_not_come_in_time_is_an_error(engine):
     assert engine.receive(0.1) == "an answer"
 
 
-def test_engine_that_dies_in_its_start_is_an_error(engine):
+def test_engine_that_dies_in_its_start_is_an_error():
+    engine = engine_of_pipes()
     assert not engine.has_started(0)
     engine.theirs.send((None, None, ""))
     assert engine.has_started(0) and engine.has_started(0)

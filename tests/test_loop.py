@@ -12,6 +12,7 @@ import json
 import math
 import multiprocessing
 import shutil
+import signal
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
@@ -170,6 +171,8 @@ def run_main(few_prompts, tmp_path_factory):
             seen.rates[model].append(optimizer.param_groups[0]["lr"])
 
         with contextlib.ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):  # main() has handlers of its own
+                stack.callback(signal.signal, number, signal.getsignal(number))
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(script, "VLLM", stub)
             if score is not None:
