@@ -96,6 +96,20 @@ def small_eval(assets, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def reward_model(assets, tmp_path_factory):
+    """A one-label classifier of random weights, as transformers writes it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("reward_model")
+    config = AutoConfig.from_pretrained(assets / "model", num_labels=1, initializer_range=0.3)
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(assets / "model").save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def accelerator():
     from accelerate import Accelerator

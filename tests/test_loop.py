@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import signal
 import sys
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -25,9 +26,15 @@ from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
 from helpers.processes import flags_of
 from helpers.rollouts import STOP
-from helpers.runs import METRICS_OF_POLICY_UPDATES, response_tokens
+from helpers.runs import METRICS_OF_POLICY_UPDATES, differences, response_tokens, without_clock
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 import ppo_sync
 
@@ -601,3 +608,169 @@ def test_run_warns_of_responses_cut_short_unless_they_are_penalized(name, run_lo
     assert any(cut[0]) and any(cut[1])
     assert rough.output.count("were cut at --response_length 6") == sum(cut[1])
     assert "were cut at" not in penalized.output
+
+
+# --------------------------------------------------------------------------- runs beside each other
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_same_seed_gives_the_same_bits(name, run_loop, run_main):
+    """Though a thread generates beside the updates; test_runs_async.py has it with vLLM."""
+    one, other = run_loop(name, rough=False), run_main(name)
+    for first, second in zip(one.metrics, other.metrics, strict=True):
+        assert without_clock(first) == without_clock(second)
+    for first, second in zip(one.batches, other.batches, strict=True):
+        assert differences(vars(first), vars(second)) == []
+    models = [run.run_dir / "model" / "model.safetensors" for run in (one, other)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+@pytest.mark.parametrize(("beta", "models"), [(0.0, 1), (0.1, 2)])
+def test_without_kl_no_reference_policy_is_loaded(beta, models, run_main, monkeypatch):
+    loaded = []
+    script = importlib.import_module("grpo_vllm_async")
+    hooks.at_each_loading(script, lambda: loaded.append("a model"), put=monkeypatch.setattr)
+    run = run_main("grpo_vllm_async.py", beta=beta)
+    assert len(loaded) == models
+    assert [("objective/kl" in line) for line in run.metrics] == [beta > 0] * STEPS
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_without_async_mode_weights_are_sent_before_each_request(name, run_main, monkeypatch):
+    script = importlib.import_module(name.removesuffix(".py"))
+    # It would refuse the log-probabilities of the stub: they are as far off as an older policy's
+    monkeypatch.setattr(script, "check_sampler", lambda *_: None)
+    run = run_main(name, async_mode=False)
+    expected = ["weights 0", "request 1", "weights 1", "request 2", "weights 2", "request 3"]
+    assert run.vllm.order == expected
+    assert [line["policy/version"] for line in run.metrics] == [0, 1, 2]
+    assert [line["policy/staleness"] for line in run.metrics] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", PPO)
+@pytest.mark.parametrize("multiplier", [0.0, 2.0])
+def test_reward_model_scores_and_starts_the_value_model(multiplier, name, run_main, reward_model):
+    run = run_main(
+        name,
+        lambda data_source, response, ground_truth: 1.0,
+        reward_model_path=reward_model,
+        reward_model_multiplier=multiplier,
+        apply_verifiable_reward=multiplier == 0,
+        non_stop_penalty=False,
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    # transformers' own forward then reads the last token, whatever it is
+    model.config.pad_token_id = None
+    for batch, line in zip(run.batches, run.metrics, strict=True):
+        rows = zip(batch.prompt_ids, batch.responses, strict=True)
+        with torch.no_grad():
+            outputs = [model(torch.tensor([prompt + response])).logits for prompt, response in rows]
+        of_model = torch.cat(outputs).squeeze(-1)
+        assert len(set(of_model.tolist())) > EPISODES / 2
+        if multiplier == 0:  # it is not asked, and the verifiable reward is all there is
+            expected = torch.ones(EPISODES)
+            assert "objective/reward_model_score" not in line
+            assert line["objective/verifiable_correct_rate"] == 1
+        else:
+            expected = multiplier * of_model
+            score = of_model.mean().item()
+            assert line["objective/reward_model_score"] == pytest.approx(score, abs=1e-4)
+            assert "objective/verifiable_correct_rate" not in line
+        torch.testing.assert_close(batch.scores, expected, rtol=0, atol=1e-4)
+        assert line["objective/scores"] == pytest.approx(expected.mean().item(), abs=1e-4)
+        assert line["objective/reward_failures"] == 0
+
+    batch = run.batches[0]
+    inputs, mask = ppo_sync.collate(batch.prompt_ids, batch.responses, 0, "cpu")
+    with torch.no_grad():
+        hidden = model.base_model(**inputs).last_hidden_state[:, -mask.shape[1] - 1 : -1]
+        values = model.score(hidden).squeeze(-1) * mask
+    assert values.abs().max() > 0.1  # a head of its own would be zeros
+    torch.testing.assert_close(batch.values, values, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scoring_of_evaluations_is_no_training_time(name, run_main, few_prompts):
+    rows = datasets.Dataset.from_parquet(str(few_prompts / "test.parquet"))
+    held_out = {row["reward_model"]["ground_truth"] for row in rows}
+
+    def score(data_source, response, ground_truth):
+        if ground_truth in held_out:
+            time.sleep(0.1)
+        return 1.0
+
+    run = run_main(name, score, eval_dataset=few_prompts / "test.parquet", num_evals=1)
+    first, *_ = run.metrics
+    # All else that a step does has a time; the scores took eight tenths of a second
+    parts = ("weight_sync", "wait_for_generation", "reward", "forward", "update")
+    assert "eval/scores" in first
+    assert -0.1 < first["time/training"] - sum(first[f"time/{name}"] for name in parts) < 0.5
+
+
+# ------------------------------------------------------------------------------ runs that end early
+# How the process ends, with an engine beside it, is in test_faults.py.
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_full_disk_at_the_final_save_keeps_the_metrics(name, run_main, tmp_path, monkeypatch):
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        run_main(name, output_dir=tmp_path)
+    assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == STEPS
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_path, monkeypatch):
+    script = importlib.import_module(name.removesuffix(".py"))
+    hooks.multiply_learning_rate(script, 1e33, put=monkeypatch.setattr)
+    with pytest.raises(FloatingPointError, match="gradient not finite in step 2"):
+        run_main(name, output_dir=tmp_path, local_mini_batch_size=EPISODES)
+    assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    bad_batch = torch.load(tmp_path / "run" / "bad_batch.pt", weights_only=False)
+    assert bad_batch["logprobs"].isnan().any()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def no_handler(number, frame):
+    raise AssertionError(f"main() has no handler for signal {number}")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (None, OSError)],
+    ids=["ctrl-c", "terminated", "an error"],
+)
+def test_whatever_ends_a_run_vllm_ends_too(number, error, name, run_main, monkeypatch):
+    script = importlib.import_module(name.removesuffix(".py"))
+    stopped, make = [], make_stub
+
+    def make_stub_that_tells(script):
+        stub = make(script)
+        monkeypatch.setattr(stub, "stop", lambda vllm: stopped.append(vllm))
+        return stub
+
+    def end(*_):
+        assert stopped == []
+        if number is None:
+            raise OSError("no more memory")
+        signal.raise_signal(number)
+
+    monkeypatch.setitem(globals(), "make_stub", make_stub_that_tells)
+    hooks.before_update(script, end, put=monkeypatch.setattr)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for one in before:
+        signal.signal(one, no_handler)
+    try:
+        with pytest.raises(error) as ended:
+            run_main(name)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert len(stopped) == 1
+    if error is SystemExit:
+        assert ended.value.code == 143

@@ -79,6 +79,13 @@ def test_what_may_differ_does():
         assert len({text[name] for text in texts if name in text}) > 1, f"{name} is no exception"
 
 
+def test_scripts_are_started_alike():
+    """What follows main(): test_faults.py presses Ctrl-C in some of them alone."""
+    ends = [(REPO / script).read_text().rpartition("\nif __name__")[2] for script in SCRIPTS]
+    assert "KeyboardInterrupt" in ends[0]
+    assert len(set(ends)) == 1
+
+
 def test_every_argument_has_a_line_of_help():
     for script in SCRIPTS:
         tree = ast.parse((REPO / script).read_text())

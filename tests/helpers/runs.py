@@ -1,5 +1,7 @@
 """What is in the folder of a run, and how it is looked at."""
 
+import operator
+
 import torch
 
 # One optimizer update a step, of rows of unequal length: old and new policy are the same in it, and
@@ -84,6 +86,23 @@ EVAL_METRICS = {
         "stop_rate",
     )
 }
+# What a clock or a meter says: no two runs agree on it
+OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory")
+
+
+def without_clock(line):
+    """The metrics of a step that the same run gives again, to the last bit."""
+    return {name: value for name, value in line.items() if not name.startswith(OF_A_CLOCK)}
+
+
+def differences(one, other):
+    """Names of the fields in which two batches, as dicts, are not the same to the last bit."""
+    names = []
+    for name, value in one.items():
+        equal = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        if not equal(value, other[name]):
+            names.append(name)
+    return names
 
 
 def batch_of(run, step):
