@@ -423,27 +423,23 @@ def test_metrics_are_recomputed_from_the_batch(grpo_run, step):
     for name, value in expected.items():
         assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert all(math.isfinite(value) for value in line.values())
-    assert line["mismatch/logprob_diff_max"] < 1e-4
     if step > 1:
         assert abs(line["objective/kl"]) > 1e-3
 
 
 @pytest.mark.slow
-def test_some_of_the_responses_were_truncated(grpo_run):
-    assert any(0 < line["val/stop_rate"] < 1 for line in grpo_run.metrics)
+def test_every_batch_is_of_the_newest_policy_without_async_mode(grpo_run):
+    assert [line["policy/version"] for line in grpo_run.metrics] == [0, 1, 2, 3]
+    assert [line["policy/staleness"] for line in grpo_run.metrics] == [0, 0, 0, 0]
+    assert max(line["mismatch/logprob_diff_max"] for line in grpo_run.metrics) < 1e-4
+    # In the second step the policy before is the reference policy, and that is far away
+    batch = batch_of(grpo_run, 2)
+    assert (batch["logprobs"] - batch["ref_logprobs"]).abs().max() > 0.01
 
 
 @pytest.mark.slow
-def test_without_kl_no_reference_policy_is_loaded(run_wrapped_script, tmp_path):
-    loaded = {}
-    for beta in (0.0, 0.1):
-        folder = tmp_path / str(beta)
-        options = {"total_episodes": 2 * 32, "beta": beta}
-        run = run_wrapped_script("grpo_vllm_async.py", "none", folder, **options)
-        assert run.returncode == 0, run.output
-        loaded[beta] = run.stdout.count("A model is loaded")
-        assert all(("objective/kl" in line) == (beta > 0) for line in run.metrics)
-    assert loaded == {0.0: 1, 0.1: 2}
+def test_some_of_the_responses_were_truncated(grpo_run):
+    assert any(0 < line["val/stop_rate"] < 1 for line in grpo_run.metrics)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A run of ppo_sync.py with --generation_backend transformers."""
 
+import json
 import math
 
 import datasets
@@ -27,7 +28,7 @@ def score(data_source, response, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def transformers_run(run_script, small_eval, tmp_path_factory):
-    """Twelve steps of two epochs and two minibatches, with a reward function of a file.
+    """Twelve steps of two epochs and two minibatches, with a reward function of a file and wandb.
 
     The value model learns alone in the first two.
     """
@@ -37,6 +38,8 @@ def transformers_run(run_script, small_eval, tmp_path_factory):
     run = run_script(
         "ppo_sync.py",
         folder,
+        "--with_tracking",
+        env={"WANDB_MODE": "offline", "WANDB_DIR": str(folder)},
         generation_backend="transformers",
         eval_dataset=small_eval,
         reward_fn=f"{reward}:score",
@@ -131,3 +134,19 @@ def test_memory_does_not_grow_with_the_steps(transformers_run):
     if None in memory:
         pytest.skip("perf/memory_gib is not logged")
     assert memory[-1] < 1.05 * memory[2]
+
+
+def test_wandb_gets_the_metrics_and_samples(transformers_run):
+    folder = transformers_run.run_dir.parent
+    (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    log = log.read_bytes()
+    for name, value in transformers_run.metrics[-1].items():
+        assert name.encode() in log and json.dumps(value).encode() in log, name
+    assert b"token_length" in log
+    tables = [
+        json.loads(path.read_text())
+        for path in folder.glob("wandb/**/sample_completions*.table.json")
+    ]
+    assert tables and all(
+        len(table["data"]) == 32 and "response" in table["columns"] for table in tables
+    )
