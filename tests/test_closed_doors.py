@@ -573,12 +573,16 @@ def f(*_, extra_info):
 """
 
 
-@pytest.mark.slow
-def test_what_a_reward_prints_does_not_hide_what_is_wrong(tmp_path, run_script):
+def test_what_a_reward_prints_does_not_hide_what_is_wrong(assets, tmp_path, monkeypatch, capfd):
     path = write_text(tmp_path / "r.py", TALKATIVE)
-    run = run_script("ppo_sync.py", tmp_path, "--dry_run", reward_fn=f"{path}:f")
-    assert run.returncode == 2
-    (line,) = run.output.strip().splitlines()
+    options = options_of(tmp_path, assets) | {"reward_fn": f"{path}:f"}
+    monkeypatch.setattr(sys, "argv", ["ppo_sync.py", *flags_of(options), "--dry_run"])
+    with pytest.raises(SystemExit) as stop:
+        ppo_sync.main()
+    assert stop.value.code == 2
+    written = capfd.readouterr()  # that of the reward's own process, too
+    assert written.out == ""
+    (line,) = written.err.strip().splitlines()
     assert "SystemExit: 0" in line and "line 6" in line
 
 

@@ -24,6 +24,7 @@ DEBUG = {
     "learning_rate": 2e-3,
     "center_rewards_coefficient": 0.01,
 }
+PAIRS = 16_000  # enough to learn from
 
 
 def load_tokenizer(args):
@@ -466,16 +467,21 @@ def run(folder, assets, launcher=(), env=None, **options):
 
 @pytest.fixture(scope="module")
 def debug_run(assets, tmp_path_factory):
-    """A third of what scripts/train/debug/reward_model.sh does."""
+    """A seventh of what scripts/train/debug/reward_model.sh does."""
+    import datasets
+
     folder = tmp_path_factory.mktemp("debug")
-    stdout, metrics = run(folder, assets, **DEBUG | {"num_train_epochs": 1})
+    rows = datasets.Dataset.from_parquet(str(assets / "preference_train.parquet"))
+    rows.select(range(PAIRS)).to_parquet(str(folder / "train.parquet"))
+    options = DEBUG | {"num_train_epochs": 1, "dataset": folder / "train.parquet"}
+    stdout, metrics = run(folder, assets, **options)
     return folder / "run", stdout, metrics
 
 
 @pytest.mark.slow
 def test_debug_run_learns(debug_run):
     _, stdout, metrics = debug_run
-    assert len(metrics) == 40_000 // 128 and metrics[-1]["training_step"] == len(metrics)
+    assert len(metrics) == PAIRS // 128 and metrics[-1]["training_step"] == len(metrics)
     assert 0.2 < metrics[0]["objective/accuracy"] < 0.8 and metrics[0]["lr"] < 2e-3
     assert metrics[-1]["eval/accuracy"] >= 0.95
     assert metrics[-1]["eval/margin"] > 3 and abs(metrics[-1]["eval/scores_mean"]) < 0.5  # centered
