@@ -11,8 +11,9 @@ Fast tests run on a CPU with one process; what needs a real run of a script gets
 
 Three scripts, one text. Functions that the scripts share are tested through ppo_sync.py alone;
 test_scripts_agree.py holds the other scripts to the same text. What the scripts do not share, the
-order of the steps in main(), is tested in each of them: in test_loop.py with a stub in place of
-vLLM, in seconds, and in test_runs_*.py for real.
+order of the steps in main(), is tested in each of them in test_loop.py, with a stub in place of
+vLLM, in seconds. What vLLM and a process of its own add to that is shown for real in test_runs_*.py
+and test_faults.py, by one script, or by a synchronous and an asynchronous one.
 
 Which file.
     test_losses         masked statistics, GAE, losses, KL, learning rate, group advantages
@@ -24,12 +25,13 @@ Which file.
     test_engine         class VLLM, its process and its weights; the transformers backend
     test_weight_sync    weights that travel by CUDA's ways, on a device that is faked
     test_ranks          which engines are where, who answers what, ranks that wait for each other
-    test_loop           main() of the three scripts with a stub of vLLM
+    test_loop           main() of the three scripts with a stub of vLLM: its steps, what ends it
     test_grpo           GRPO's own: its loss, and a run
     test_runs_sync, test_runs_transformers, test_runs_async
                         real runs: metrics recomputed, two ranks, the same bits, staleness
     test_runs_ranks     runs of several ranks, engines and nodes, and how they end together
-    test_faults         how a run can end: dead engine, hung reward, Ctrl-C, full disk, ...
+    test_faults         how a run can end: dead engine, hung reward, Ctrl-C, ...
+    test_gpu_check      scripts/gpu_check.sh: its first parts on this machine, and a part that fails
     test_bad_input      one line and status 2 for what a user gets wrong
     test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
     test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess

@@ -467,7 +467,7 @@ def run(folder, assets, launcher=(), env=None, **options):
 
 @pytest.fixture(scope="module")
 def debug_run(assets, tmp_path_factory):
-    """A seventh of what scripts/train/debug/reward_model.sh does."""
+    """What scripts/train/debug/reward_model.sh does, once and with fewer pairs."""
     import datasets
 
     folder = tmp_path_factory.mktemp("debug")
