@@ -99,7 +99,7 @@ def test_gpus_of_vllm_are_shared_out_in_the_order_of_the_flag(gpus, size, engine
         (1, 1, 0, {}, "one for each learner"),
         (1, 3, 0, {}, "one for each learner"),
         (2, 8, 8, {}, "one on each learner's GPU"),
-        (1, 6, 8, {"vllm_gpus": (6, 7)}, "on GPU 6, 7 of each of 1 nodes"),
+        (1, 6, 8, {"vllm_gpus": (6, 7)}, "on GPU 6, 7"),
         (
             2,
             4,
