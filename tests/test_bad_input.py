@@ -725,6 +725,17 @@ def test_ranks_that_would_not_find_each_other_are_refused(start_script, tmp_path
     assert not run.run_dir.exists()
 
 
+@pytest.mark.slow
+def test_plan_tells_of_a_launcher_that_started_one_process_of_several(start_script, tmp_path):
+    # For CPUs accelerate launch starts one, whatever it is told
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    process = start_script("ppo_sync.py", tmp_path, launcher=launcher, dry_run=True)
+    run = finish(process, 60, time.monotonic())
+    assert run.returncode == 0, run.output
+    plan = run.stdout[run.stdout.index("learners 1") :]
+    assert "told of several processes and has started one" in plan
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "workers"), [(2, 1, 2), (64, 1, 8), (64, 16, 4), (12, 8, 1), (4, 8, 1)]
 )
