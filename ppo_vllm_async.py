@@ -335,7 +335,7 @@ class Prompt:
 
 @dataclass
 class Request:
-    """What the learner asks generation for: the responses of one training step."""
+    """What the learner asks generation for: the responses of a training step, an evaluation."""
 
     training_step: int
     prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
@@ -360,8 +360,8 @@ class Rollout:
     """What generation hands over: the answers to a Request, or a rank's share of them."""
 
     request: Request
-    policy_version: int | None  # of the policy that sampled: the training steps it had completed;
-    # None: a share without answers, of a rank without engines
+    policy_version: int | None  # of the policy that sampled: the training steps before it; None:
+    # this rank has no engine, so its share is empty
     answers: Answers  # to request.prompts
     eval_answers: Answers  # to request.eval_prompts
     times: dict[str, float]  # seconds of the generation thread, by part
@@ -369,7 +369,7 @@ class Rollout:
 
 @dataclass
 class Scores:
-    """What responses earned, in all and by part; each list is (episodes,)."""
+    """What responses earned, in all and by part; each list has one entry a response."""
 
     scores: list[float | None]  # the sum of all rewards, or the penalty; None: not known, since a
     # reward failed
@@ -472,10 +472,10 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
 
 
 def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
-    """Tells all ranks this rank's value, and returns those of all, by rank. All call it together.
+    """An all-gather: returns the values of all ranks, in their order. Every rank must call it.
 
-    If a rank gives an error instead, all raise: that rank its error as it is, the others a
-    RuntimeError with its text. cpu_group: the ranks' gloo group; None: there is one rank.
+    If a rank gives an error, all raise: that rank its own error, the others a RuntimeError with
+    its text. cpu_group: the ranks' gloo group; None: there is one rank.
     """
     message = None
     if error is not None:
@@ -485,7 +485,7 @@ def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
         states = [None] * cpu_group.size()
         try:
             torch.distributed.all_gather_object(states, (value, message), group=cpu_group)
-        except RuntimeError:  # a rank has ended
+        except RuntimeError:  # a rank has ended; but an error of our own says more
             if error is None:
                 raise
     if error is not None:
@@ -500,7 +500,7 @@ def wait_for_all(cpu_group, poll: Callable[[], Any]) -> Any:
     """Waits until every rank has a result of its poll(), and returns this rank's.
 
     poll() takes a second at most, and returns None as long as there is no result. So at least once
-    a second the ranks exchange how they are. If poll() raises on one of them, all raise.
+    a second the ranks tell one another whether they are ready. If poll() raises on one, all raise.
     """
     result, error = None, None
     while True:
@@ -1695,7 +1695,7 @@ def place_engines(
 def share_of(items: list, index: int, count: int, group: int = 1) -> list:
     """What one of `count` engines gets of a list: group i of n goes to engine i * count // n.
 
-    group: items that stay together, such as the samples of a prompt. A share may be empty.
+    group: how many items stay together, as the samples of a prompt do. A share may be empty.
 
     >>> [share_of(["a", "a", "b", "b", "c", "c"], index, count=2, group=2) for index in range(2)]
     [['a', 'a', 'b', 'b'], ['c', 'c']]
@@ -1788,8 +1788,8 @@ class VLLM:
 
     def __init__(self, gpus: tuple[int, ...], index: int, count: int, args: Args):
         self.gpus = gpus  # indices of its GPUs; none: it is on the CPU
-        self.index = index  # its number among the engines of all ranks ...
-        self.count = count  # ... and how many they are
+        self.index = index  # its number among the engines of all ranks
+        self.count = count  # of engines, on all ranks
         self.args = args
         self.process = None
         self.connection = None
@@ -2084,7 +2084,7 @@ def sync_weights(
             engine.finish_sync(version)
     except Exception as raised:
         error = raised
-    # After a failure the other ranks go on gathering, and would wait for this one
+    # After an engine's failure the other ranks go on gathering, and would wait for this one
     for _ in layers:
         pass
     exchange(cpu_group, None, error)
@@ -2110,11 +2110,11 @@ def sample_share(
     num_samples: int,
     args: Args,
 ) -> tuple[list[Prompt], list[list[int]], list[list[float]], int | None]:
-    """Samples the responses to those of some prompts that are this rank's, on all of its engines.
+    """Samples the responses to this rank's share of some prompts, with each engine a part of it.
 
-    Returns these prompts, the responses, their log-probabilities, and the policy's version, which
-    is None on a rank without engines. num_samples: how often each prompt stands in the list, side
-    by side.
+    Returns the prompts of the share, the responses, their log-probabilities, and the policy's
+    version (None: this rank has no engine). num_samples: samples of a prompt; equal prompts are
+    adjacent.
     """
     own_prompts = []
     for engine in engines:
@@ -2164,7 +2164,7 @@ def generation_thread(
 ) -> None:
     """Answers each Request in prompts_Q with a Rollout in response_Q, or with what went wrong.
 
-    generate: generate_rollout, but for its last argument.
+    generate: generate_rollout with every argument given but the request.
     """
     while True:
         times = {}
@@ -2176,7 +2176,7 @@ def generation_thread(
             response_Q.put(rollout)
         except Exception as error:
             response_Q.put(error)
-        except BaseException as error:  # a grader that calls sys.exit() must not end the run so
+        except BaseException as error:  # SystemExit of a compute_score would end the thread alone
             response_Q.put(RuntimeError(f"generation ended with {error!r}"))
 
 
@@ -2191,7 +2191,7 @@ def join_answers(shares: list[Answers]) -> Answers:
 def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
     """Takes this rank's share from response_Q, and returns the shares of all ranks as one rollout.
 
-    What went wrong on one rank is raised on all, while others may still generate.
+    What goes wrong on one rank is raised on all at once, even if others still generate.
     """
 
     def take() -> Rollout | None:
@@ -2208,10 +2208,11 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
     # which every rank has
     shares = exchange(cpu_group, replace(own_share, request=None))
     shares = [share for share in shares if share.policy_version is not None]
-    (version,) = {share.policy_version for share in shares}
+    versions = {share.policy_version for share in shares}
+    assert len(versions) == 1, f"engines have different weights, of versions {versions}"
     return Rollout(
         request=own_share.request,
-        policy_version=version,
+        policy_version=versions.pop(),
         answers=join_answers([share.answers for share in shares]),
         eval_answers=join_answers([share.eval_answers for share in shares]),
         times={  # of each part the slowest rank's
@@ -2221,7 +2222,7 @@ def receive_rollout(cpu_group, response_Q: queue.Queue) -> Rollout:
 
 
 def check_generation(cpu_group, response_Q: queue.Queue) -> None:
-    """Raises on every rank what has gone wrong in a generation thread by now, if anything."""
+    """Raises on every rank an error that waits in a response_Q; takes nothing out."""
     error = None
     for answer in list(response_Q.queue):
         if isinstance(answer, Exception):
@@ -3518,7 +3519,7 @@ def main() -> None:
             version = training_step - 1  # of the policy, until this step's updates
             metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
 
-            # 1. The responses to this step's prompts. From here on vLLM is idle.
+            # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
             with timed(times, "wait_for_generation"):
                 rollout = receive_rollout(cpu_group, response_Q)
             request, answers = rollout.request, rollout.answers
@@ -3690,7 +3691,7 @@ def main() -> None:
             engine.stop()
         for worker in workers:
             worker.stop()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that whatever hangs now can be ended
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C can end whatever hangs after this
 
     # ---- Pictures, and a summary of the run
     handle_signals()
