@@ -17,7 +17,7 @@ from accelerate.utils import TorchDynamoPlugin
 from helpers import REPO, faked_cuda
 from helpers.faked_cuda import StubVLLM, wait_for_ever
 from helpers.formulas import padded_forward
-from helpers.processes import TWO_RANKS, environment
+from helpers.processes import TWO_RANKS, end, environment
 from helpers.rollouts import VOCAB, load_policy, tiny_args, tiny_config, tiny_policy
 
 import ppo_sync
@@ -260,6 +260,21 @@ def test_failure_of_our_own_side_ends_the_sync(make_system, monkeypatch):
     assert system.vllm.weights == {}  # it still waits
 
 
+def test_failure_of_vllm_is_the_cause_where_our_own_side_fails_too(make_system, monkeypatch):
+    class Broken(faked_cuda.StubCommunicator):
+        def broadcast(self, tensor, src, stream):
+            raise OSError("the other side has gone")
+
+    def fail(vllm):
+        time.sleep(0.2)
+        raise MemoryError("no room for it")
+
+    system = make_system("nccl", faults={"layer 0": fail})
+    faked_cuda.add_nccl(monkeypatch.setitem, system.vllm.meetings, Broken)
+    with pytest.raises(MemoryError, match="no room"):
+        sync(system)
+
+
 def test_failure_of_our_own_side_to_connect_ends_the_sync(make_system, monkeypatch):
     class Broken:
         def __init__(self, group, device):
@@ -328,7 +343,7 @@ def test_slow_start_is_waited_for(starting):
     after(1.5, starting.vllm.own_end.send, (None, None, ""))
     began = time.monotonic()
     starting.start()
-    assert time.monotonic() - began > 1
+    assert time.monotonic() - began > 1.4
     assert starting.engine.has_started(0)  # and it is not waited for again
 
 
@@ -417,8 +432,13 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     program = str(REPO / "tests" / "helpers" / "two_rank_sync.py")
     command = [sys.executable, *TWO_RANKS, program, str(folder)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    with open(folder / "output", "w") as output:
+        process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+    try:
+        process.wait(90)
+    except subprocess.TimeoutExpired:
+        end(process)
+    assert process.returncode == 0, (folder / "output").read_text()
     ranks = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
     return {scenario: [rank[scenario] for rank in ranks] for scenario in ranks[0]}
 
@@ -462,7 +482,7 @@ def test_failed_engine_ends_the_sync_on_both_ranks(fault, two_ranks):
 @pytest.mark.slow
 def test_slow_start_of_one_engine_is_waited_for_on_both_ranks(two_ranks):
     for found in two_ranks["slow start"]:
-        assert found["error"] is None and 1 < found["seconds"] < LIMIT
+        assert found["error"] is None and 1.4 < found["seconds"] < LIMIT
 
 
 @pytest.mark.slow
@@ -523,7 +543,7 @@ def start_vllm(checkpoints):
                 model_name_or_path=str(checkpoints[head]),
                 dtype=dtype,
                 temperature=1.0,
-                response_length=16,
+                response_length=8,
                 vllm_enforce_eager=True,
                 vllm_gpu_memory_utilization=0.3,
             )
@@ -577,18 +597,18 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("backend", "head", "dtype"), COMBINATIONS)
 def test_vllm_has_the_weights_that_were_synced(backend, head, dtype, start_vllm):
     system = start_vllm(backend, head, dtype)
-    assert differences(system).mean() > 0.5  # its weights are others
-    for seed in range(2):
-        sync(system, version=seed)
+    for version in range(2):
+        # It has random weights, or those of the test before; then those of before the change
+        assert differences(system).mean() > 0.5
+        sync(system, version)
         found = differences(system)
         if dtype == "float32":
             assert found.max() < 1e-4
         else:
             assert found.mean() < 0.1
-        torch.manual_seed(seed)
+        torch.manual_seed(version)
         for parameter in system.policy.parameters():
             parameter.data.mul_(torch.empty_like(parameter).uniform_(0.2, 1.8))
-        assert differences(system).mean() > 0.2  # the change is a large one
 
 
 @pytest.mark.slow

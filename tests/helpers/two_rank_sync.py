@@ -127,7 +127,7 @@ class Ranks:
         if RANK == 0:
             vllm.own_end.send((None, None, ""))
         elif event == "dies":
-            threading.Timer(1, vllm.process.die).start()
+            threading.Timer(1.5, vllm.process.die).start()
         else:
             threading.Timer(1.5, vllm.own_end.send, [(None, None, "")]).start()
         return attempt(ppo_sync.start_engines, self.cpu_group, engines, tiny_config(), 32)
