@@ -506,7 +506,7 @@ def test_versions_that_differ_are_no_batch(monkeypatch):
             self.others = [(rollout_of(["a"], [], 3) if is_share else True, None)]
             super().gather(states, mine, group)
 
-    with pytest.raises(ValueError):
+    with pytest.raises(AssertionError, match="engines have different weights, of versions"):
         ppo_sync.receive_rollout(Group([None], monkeypatch), queue_of(rollout_of(["b"], [], 4)))
 
 
