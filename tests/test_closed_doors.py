@@ -686,6 +686,7 @@ def dead_hub(request):
     thread.join()
 
 
+@pytest.mark.slow  # it waits for each hub for five seconds
 def test_hub_that_does_not_work_is_asked_once(dead_hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", dead_hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -689,6 +689,7 @@ def test_reward_model_scores_and_starts_the_value_model(multiplier, name, run_ma
     torch.testing.assert_close(batch.values, values, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow  # rewards are slow in it
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scoring_of_evaluations_is_no_training_time(name, run_main, few_prompts):
     rows = datasets.Dataset.from_parquet(str(few_prompts / "test.parquet"))
