@@ -1,7 +1,7 @@
 """How this suite works.
 
-Fast and slow. A test that starts vLLM or other processes, or waits for seconds, has the mark `slow`;
-the others take two minutes together.
+Fast and slow. A test that starts vLLM or other processes, or waits for seconds, has the mark
+`slow`; the others take two minutes together.
     bash scripts/test.sh                          all of them
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
