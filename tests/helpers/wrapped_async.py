@@ -7,7 +7,6 @@ there, every batch in the run's folder.
 FAULT is one of
     none
     explosion    the first update leaves weights that are out of bounds
-    disk         the final save of the tokenizer finds the disk full
     generator    the generation of the third step's responses fails on rank 0 while the second
                  step trains: its first update takes until then
 """
@@ -87,7 +86,6 @@ def watch(script):
     hooks.around_each_receive(script, receive)
     hooks.after_engine_start(script, note_start)
     hooks.count_queues(script, CountingQueue)
-    hooks.at_each_loading(script, lambda: print("A model is loaded"))
 
 
 def keep_versions(script, folder):
@@ -124,15 +122,6 @@ def fail_in_generation(script):
     hooks.after_gradients(script, wait_in_the_second_step)
 
 
-def fail_in_the_final_save():
-    from transformers import PreTrainedTokenizerBase
-
-    def full_disk(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    PreTrainedTokenizerBase.save_pretrained = full_disk
-
-
 def main():
     name, fault = sys.argv.pop(1), sys.argv.pop(1)
     script = importlib.import_module(name.removesuffix(".py"))
@@ -140,8 +129,6 @@ def main():
         fail_in_generation(script)
     elif fault == "explosion":
         hooks.multiply_learning_rate(script, 1e33)
-    elif fault == "disk":
-        fail_in_the_final_save()
     else:
         assert fault == "none", fault
     watch(script)
