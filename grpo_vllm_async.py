@@ -59,6 +59,7 @@ arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: D
 2507.18071 (sequence).
 """
 
+import atexit
 import contextlib
 import copy
 import fcntl
@@ -74,6 +75,7 @@ import os
 import queue
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -128,6 +130,8 @@ REWARD_IMPORT_TIMEOUT = 300
 # Seconds that vLLM may take to start, and for each message of a weight sync
 VLLM_START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
+# Of checkpoints; it changes when older ones can no longer be read
+CHECKPOINT_FORMAT = 1
 
 
 @dataclass
@@ -290,6 +294,14 @@ class Args:
     mismatch_mask_range: float = 2.0
     """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
 
+    # -- Checkpoints
+    save_freq: int = 0
+    """training steps from one checkpoint to the next; 0: none"""
+    keep_last_n: int = 3
+    """the newest checkpoints, which are kept; 0: all are"""
+    resume_from_checkpoint: str | None = None
+    """go on from this checkpoint, in the folder of its run; "latest": the newest of run_name"""
+
     # -- Output
     with_tracking: bool = False
     """log to Weights & Biases as well"""
@@ -305,6 +317,8 @@ class Args:
     """prompts per training step, over all ranks"""
     episodes_per_step: FilledIn[int] = 0
     """responses per training step, over all ranks"""
+    mini_batch_size: FilledIn[int] = 0
+    """responses per optimizer update, over all ranks"""
     num_training_steps: FilledIn[int] = 0
     """training steps of the run"""
     num_updates: FilledIn[int] = 0
@@ -315,6 +329,10 @@ class Args:
     """ids that end a response"""
     pad_token_id: FilledIn[int] = 0
     """id of padding; any id would do, since masks come from lengths"""
+    data_hash: FilledIn[int] = 0
+    """of the training prompts"""
+    num_parameters: FilledIn[int] = 0
+    """of the policy"""
 
 
 @dataclass
@@ -376,6 +394,16 @@ class Scores:
     formats: list[bool]  # whether the response has the form of add_r1_style_format_reward
     penalized: list[bool]  # whether the penalty took the place of the sum
     failures: list[str | None]  # why the verifiable reward failed; None: it did not
+
+
+@dataclass
+class RunState:
+    """Where a run stands. A checkpoint has it, beside models, optimizers and a rollout."""
+
+    completed_steps: int  # training steps
+    beta: float  # with kl_target it changes
+    seconds: float  # that the run has taken
+    wandb_id: str | None  # of the run in Weights & Biases; None: it is not there
 
 
 @dataclass
@@ -729,6 +757,15 @@ def prepare_prompts(
     if args.apply_verifiable_reward and no_ground_truth and not is_eval:
         bad_input(f"{path}, every row: {without_rule}")
     return prompts
+
+
+def hash_prompts(prompts: list[Prompt]) -> int:
+    """The same for the same prompts with the same ground truths, whatever file they are in."""
+    hashes = []
+    for prompt in prompts:
+        parts = (prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        hashes.append(stable_hash(*parts))
+    return stable_hash(hashes)
 
 
 def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
@@ -2754,9 +2791,177 @@ def save_model(
         text = generation_config.to_json_string(keys_to_pop=["compile_config"])
         (unfinished / "generation_config.json").write_text(text)
         tokenizer.save_pretrained(unfinished)
+        if path.exists():  # the run had come to its end, and was resumed
+            shutil.rmtree(path)
         unfinished.rename(path)
 
     on_main_process(accelerator, write)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """A run's complete checkpoints, the newest last."""
+    found = {}
+    for path in run_dir.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match:
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
+    """Removes these checkpoints, and those that were not written, or not removed, to the end."""
+    for path in run_dir.glob("checkpoints/step_*.unfinished"):
+        shutil.rmtree(path)
+    for path in checkpoints:
+        # Another name first: half a checkpoint must not look like a whole one
+        shutil.rmtree(path.rename(path.with_name(f"{path.name}.unfinished")))
+
+
+def use_plain_names(accelerator: Accelerator) -> None:
+    """Makes save_state and load_state name weights as one process does.
+
+    DDP has names of its own, and another number of ranks may go on from a checkpoint.
+    """
+
+    def before_saving(models: list, weights: list[dict], folder: str) -> None:
+        if weights:  # FSDP saves by itself, and plain names
+            weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
+
+    def before_loading(models: list, folder: str) -> None:
+        models[:] = [accelerator.unwrap_model(model) for model in models]
+
+    accelerator.register_save_state_pre_hook(before_saving)
+    accelerator.register_load_state_pre_hook(before_loading)
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    cpu_group,
+    run_dir: Path,
+    state: RunState,
+    rollout: dict | None,
+    args: Args,
+) -> int:
+    """Writes checkpoints/step_N: models, optimizers, state, a rollout, the run's files so far.
+
+    The folder gets this name when all is on the disk. Then older checkpoints than the newest
+    keep_last_n are removed. Every rank must call this. rollout: see pack_rollout. Returns the bytes
+    written. OSError: it cannot be written, and what there was of it is removed.
+    """
+    folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+
+    def begin() -> None:
+        remove_checkpoints(run_dir, [])
+        unfinished.mkdir(parents=True)
+
+    def finish() -> int:
+        for name in ("args.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+            if (run_dir / name).exists():
+                shutil.copyfile(run_dir / name, unfinished / name)
+        (unfinished / "rollout.json").write_text(json.dumps(rollout))
+        files = [path for path in unfinished.rglob("*") if path.is_file()]
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+        description = {"format": CHECKPOINT_FORMAT, "state": asdict(state), "sizes": sizes}
+        (unfinished / "checkpoint.json").write_text(json.dumps(description))
+        for path in [*files, unfinished / "checkpoint.json"]:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        unfinished.rename(folder)
+        oldest = list_checkpoints(run_dir)[: -args.keep_last_n]  # none of them where that is 0
+        remove_checkpoints(run_dir, oldest)
+        return sum(sizes.values())
+
+    try:
+        on_main_process(accelerator, begin)
+        error = None
+        try:
+            accelerator.save_state(unfinished)
+        except Exception as raised:
+            error = raised
+        exchange(cpu_group, None, error)
+        return on_main_process(accelerator, finish)
+    except Exception as error:
+        free = shutil.disk_usage(run_dir).free
+        raise OSError(f"{folder} cannot be written; its disk has {free >> 20} MiB free") from error
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
+    """Gives models and optimizers what the checkpoint has of them."""
+    path = args.resume_from_checkpoint
+    try:
+        accelerator.load_state(path, map_location="cpu")
+    except Exception as error:
+        bad_input(
+            f"--resume_from_checkpoint {path}: it cannot be loaded; go on from an older one "
+            f"({type(error).__name__}: {error})"
+        )
+
+
+def pack_rollout(rollout: Rollout) -> dict:
+    """A rollout as JSON can hold it. Its request is left out, being a function of the step."""
+    packed = asdict(replace(rollout, request=None))
+    packed["eval_hash"] = hash_prompts(rollout.request.eval_prompts)
+    return packed
+
+
+def unpack_rollout(path: Path, request: Request) -> Rollout:
+    """Reads what pack_rollout made of the answers to a request, as this rank's share of them.
+
+    That is all of them on rank 0, and nothing on the others. Answers to held-out prompts are left
+    out where the request asks for others, since evaluations may change when a run is resumed.
+    """
+    packed = json.loads(path.read_text())
+    answers = Answers(**packed["answers"])
+    eval_answers = Answers(**packed["eval_answers"])
+    version = packed["policy_version"]
+    nothing = Answers(responses=[], sampler_logprobs=[], texts=[], verifiable=[], failures=[])
+    if packed["eval_hash"] != hash_prompts(request.eval_prompts):
+        request = replace(request, eval_prompts=[], eval_seeds=[])
+        eval_answers = nothing
+    if not is_rank_0():
+        answers, eval_answers, version = nothing, nothing, None
+    return Rollout(request, version, answers, eval_answers, packed["times"])
+
+
+def rewind_run_folder(run_dir: Path, args: Args) -> None:
+    """Gives the files of a run that is resumed the lines that they had at the checkpoint."""
+    checkpoint = Path(args.resume_from_checkpoint)
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, run_dir / f"{name}.unfinished")
+            (run_dir / f"{name}.unfinished").rename(run_dir / name)
+        else:
+            (run_dir / name).unlink(missing_ok=True)
+    checkpoints = list_checkpoints(run_dir)
+    newer = checkpoints[checkpoints.index(checkpoint) + 1 :]
+    remove_checkpoints(run_dir, newer)
+
+
+def print_resume_command(run_dir: Path) -> None:
+    """Prints the command that goes on from the newest checkpoint, if there is one."""
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        return
+    command = sys.argv
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process()
+        for ancestor in (process, *process.parents()[:1]):  # a launcher's command ends with ours
+            if ancestor.cmdline()[-len(sys.argv) :] == sys.argv:
+                command = ancestor.cmdline()
+    words = []
+    for previous, word in itertools.pairwise(["", *command]):
+        flags = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+        if not word.startswith(flags) and previous not in flags:
+            words.append(word)
+    words += ["--resume_from_checkpoint", str(checkpoints[-1])]
+    print(f"To go on: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------- checks and the set-up
@@ -2799,7 +3004,7 @@ def check_numbers(args: Args) -> None:
     """
     may_be_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
     may_be_0 |= {"value_learning_rate", "value_lam", "verification_reward", "reward_memory"}
-    may_be_0 |= {"reward_model_multiplier"}
+    may_be_0 |= {"reward_model_multiplier", "keep_last_n"}
     at_least = {
         "temperature": 0.01,  # below, vLLM samples at 0.01
         "eval_temperature": 0.01,
@@ -2863,6 +3068,8 @@ def fill_in(args: Args) -> Args:
         )
     args = replace(args)  # a copy
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.resume_from_checkpoint:
+        find_checkpoint(args)
     if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
@@ -2870,6 +3077,7 @@ def fill_in(args: Args) -> Args:
     local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
     args.rollout_batch_size = args.local_rollout_batch_size * args.world_size
     args.episodes_per_step = local_episodes * args.world_size
+    args.mini_batch_size = args.local_mini_batch_size * args.world_size
     if local_episodes % args.local_mini_batch_size != 0:
         bad_input(
             f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be "
@@ -3048,10 +3256,11 @@ def check_policy(args: Args) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_classifier(
-    flag: str, path: str, vocab_size: int, args: Args, may_lack_head: bool
-) -> None:
-    """Refuses a reward or value model that has several labels, or not the policy's vocabulary."""
+def check_classifier(flag: str, path: str, vocab_size: int, args: Args, may_lack_head: bool) -> int:
+    """Refuses a reward or value model that has several labels, or not the policy's vocabulary.
+
+    Returns the number of its parameters.
+    """
     config = load_or_refuse(AutoConfig, flag, path, args)
     if "SequenceClassification" in str(config.architectures):
         labels = config.num_labels
@@ -3071,6 +3280,7 @@ def check_classifier(
     )
     if not hasattr(model, "score"):
         bad_input(f"--{flag} {path}: a {type(model).__name__} has no head named score")
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def find_stop_tokens(args: Args, tokenizer, config) -> tuple[int, ...]:
@@ -3160,9 +3370,102 @@ def parse_args() -> Args:
     return args
 
 
+def find_checkpoint(args: Args) -> None:
+    """Fills in the path of the checkpoint to go on from, and the folder of its run."""
+    given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
+    if args.resume_from_checkpoint == "latest":
+        if not args.run_name:
+            bad_input(f"{given}: of which run? Give its --run_name")
+        run_dir = Path(args.output_dir, args.run_name)
+        checkpoints = list_checkpoints(run_dir)
+        if not checkpoints:
+            bad_input(f"{given}: there is none in {run_dir}; to begin a run leave it out")
+        args.resume_from_checkpoint = str(checkpoints[-1])
+        return
+    path = Path(os.path.abspath(args.resume_from_checkpoint))
+    if not re.fullmatch(r"step_\d+", path.name) or not (path / "checkpoint.json").is_file():
+        advice = "it must be a folder such as output/RUN_NAME/checkpoints/step_100"
+        checkpoints = list_checkpoints(path)
+        if checkpoints:
+            advice = f"its newest is {checkpoints[-1]}"
+        bad_input(f"{given}: this is no checkpoint; {advice}")
+    run_dir = path.parent.parent
+    if args.run_name and Path(args.output_dir, args.run_name).resolve() != run_dir.resolve():
+        bad_input(f"{given} is of another run than --run_name {args.run_name}; leave that out")
+    args.resume_from_checkpoint = str(path)
+    args.output_dir, args.run_name = str(run_dir.parent), run_dir.name
+
+
+def read_checkpoint(args: Args) -> RunState:
+    """Where the run stood that is to go on. Refuses a checkpoint that is not whole."""
+    folder = Path(args.resume_from_checkpoint)
+    given = f"--resume_from_checkpoint {folder}"
+    try:
+        description = json.loads((folder / "checkpoint.json").read_text())
+        version, sizes = description["format"], description["sizes"]
+        state = RunState(**description["state"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        bad_input(f"{given}: checkpoint.json is damaged; go on from an older one ({error!r})")
+    if version != CHECKPOINT_FORMAT:
+        bad_input(
+            f"{given} has format {version}, and this script reads {CHECKPOINT_FORMAT}; go on with "
+            f"the version that wrote it"
+        )
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            bad_input(f"{given} lacks {name}; go on from an older one")
+        if found != size:
+            bad_input(f"{given}: {name} has {found} bytes and not {size}; go on from an older one")
+    return state
+
+
+def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
+    """Refuses to go on with arguments or data that would have made another run until here.
+
+    num_steps: training steps of the whole run.
+    """
+    may_differ = {"exp_name", "run_name", "output_dir", "dry_run", "resume_from_checkpoint"}
+    may_differ |= {"save_freq", "keep_last_n"}
+    may_differ |= {"with_tracking", "wandb_project_name", "wandb_entity"}
+    may_differ |= {"eval_dataset", "eval_dataset_split", "num_evals", "eval_temperature"}
+    # What computes, and how fast. Of the batch the sizes over all ranks count
+    may_differ |= {"world_size", "local_rollout_batch_size", "local_mini_batch_size"}
+    may_differ |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
+    may_differ |= {"gradient_checkpointing", "vllm_gpus", "vllm_tensor_parallel_size"}
+    may_differ |= {"vllm_gpu_memory_utilization", "vllm_enforce_eager"}
+    may_differ |= {"reward_workers", "reward_timeout", "reward_memory"}
+    # What follows from other arguments. Of the files their prompts count, in data_hash
+    may_differ |= {"num_training_steps", "num_updates", "eval_steps", "warmup_ratio"}
+    may_differ |= {"dataset", "dataset_split"}
+    if args.lr_scheduler_type == "constant":  # others reach their end with the run
+        may_differ |= {"total_episodes", "num_train_epochs"}
+
+    given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
+    saved = json.loads(Path(args.resume_from_checkpoint, "args.json").read_text())
+    current = json.loads(json.dumps(asdict(args)))  # a tuple is a list there
+    differences = []
+    for name in sorted((saved.keys() | current.keys()) - may_differ):
+        was, now = saved.get(name, "unknown"), current.get(name, "unknown")
+        if name == "data_hash" and was != now:
+            differences.append("the prompts of --dataset are others")
+        elif was != now:
+            differences.append(f"{name} was {was} and is {now}")
+    if differences:
+        bad_input(f"{given} is of a run with other arguments: {'; '.join(differences)}")
+    if state.completed_steps >= num_steps:
+        bad_input(f"{given}: by its arguments the run ends after {num_steps} steps")
+
+
 def check_run_folder(args: Args) -> None:
-    """Refuses a run folder that is there, or cannot be made."""
+    """Refuses a run folder that is there, but for one that is to go on, or that cannot be made."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
+    if args.resume_from_checkpoint:
+        try:
+            with tempfile.TemporaryDirectory(prefix=".probe-", dir=run_dir):
+                return
+        except OSError as error:
+            bad_input(f"{run_dir} cannot be written to ({error.strerror})")
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
     try:
@@ -3179,15 +3482,32 @@ def check_run_folder(args: Args) -> None:
         bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
 
 
-def check_disk(args: Args, num_parameters: int) -> None:
-    """Refuses a disk that has no room for the run."""
+def bytes_of_checkpoints(num_trained_parameters: int, num_steps: int, args: Args) -> int:
+    """Bytes of all checkpoints that are on the disk at once, in a run of so many training steps.
+
+    Each has the weights of the trained models and AdamW's two moments, in float32. A checkpoint is
+    removed only after a newer one is complete.
+    """
+    if args.save_freq == 0:
+        return 0
+    count = (num_steps - 1) // args.save_freq  # there is none after the last step
+    if args.keep_last_n > 0:
+        count = min(count, args.keep_last_n + 1)
+    return 12 * num_trained_parameters * count
+
+
+def check_disk(args: Args, num_parameters: int, checkpoint_bytes: int) -> None:
+    """Refuses a disk that has no room for the final model, checkpoints, and a little besides."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
-    existing = next(path for path in run_dir.parents if path.exists())
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
+    for folder in list_checkpoints(run_dir):  # of a run that goes on
+        free += sum(path.stat().st_size for path in folder.rglob("*"))
+    needed = 4 * num_parameters + checkpoint_bytes + 2**25
     if free < needed:
         bad_input(
-            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
+            f"{checkpoint_bytes >> 20} of them for checkpoints"
         )
 
 
@@ -3227,7 +3547,7 @@ def describe_engines(args: Args) -> str:
 
 def print_plan(
     args: Args,
-    num_parameters: int,
+    checkpoint_bytes: int,
     train_prompts: list[Prompt],
     eval_prompts: list[Prompt],
     truth_scores: dict[str, float],
@@ -3235,8 +3555,9 @@ def print_plan(
 ) -> None:
     """Prints what the run will do: data, steps, processes, updates, memory, rewards.
 
-    engines: what samples the responses, in words.
+    engines: what samples the responses, in words. checkpoint_bytes: of all that are kept at once.
     """
+    num_parameters = args.num_parameters
     longest = max(len(prompt.token_ids) for prompt in train_prompts)
     steps = args.num_training_steps
     tokens = args.episodes_per_step * (longest + args.response_length)
@@ -3263,6 +3584,13 @@ def print_plan(
     )
     print(f"AdamW), {frozen:.3g} GiB for each")
     print(f"           frozen one and for vLLM's ({num_parameters:,} parameters); and activations")
+    saves = "no checkpoints (--save_freq)"
+    if args.save_freq > 0:
+        size = f"{checkpoint_bytes / 2**30:.3g} GiB at once"
+        saves = f"a checkpoint after every {args.save_freq} steps, up to {size}"
+    print(f"  saves    {saves}")
+    if args.resume_from_checkpoint:
+        print(f"  resumes  {printable(args.resume_from_checkpoint)}")
     rewards = []
     if args.apply_verifiable_reward:
         name = printable(args.reward_fn or "compute_score")
@@ -3302,26 +3630,46 @@ def ignore_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def make_run_folder(accelerator: Accelerator, prompts: list[Prompt], args: Args) -> Path:
-    """Makes the run's folder with its arguments, and starts wandb where it is asked for."""
+def make_run_folder(
+    accelerator: Accelerator, prompts: list[Prompt], state: RunState, args: Args
+) -> Path:
+    """Makes the run's folder with its arguments, and starts wandb where it is asked for.
+
+    A run that is resumed goes on in its folder, and in its run in Weights & Biases.
+    """
     run_dir = Path(args.output_dir) / args.run_name
+    is_resumed = args.resume_from_checkpoint is not None
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
     if accelerator.is_main_process:
         try:
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir(parents=True, exist_ok=is_resumed)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        # The last words of a run that does not come to its end
+        atexit.register(print_resume_command, run_dir)
+        if is_resumed:
+            rewind_run_folder(run_dir, args)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
     accelerator.init_trackers(
         args.wandb_project_name,
         config=asdict(args),
-        init_kwargs={"wandb": {"name": args.run_name, "entity": args.wandb_entity}},
+        init_kwargs={
+            "wandb": {
+                "name": args.run_name,
+                "entity": args.wandb_entity,
+                "id": state.wandb_id,
+                "resume": "allow",
+            }
+        },
     )
     for tracker in accelerator.trackers:
         import wandb
 
-        tracker.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
+        if accelerator.is_main_process:
+            state.wandb_id = tracker.run.id
+        if not is_resumed:
+            tracker.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
     return run_dir
 
 
@@ -3376,6 +3724,9 @@ def main() -> None:
     # ---- All that can be wrong, before a model is loaded
     if importlib.util.find_spec("vllm") is None:
         bad_input("vLLM is not installed (requirements.txt, scripts/setup.sh)")
+    state = RunState(completed_steps=0, beta=args.beta, seconds=0.0, wandb_id=None)
+    if args.resume_from_checkpoint:
+        state = read_checkpoint(args)
     if is_rank_0():
         check_run_folder(args)
     config = load_or_refuse(AutoConfig, "model_name_or_path", args.model_name_or_path, args)
@@ -3396,7 +3747,7 @@ def main() -> None:
     truth_scores = check_rewards(args, train_prompts + eval_prompts)
 
     # The models come last, for what is on the hub is downloaded now
-    num_parameters = check_policy(args)
+    args.num_parameters = check_policy(args)
     vocab_size = config.get_text_config().vocab_size
     if args.reward_model_path:
         check_classifier(
@@ -3410,14 +3761,16 @@ def main() -> None:
     longest_prompt = max(len(prompt.token_ids) for prompt in train_prompts + eval_prompts)
     max_length = longest_prompt + args.response_length
     check_run(args, tokenizer, config, max_length)
+    args.data_hash = hash_prompts(train_prompts)
+    if args.resume_from_checkpoint:
+        check_same_run(args, state, args.num_training_steps)
     if is_rank_0():
-        check_disk(args, num_parameters)
-        print_plan(
-            args, num_parameters, train_prompts, eval_prompts, truth_scores, describe_engines(args)
-        )
+        checkpoint_bytes = bytes_of_checkpoints(args.num_parameters, args.num_training_steps, args)
+        check_disk(args, args.num_parameters, checkpoint_bytes)
+        sampler = describe_engines(args)
+        print_plan(args, checkpoint_bytes, train_prompts, eval_prompts, truth_scores, sampler)
     # All ranks wait for one another here, and end where one found bad input
-    texts = [prompt.text for prompt in train_prompts + eval_prompts]
-    if len(set(exchange(cpu_group, stable_hash(texts)))) > 1:
+    if len(set(exchange(cpu_group, hash_prompts(train_prompts + eval_prompts)))) > 1:
         bad_input("ranks have read different prompts; every node needs the same files")
     if args.dry_run:
         return
@@ -3450,7 +3803,12 @@ def main() -> None:
     policy, optimizer = accelerator.prepare(policy, optimizer)
     # Not before: a rank that waits for one that found bad input could not run a handler
     handle_signals()
-    run_dir = make_run_folder(accelerator, train_prompts, args)
+    use_plain_names(accelerator)
+    if args.resume_from_checkpoint:
+        load_checkpoint(accelerator, args)
+    run_dir = make_run_folder(accelerator, train_prompts, state, args)
+    args.beta = state.beta
+    start_time -= state.seconds
     if cpu_group is not None:
         torch.distributed.barrier(cpu_group)
     engines = make_engines(cpu_group, args)
@@ -3462,15 +3820,21 @@ def main() -> None:
         # ---- vLLM, and the request for the first batch
         console.print("Starting vLLM ...")
         start_engines(cpu_group, engines, model.config, max_length)
-        sync_weights(accelerator, cpu_group, engines, policy, 0, args)
+        first_step = state.completed_steps + 1
+        sync_weights(accelerator, cpu_group, engines, policy, state.completed_steps, args)
         threading.Thread(
             target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
         ).start()
-        prompts_Q.put(make_request(1, train_prompts, eval_prompts, args))
+        request = make_request(first_step, train_prompts, eval_prompts, args)
+        if args.resume_from_checkpoint:  # the weights that sampled the responses are gone
+            saved_rollout = Path(args.resume_from_checkpoint, "rollout.json")
+            response_Q.put(unpack_rollout(saved_rollout, request))
+        else:
+            prompts_Q.put(request)
 
         # ---- The loop
-        steps = range(1, args.num_training_steps + 1)
         updates_per_step = args.num_updates // args.num_training_steps
+        steps = range(first_step, args.num_training_steps + 1)
         for training_step in track(steps, console=console, disable=not console.is_terminal):
             step_start = time.perf_counter()
             times = {"weight_sync": 0.0}
@@ -3490,7 +3854,18 @@ def main() -> None:
                     sync_weights(accelerator, cpu_group, engines, policy, version, args)
                 prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
 
-            # 3. Scores: the verifiable rewards came with the responses, the reward model's are
+            # 3. Where it is due, a checkpoint of what the last step has left, and of this step's
+            # responses. This process does not make one that it has begun with.
+            if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
+                state.completed_steps = version
+                state.beta = args.beta
+                state.seconds = time.time() - start_time
+                with timed(times, "checkpoint"):
+                    metrics["perf/checkpoint_bytes"] = save_checkpoint(
+                        accelerator, cpu_group, run_dir, state, pack_rollout(rollout), args
+                    )
+
+            # 4. Scores: the verifiable rewards came with the responses, the reward model's are
             # made now. Where an evaluation was due, those of its answers too
             if request.eval_prompts:
                 with timed(times, "evaluation_scoring"):
@@ -3507,7 +3882,7 @@ def main() -> None:
             scored = scored.float().to(device)  # (episodes,)
             scores = torch.tensor([score or 0.0 for score in response_scores.scores], device=device)
 
-            # 4. Log-probabilities before any update, (episodes, width). The policy sees the very
+            # 5. Log-probabilities before any update, (episodes, width). The policy sees the very
             # micro-batches of the first epoch: other shapes would change the last bits, and the
             # ratios of the first update would not be exactly 1.
             epochs = draw_mini_batches(len(responses), training_step, args)
@@ -3535,13 +3910,13 @@ def main() -> None:
             if rollout.policy_version == version and logprobs is not None:
                 check_sampler(logprobs, sampler_logprobs, mask, args)
 
-            # 5. Advantages: one for all tokens of a response
+            # 6. Advantages: one for all tokens of a response
             advantages = group_advantages(
                 scores, args.number_samples_per_prompt, args.advantage_normalization, scored
             )
             advantages = advantages[:, None] * mask  # (episodes, width)
 
-            # 6. What is in the loss
+            # 7. What is in the loss
             loss_mask = mask * scored[:, None]
             if args.mask_truncated_completions:
                 stopped = [float(r[-1] in args.stop_token_ids) for r in responses]
@@ -3560,7 +3935,7 @@ def main() -> None:
                 advantages=advantages,
             )
 
-            # 7. Updates
+            # 8. Updates
             sums = defaultdict(float)
             grad_norms = []
             update = version * updates_per_step  # counted over the whole run
@@ -3585,13 +3960,13 @@ def main() -> None:
                     optimizer.zero_grad()
                     update += 1
 
-            # 8. With --no-async_mode this is the moment for weights and prompts
+            # 9. With --no-async_mode this is the moment for weights and prompts
             if not args.async_mode and training_step < args.num_training_steps:
                 with timed(times, "weight_sync"):
                     sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
                 prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
 
-            # 9. Metrics
+            # 10. Metrics
             times = step_times(times, rollout, time.perf_counter() - step_start)
             times["from_scratch"] = time.time() - start_time
             sums = sum_over_ranks(accelerator, sums)
@@ -3609,15 +3984,20 @@ def main() -> None:
             metrics["policy/staleness"] = version - rollout.policy_version
             write_rollouts(accelerator, rollout, batch, response_scores, run_dir, args)
 
-            # 10. After the last update, the last evaluation
-            if eval_prompts and training_step == args.num_training_steps:
-                sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
-                prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
-                rollout = receive_rollout(cpu_group, response_Q)
-                metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
-            write_metrics(accelerator, metrics, run_dir, console, args)
-
-        save_model(accelerator, policy, tokenizer, run_dir / "model", args)
+            # 11. After the last update the model is saved, and then comes the last evaluation.
+            # Whatever fails there, the step's line is written.
+            try:
+                if training_step == args.num_training_steps:
+                    save_model(accelerator, policy, tokenizer, run_dir / "model", args)
+                if eval_prompts and training_step == args.num_training_steps:
+                    sync_weights(accelerator, cpu_group, engines, policy, training_step, args)
+                    request = make_request(training_step + 1, train_prompts, eval_prompts, args)
+                    prompts_Q.put(request)
+                    rollout = receive_rollout(cpu_group, response_Q)
+                    metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
+            finally:
+                write_metrics(accelerator, metrics, run_dir, console, args)
+        atexit.unregister(print_resume_command)
     finally:
         ignore_signals()
         for engine in engines:

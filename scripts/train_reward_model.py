@@ -38,12 +38,16 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 1706.04599.
 """
 
+import atexit
 import contextlib
 import functools
+import hashlib
+import itertools
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -52,17 +56,20 @@ import threading
 import time
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import huggingface_hub
+import psutil
 import pyarrow.parquet
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import Progress
@@ -70,6 +77,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+# Of checkpoints; it changes when older ones can no longer be read
+CHECKPOINT_FORMAT = 1
 
 FilledIn = tyro.conf.Suppress  # marks a field of Args that is no option of the command line
 
@@ -140,6 +150,14 @@ class Args:
     per_device_train_batch_size: int = 8
     """pairs of a forward and backward pass (micro-batch)"""
 
+    # -- Checkpoints
+    save_freq: int = 0
+    """updates from one checkpoint to the next; 0: none"""
+    keep_last_n: int = 3
+    """the newest checkpoints, which are kept; 0: all are"""
+    resume_from_checkpoint: str | None = None
+    """go on from this checkpoint, in the folder of its run; "latest": the newest of run_name"""
+
     # -- Output
     with_tracking: bool = False
     """log to Weights & Biases as well"""
@@ -151,6 +169,8 @@ class Args:
     # -- Filled in at run time
     world_size: FilledIn[int] = 1
     """processes"""
+    mini_batch_size: FilledIn[int] = 0
+    """pairs of an optimizer update, over all ranks"""
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     warm_up_steps: FilledIn[int] = 0
@@ -159,6 +179,10 @@ class Args:
     """id that ends every row"""
     pad_token_id: FilledIn[int] = 0
     """id that fills rows up"""
+    data_hash: FilledIn[int] = 0
+    """of the pairs to train on"""
+    num_parameters: FilledIn[int] = 0
+    """of the model"""
 
 
 @dataclass
@@ -173,6 +197,15 @@ class Pair:
     def length(self) -> int:
         """Tokens of the longer one."""
         return max(len(self.chosen_ids), len(self.rejected_ids))
+
+
+@dataclass
+class RunState:
+    """Where a run stands. A checkpoint has it, beside the model and its optimizer."""
+
+    completed_steps: int  # updates
+    seconds: float  # that the run has taken
+    wandb_id: str | None  # of the run in Weights & Biases; None: it is not there
 
 
 @dataclass
@@ -228,6 +261,54 @@ def bad_input(message: str) -> NoReturn:
         line = f"{line[:450]} ..."
     print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def stable_hash(*parts: Any) -> int:
+    """A 63-bit integer from its arguments, the same in every process and on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
+    """Runs function on rank 0 and returns its result on every rank; if it raises, all raise."""
+    result, error, message = None, None, None
+    if accelerator.is_main_process:
+        try:
+            result = function(*args)
+        except Exception as raised:
+            error = raised
+            message = f"rank 0 failed: {type(raised).__name__}: {raised}"
+    result, message = broadcast_object_list([result, message])
+    if error is not None:
+        raise error
+    if message is not None:
+        raise RuntimeError(message)
+    return result
+
+
+def exchange(cpu_group, value: Any, error: Exception | None = None) -> list:
+    """An all-gather: returns the values of all ranks, in their order. Every rank must call it.
+
+    If a rank gives an error, all raise: that rank its own error, the others a RuntimeError with
+    its text. cpu_group: the ranks' gloo group; None: there is one rank.
+    """
+    message = None
+    if error is not None:
+        message = f"{type(error).__name__}: {error}"
+    states = [(value, message)]
+    if cpu_group is not None:
+        states = [None] * cpu_group.size()
+        try:
+            torch.distributed.all_gather_object(states, (value, message), group=cpu_group)
+        except RuntimeError:  # a rank has ended; but an error of our own says more
+            if error is None:
+                raise
+    if error is not None:
+        raise error
+    for rank, (_, rank_message) in enumerate(states):
+        if rank_message is not None:
+            raise RuntimeError(f"rank {rank} failed: {rank_message}")
+    return [rank_value for rank_value, _ in states]
 
 
 @contextlib.contextmanager
@@ -768,7 +849,149 @@ def save_reward_model(reward_model: RewardModel, tokenizer, path: Path) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
     reward_model.model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    if path.exists():  # the run had come to its end, and was resumed
+        shutil.rmtree(path)
     unfinished.rename(path)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """A run's complete checkpoints, the newest last."""
+    found = {}
+    for path in run_dir.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match:
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
+    """Removes these checkpoints, and those that were not written, or not removed, to the end."""
+    for path in run_dir.glob("checkpoints/step_*.unfinished"):
+        shutil.rmtree(path)
+    for path in checkpoints:
+        # Another name first: half a checkpoint must not look like a whole one
+        shutil.rmtree(path.rename(path.with_name(f"{path.name}.unfinished")))
+
+
+def use_plain_names(accelerator: Accelerator) -> None:
+    """Makes save_state and load_state name weights as one process does.
+
+    DDP has names of its own, and another number of ranks may go on from a checkpoint.
+    """
+
+    def before_saving(models: list, weights: list[dict], folder: str) -> None:
+        if weights:  # FSDP saves by itself, and plain names
+            weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
+
+    def before_loading(models: list, folder: str) -> None:
+        models[:] = [accelerator.unwrap_model(model) for model in models]
+
+    accelerator.register_save_state_pre_hook(before_saving)
+    accelerator.register_load_state_pre_hook(before_loading)
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    cpu_group,
+    run_dir: Path,
+    state: RunState,
+    rollout: dict | None,
+    args: Args,
+) -> int:
+    """Writes checkpoints/step_N: models, optimizers, state, a rollout, the run's files so far.
+
+    The folder gets this name when all is on the disk. Then older checkpoints than the newest
+    keep_last_n are removed. Every rank must call this. rollout: see pack_rollout. Returns the bytes
+    written. OSError: it cannot be written, and what there was of it is removed.
+    """
+    folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+
+    def begin() -> None:
+        remove_checkpoints(run_dir, [])
+        unfinished.mkdir(parents=True)
+
+    def finish() -> int:
+        for name in ("args.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+            if (run_dir / name).exists():
+                shutil.copyfile(run_dir / name, unfinished / name)
+        (unfinished / "rollout.json").write_text(json.dumps(rollout))
+        files = [path for path in unfinished.rglob("*") if path.is_file()]
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+        description = {"format": CHECKPOINT_FORMAT, "state": asdict(state), "sizes": sizes}
+        (unfinished / "checkpoint.json").write_text(json.dumps(description))
+        for path in [*files, unfinished / "checkpoint.json"]:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        unfinished.rename(folder)
+        oldest = list_checkpoints(run_dir)[: -args.keep_last_n]  # none of them where that is 0
+        remove_checkpoints(run_dir, oldest)
+        return sum(sizes.values())
+
+    try:
+        on_main_process(accelerator, begin)
+        error = None
+        try:
+            accelerator.save_state(unfinished)
+        except Exception as raised:
+            error = raised
+        exchange(cpu_group, None, error)
+        return on_main_process(accelerator, finish)
+    except Exception as error:
+        free = shutil.disk_usage(run_dir).free
+        raise OSError(f"{folder} cannot be written; its disk has {free >> 20} MiB free") from error
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
+    """Gives models and optimizers what the checkpoint has of them."""
+    path = args.resume_from_checkpoint
+    try:
+        accelerator.load_state(path, map_location="cpu")
+    except Exception as error:
+        bad_input(
+            f"--resume_from_checkpoint {path}: it cannot be loaded; go on from an older one "
+            f"({type(error).__name__}: {error})"
+        )
+
+
+def rewind_run_folder(run_dir: Path, args: Args) -> None:
+    """Gives the files of a run that is resumed the lines that they had at the checkpoint."""
+    checkpoint = Path(args.resume_from_checkpoint)
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, run_dir / f"{name}.unfinished")
+            (run_dir / f"{name}.unfinished").rename(run_dir / name)
+        else:
+            (run_dir / name).unlink(missing_ok=True)
+    checkpoints = list_checkpoints(run_dir)
+    newer = checkpoints[checkpoints.index(checkpoint) + 1 :]
+    remove_checkpoints(run_dir, newer)
+
+
+def print_resume_command(run_dir: Path) -> None:
+    """Prints the command that goes on from the newest checkpoint, if there is one."""
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        return
+    command = sys.argv
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process()
+        for ancestor in (process, *process.parents()[:1]):  # a launcher's command ends with ours
+            if ancestor.cmdline()[-len(sys.argv) :] == sys.argv:
+                command = ancestor.cmdline()
+    words = []
+    for previous, word in itertools.pairwise(["", *command]):
+        flags = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+        if not word.startswith(flags) and previous not in flags:
+            words.append(word)
+    words += ["--resume_from_checkpoint", str(checkpoints[-1])]
+    print(f"To go on: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
 # -------------------------------------------------------------------------- checks and the set-up
@@ -808,7 +1031,7 @@ def check_numbers(args: Args) -> None:
     If its name is not in at_most, a float may be a million and an int a billion at most: what is
     larger overflows, or fills the memory.
     """
-    may_be_0 = {"seed", "warmup_ratio"}
+    may_be_0 = {"seed", "warmup_ratio", "keep_last_n"}
     at_most = {
         "seed": 2**32 - 1,
         "warmup_ratio": 1,
@@ -836,6 +1059,9 @@ def fill_in(args: Args) -> Args:
     check_numbers(args)
     args = replace(args)  # a copy
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args.mini_batch_size = args.local_mini_batch_size * args.world_size
+    if args.resume_from_checkpoint:
+        find_checkpoint(args)
     if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
     if args.local_mini_batch_size % args.per_device_train_batch_size != 0:
@@ -933,9 +1159,102 @@ def parse_args() -> Args:
     return args
 
 
+def find_checkpoint(args: Args) -> None:
+    """Fills in the path of the checkpoint to go on from, and the folder of its run."""
+    given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
+    if args.resume_from_checkpoint == "latest":
+        if not args.run_name:
+            bad_input(f"{given}: of which run? Give its --run_name")
+        run_dir = Path(args.output_dir, args.run_name)
+        checkpoints = list_checkpoints(run_dir)
+        if not checkpoints:
+            bad_input(f"{given}: there is none in {run_dir}; to begin a run leave it out")
+        args.resume_from_checkpoint = str(checkpoints[-1])
+        return
+    path = Path(os.path.abspath(args.resume_from_checkpoint))
+    if not re.fullmatch(r"step_\d+", path.name) or not (path / "checkpoint.json").is_file():
+        advice = "it must be a folder such as output/RUN_NAME/checkpoints/step_100"
+        checkpoints = list_checkpoints(path)
+        if checkpoints:
+            advice = f"its newest is {checkpoints[-1]}"
+        bad_input(f"{given}: this is no checkpoint; {advice}")
+    run_dir = path.parent.parent
+    if args.run_name and Path(args.output_dir, args.run_name).resolve() != run_dir.resolve():
+        bad_input(f"{given} is of another run than --run_name {args.run_name}; leave that out")
+    args.resume_from_checkpoint = str(path)
+    args.output_dir, args.run_name = str(run_dir.parent), run_dir.name
+
+
+def read_checkpoint(args: Args) -> RunState:
+    """Where the run stood that is to go on. Refuses a checkpoint that is not whole."""
+    folder = Path(args.resume_from_checkpoint)
+    given = f"--resume_from_checkpoint {folder}"
+    try:
+        description = json.loads((folder / "checkpoint.json").read_text())
+        version, sizes = description["format"], description["sizes"]
+        state = RunState(**description["state"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        bad_input(f"{given}: checkpoint.json is damaged; go on from an older one ({error!r})")
+    if version != CHECKPOINT_FORMAT:
+        bad_input(
+            f"{given} has format {version}, and this script reads {CHECKPOINT_FORMAT}; go on with "
+            f"the version that wrote it"
+        )
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            bad_input(f"{given} lacks {name}; go on from an older one")
+        if found != size:
+            bad_input(f"{given}: {name} has {found} bytes and not {size}; go on from an older one")
+    return state
+
+
+def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
+    """Refuses to go on with arguments or data that would have made another run until here.
+
+    num_steps: training steps of the whole run.
+    """
+    may_differ = {"exp_name", "run_name", "output_dir", "dry_run", "resume_from_checkpoint"}
+    may_differ |= {"save_freq", "keep_last_n"}
+    may_differ |= {"with_tracking", "wandb_project_name", "wandb_entity"}
+    may_differ |= {"eval_dataset", "eval_dataset_split", "num_evals", "eval_temperature"}
+    # What computes, and how fast. Of the batch the sizes over all ranks count
+    may_differ |= {"world_size", "local_rollout_batch_size", "local_mini_batch_size"}
+    may_differ |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
+    may_differ |= {"gradient_checkpointing", "vllm_gpus", "vllm_tensor_parallel_size"}
+    may_differ |= {"vllm_gpu_memory_utilization", "vllm_enforce_eager"}
+    may_differ |= {"reward_workers", "reward_timeout", "reward_memory"}
+    # What follows from other arguments. Of the files their prompts count, in data_hash
+    may_differ |= {"num_training_steps", "num_updates", "eval_steps", "warmup_ratio"}
+    may_differ |= {"dataset", "dataset_split"}
+    if args.lr_scheduler_type == "constant":  # others reach their end with the run
+        may_differ |= {"total_episodes", "num_train_epochs"}
+
+    given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
+    saved = json.loads(Path(args.resume_from_checkpoint, "args.json").read_text())
+    current = json.loads(json.dumps(asdict(args)))  # a tuple is a list there
+    differences = []
+    for name in sorted((saved.keys() | current.keys()) - may_differ):
+        was, now = saved.get(name, "unknown"), current.get(name, "unknown")
+        if name == "data_hash" and was != now:
+            differences.append("the prompts of --dataset are others")
+        elif was != now:
+            differences.append(f"{name} was {was} and is {now}")
+    if differences:
+        bad_input(f"{given} is of a run with other arguments: {'; '.join(differences)}")
+    if state.completed_steps >= num_steps:
+        bad_input(f"{given}: by its arguments the run ends after {num_steps} steps")
+
+
 def check_run_folder(args: Args) -> None:
-    """Refuses a run folder that is there, or cannot be made."""
+    """Refuses a run folder that is there, but for one that is to go on, or that cannot be made."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
+    if args.resume_from_checkpoint:
+        try:
+            with tempfile.TemporaryDirectory(prefix=".probe-", dir=run_dir):
+                return
+        except OSError as error:
+            bad_input(f"{run_dir} cannot be written to ({error.strerror})")
     if os.path.lexists(run_dir):
         bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
     try:
@@ -952,15 +1271,32 @@ def check_run_folder(args: Args) -> None:
         bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
 
 
-def check_disk(args: Args, num_parameters: int) -> None:
-    """Refuses a disk that has no room for the run."""
+def bytes_of_checkpoints(num_trained_parameters: int, num_steps: int, args: Args) -> int:
+    """Bytes of all checkpoints that are on the disk at once, in a run of so many training steps.
+
+    Each has the weights of the trained models and AdamW's two moments, in float32. A checkpoint is
+    removed only after a newer one is complete.
+    """
+    if args.save_freq == 0:
+        return 0
+    count = (num_steps - 1) // args.save_freq  # there is none after the last step
+    if args.keep_last_n > 0:
+        count = min(count, args.keep_last_n + 1)
+    return 12 * num_trained_parameters * count
+
+
+def check_disk(args: Args, num_parameters: int, checkpoint_bytes: int) -> None:
+    """Refuses a disk that has no room for the final model, checkpoints, and a little besides."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
-    existing = next(path for path in run_dir.parents if path.exists())
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    needed = 4 * num_parameters + 2**25  # the model, and what is written beside it
+    for folder in list_checkpoints(run_dir):  # of a run that goes on
+        free += sum(path.stat().st_size for path in folder.rglob("*"))
+    needed = 4 * num_parameters + checkpoint_bytes + 2**25
     if free < needed:
         bad_input(
-            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed"
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
+            f"{checkpoint_bytes >> 20} of them for checkpoints"
         )
 
 
@@ -978,8 +1314,7 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
     if args.num_updates == 0:
         bad_input(
             f"{args.dataset}: its {num_pairs} pairs x --num_train_epochs are less than one "
-            f"optimizer batch of {args.local_mini_batch_size * args.world_size}; set a smaller "
-            f"--local_mini_batch_size"
+            f"optimizer batch of {args.mini_batch_size}; set a smaller --local_mini_batch_size"
         )
     if args.warm_up_steps >= args.num_updates:
         bad_input(
@@ -991,6 +1326,29 @@ def check_training(args: Args, config, num_pairs: int, longest_row: int) -> None
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
             bad_input("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+
+
+def handle_signals() -> None:
+    """Makes SIGTERM and Ctrl-C raise an exception, so that `finally` is reached; once.
+
+    Launchers send them twice, and the second must not interrupt what `finally` does.
+    """
+
+    def end(signal_number, frame) -> None:
+        ignore_signals()
+        if signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
+        print("Terminated", file=sys.stderr)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+
+
+def ignore_signals() -> None:
+    """Makes SIGTERM and Ctrl-C do nothing any more."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -1018,6 +1376,9 @@ def main() -> None:
         cpu_group = torch.distributed.new_group(backend="gloo")
 
     # ---- All that can be wrong, before a model is loaded
+    state = RunState(completed_steps=0, seconds=0.0, wandb_id=None)
+    if args.resume_from_checkpoint:
+        state = read_checkpoint(args)
     if is_rank_0():
         check_run_folder(args)
     tokenizer, config = load_tokenizer_and_config(args)
@@ -1029,23 +1390,30 @@ def main() -> None:
         eval_pairs = prepare_pairs(args.eval_dataset, args.eval_dataset_split, tokenizer, args)
 
     # The model comes last, for what is on the hub is downloaded now; with --dry_run it is not
-    num_parameters = 0
     if os.path.exists(args.model_name_or_path) or not args.dry_run:
         model = load_reward_model(args, device_map="meta")
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        args.num_parameters = sum(parameter.numel() for parameter in model.parameters())
     longest_row = max(pair.length for pair in train_pairs + eval_pairs)
-    mini_batch_size = args.local_mini_batch_size * args.world_size  # pairs, over all ranks
-    args.num_updates = len(train_pairs) * args.num_train_epochs // mini_batch_size
+    args.num_updates = len(train_pairs) * args.num_train_epochs // args.mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     check_training(args, config, len(train_pairs), longest_row)
+    args.data_hash = stable_hash([(pair.chosen_ids, pair.rejected_ids) for pair in train_pairs])
+    if args.resume_from_checkpoint:
+        check_same_run(args, state, args.num_updates)
     if is_rank_0():
-        check_disk(args, num_parameters)
+        checkpoint_bytes = bytes_of_checkpoints(args.num_parameters, args.num_updates, args)
+        check_disk(args, args.num_parameters, checkpoint_bytes)
         print(
-            f"Plan: {args.num_updates:,} updates of {mini_batch_size:,} of {len(train_pairs):,} "
-            f"pairs; {len(eval_pairs):,} held out; up to {longest_row} tokens in a row, as the "
-            f"model reads it here:"
+            f"Plan: {args.num_updates:,} updates of {args.mini_batch_size:,} of "
+            f"{len(train_pairs):,} pairs; {len(eval_pairs):,} held out; up to {longest_row} tokens "
+            f"in a row, as the model reads it here:"
         )
         print(repr(tokenizer.decode(train_pairs[0].chosen_ids)))
+        if args.save_freq > 0:
+            size = f"{checkpoint_bytes / 2**30:.3g} GiB at once"
+            print(f"A checkpoint after every {args.save_freq} updates, up to {size}")
+        if args.resume_from_checkpoint:
+            print(f"Goes on from {printable(args.resume_from_checkpoint)}")
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
@@ -1058,18 +1426,37 @@ def main() -> None:
     # Its learning rate is set before each update
     optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
     reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
+    # Not before: a rank that waits for one that found bad input could not run a handler
+    handle_signals()
+    use_plain_names(accelerator)
+    if args.resume_from_checkpoint:
+        load_checkpoint(accelerator, args)
+    start_time -= state.seconds
     run_dir = Path(args.output_dir) / args.run_name
     if is_main:
         try:
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir(parents=True, exist_ok=args.resume_from_checkpoint is not None)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        # The last words of a run that does not come to its end
+        atexit.register(print_resume_command, run_dir)
+        if args.resume_from_checkpoint:
+            rewind_run_folder(run_dir, args)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     accelerator.init_trackers(
         args.wandb_project_name,
         config=asdict(args),
-        init_kwargs={"wandb": {"name": args.run_name, "entity": args.wandb_entity}},
+        init_kwargs={
+            "wandb": {
+                "name": args.run_name,
+                "entity": args.wandb_entity,
+                "id": state.wandb_id,
+                "resume": "allow",
+            }
+        },
     )
+    if accelerator.trackers and is_main:
+        state.wandb_id = accelerator.trackers[0].run.id
 
     # ---- The order of the pairs: a permutation for each pass over them
     generator = torch.Generator().manual_seed(args.seed)
@@ -1085,13 +1472,27 @@ def main() -> None:
         disable=not is_main or not console.is_terminal,
     )
     with progress:
-        progress_bar = progress.add_task("training", total=args.num_updates, figures="")
-        for training_step in range(1, args.num_updates + 1):
+        first_step = state.completed_steps + 1
+        progress_bar = progress.add_task(
+            "training", total=args.num_updates, completed=state.completed_steps, figures=""
+        )
+        for training_step in range(first_step, args.num_updates + 1):
             step_start = time.perf_counter()
+            checkpoint_metrics = {}
 
-            # 1. The gradient of this step's pairs
-            first = (training_step - 1) * mini_batch_size
-            mini_batch = order[first : first + mini_batch_size]
+            # 1. Where it is due, a checkpoint of what the last step has left. This process does not
+            # make one that it has begun with.
+            is_due = args.save_freq > 0 and (training_step - 1) % args.save_freq == 0
+            if is_due and training_step > first_step:
+                state.completed_steps = training_step - 1
+                state.seconds = time.time() - start_time
+                size = save_checkpoint(accelerator, cpu_group, run_dir, state, None, args)
+                checkpoint_metrics["perf/checkpoint_bytes"] = size
+                checkpoint_metrics["time/checkpoint"] = time.perf_counter() - step_start
+
+            # 2. The gradient of this step's pairs
+            first = (training_step - 1) * args.mini_batch_size
+            mini_batch = order[first : first + args.mini_batch_size]
             sums = accumulate_gradients(accelerator, reward_model, train_pairs, mini_batch, args)
             grad_norm = accelerator.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
             if not torch.isfinite(grad_norm):  # the same on every rank
@@ -1101,31 +1502,35 @@ def main() -> None:
                     f"{args.dataset}"
                 )
 
-            # 2. The update
+            # 3. The update
             lr = lr_multiplier(training_step - 1, args.num_updates, args) * args.learning_rate
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
 
-            # 3. Metrics: means over the pairs of the update, as the model was before it
+            # 4. Metrics: means over the pairs of the update, as the model was before it
             metrics = {
                 "training_step": training_step,
-                "epoch": training_step * mini_batch_size / len(train_pairs),
+                "epoch": training_step * args.mini_batch_size / len(train_pairs),
                 "lr": lr,
             }
             for name, total in sum_over_ranks(accelerator, sums).items():
-                metrics[name] = total / mini_batch_size
+                metrics[name] = total / args.mini_batch_size
+            metrics |= checkpoint_metrics
             metrics["optim/grad_norm"] = grad_norm.item()
             metrics["time/training"] = time.perf_counter() - step_start
 
-            # 4. After the last update, the evaluation
+            # 5. After the last update the model is saved, and then comes the evaluation
+            if training_step == args.num_updates:
+                model = accelerator.unwrap_model(reward_model)
+                on_main_process(accelerator, save_reward_model, model, tokenizer, run_dir / "model")
             if eval_pairs and training_step == args.num_updates:
                 scores = score_all(accelerator, reward_model, eval_pairs, args)
                 eval_metrics, calibration_table = report_scores(scores)
                 metrics.update(eval_metrics)
             metrics["time/from_scratch"] = time.time() - start_time
 
-            # 5. Files, and what is shown
+            # 6. Files, and what is shown
             accelerator.log(metrics, step=training_step)
             if is_main:
                 with open(run_dir / "metrics.jsonl", "a") as file:
@@ -1138,8 +1543,8 @@ def main() -> None:
                     console.print(f"step {training_step}/{args.num_updates}  {figures}")
 
     # ---- What came out
+    atexit.unregister(print_resume_command)
     if is_main:
-        save_reward_model(accelerator.unwrap_model(reward_model), tokenizer, run_dir / "model")
         if eval_pairs:
             console.print(calibration_table)
             console.print(

@@ -26,6 +26,7 @@ Which file.
     test_weight_sync    weights that travel by CUDA's ways, on a device that is faked
     test_ranks          which engines are where, who answers what, ranks that wait for each other
     test_loop           main() of the three scripts with a stub of vLLM: its steps, what ends it
+    test_resume         checkpoints: a run that was interrupted goes on as if it had not been
     test_grpo           GRPO's own: its loss, and a run
     test_runs_sync, test_runs_transformers, test_runs_async
                         real runs: metrics recomputed, two ranks, the same bits, staleness
@@ -48,6 +49,7 @@ Helpers, in tests/helpers.
     files               rows and texts for the scripts to read
     processes           starting, watching and ending processes
     engines             an engine without vLLM: at the other end of its pipe is the test
+    loops               main() of a script with a stub of vLLM, and what was seen of it
     hooks               all places where tests stand in the way of a script's functions
     saving_batches, wrapped_async, on_ranks, broken_sync, vllm_answers,
     two_rank_gradient, two_rank_waiting, two_rank_sync
@@ -63,7 +65,9 @@ process or to one of its children (test_faults.py).
 A new test: break what it tests once, and see it fail.
 """
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,4 +220,32 @@ def vllm_run(run_script, small_eval, tmp_path_factory):
         "ppo_sync.py", tmp_path_factory.mktemp("vllm"), eval_dataset=small_eval, **VLLM_OPTIONS
     )
     assert run.returncode == 0, run.output
+    return run
+
+
+@pytest.fixture(scope="session")
+def few_prompts(assets, tmp_path_factory):
+    """Two small files of the debug prompts, and a model whose generation config names more."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("few_prompts")
+    for name, count in (("train.parquet", 64), ("test.parquet", 8)):
+        rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
+        rows.to_parquet(str(folder / name))
+    shutil.copytree(assets / "model", folder / "model")
+    path = folder / "model" / "generation_config.json"
+    # Without do_sample: transformers refuses to save it
+    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sampling))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_main(few_prompts, tmp_path_factory):
+    """run_main("ppo_sync.py", score, beta=0.1): what was seen of a run; loops.py."""
+    from helpers.loops import run_loop
+
+    def run(name, score=None, **changes):
+        return run_loop(name, few_prompts, tmp_path_factory.mktemp("loop"), score, **changes)
+
     return run

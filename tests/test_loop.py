@@ -3,28 +3,20 @@
 Everything else is real: the debug model and data, the thread and the queues, the updates.
 """
 
-import contextlib
-import copy
 import functools
 import importlib
-import io
 import json
 import math
-import multiprocessing
-import shutil
 import signal
-import sys
 import time
-from collections import defaultdict
-from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
-from helpers.processes import flags_of
+from helpers.loops import EPISODES, STEPS, make_stub
 from helpers.rollouts import STOP
 from helpers.runs import METRICS_OF_POLICY_UPDATES, differences, response_tokens, without_clock
 from rich.console import Console
@@ -38,179 +30,12 @@ from transformers import (
 
 import ppo_sync
 
-STEPS, EPISODES = 3, 16
-
-
-def make_stub(script):
-    """A class for script.VLLM that samples digits, one in four responses without an end.
-
-    The log-probabilities that it reports are those of the weights that it was given last, and a
-    little off; but for an older policy's batches, which need not agree: there they are far off.
-    """
-
-    class StubVLLM:
-        made = []  # noqa: RUF012
-
-        def __init__(self, gpus, index, count, args):
-            self.index, self.count, self.args = index, count, args
-            self.synced, self.seeds, self.requests = [], [], 0
-            self.order = []  # of weight syncs and requests
-            self.process = None
-            self.made.append(self)
-
-        def start(self, config, max_length):
-            model = AutoModelForCausalLM.from_config(config).eval()
-            self.policy = script.PolicyModel(model, self.args.temperature)
-            # What it has answered is in a pipe, as VLLM's answers are. It never dies
-            self.connection, self.its_end = multiprocessing.Pipe()
-            self.process = SimpleNamespace(sentinel=self.its_end)
-
-        def has_started(self, seconds):
-            return True
-
-        def stop(self):
-            self.connection.close()
-            self.its_end.close()
-
-        def start_sync(self):
-            self.weights = {}
-
-        def load_weights(self, weights):
-            self.weights |= {name: weight.clone() for name, weight in weights.items()}
-
-        def finish_sync(self, version):
-            self.policy.model.load_state_dict(self.weights)  # all of them, or it is an error
-            self.synced.append(version)
-            self.order.append(f"weights {version}")
-
-        def send(self, function, *args):
-            assert function is script.sample_responses
-            self.its_end.send(self.sample_responses(*args))
-
-        def has_answer(self, seconds):
-            return self.connection.poll(seconds)
-
-        def receive(self):
-            return self.connection.recv()
-
-        def sample_responses(self, prompt_ids, seeds, temperature, args):
-            self.seeds += seeds
-            if not prompt_ids:
-                return [], [], self.synced[-1]
-            self.requests += 1
-            responses = [self.sample(seed) for seed in seeds]
-            inputs, mask = script.collate(prompt_ids, responses, 0, "cpu")
-            with torch.no_grad():
-                logprobs, _ = self.policy(inputs, mask.shape[1])
-            generator = torch.Generator().manual_seed(seeds[0])
-            is_old = "async" in script.__name__ and self.requests > 1
-            error = torch.randn(logprobs.shape, generator=generator)
-            logprobs += error if is_old else 1e-4 * error
-            sizes = mask.sum(1).tolist()
-            rows = [row[:size].tolist() for row, size in zip(logprobs, sizes, strict=True)]
-            return responses, rows, self.synced[-1]
-
-        def sample(self, seed):
-            generator = torch.Generator().manual_seed(seed)
-            size = int(torch.randint(1, self.args.response_length, (1,), generator=generator))
-            digits = torch.randint(5, 15, (self.args.response_length,), generator=generator)
-            if seed % 4 == 0:
-                return digits.tolist()
-            return [*digits[: size - 1].tolist(), STOP]
-
-    return StubVLLM
-
 
 def rough_score(data_source, response, ground_truth):
     """Shares of 1, and no score at all of about a third of the stub's answers."""
     if response.startswith(("6", "7", "8")):
         raise OSError("the grader is out of paper")
     return 0.3 * (1 + len(response) % 2)
-
-
-@pytest.fixture(scope="module")
-def few_prompts(assets, tmp_path_factory):
-    """Two small files of the debug prompts, and a model whose generation config names more."""
-    folder = tmp_path_factory.mktemp("few_prompts")
-    for name, count in (("train.parquet", 64), ("test.parquet", 8)):
-        rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
-        rows.to_parquet(str(folder / name))
-    shutil.copytree(assets / "model", folder / "model")
-    path = folder / "model" / "generation_config.json"
-    # Without do_sample: transformers refuses to save it
-    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sampling))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run_main(few_prompts, tmp_path_factory):
-    """run_main("ppo_sync.py", score, beta=0.1): what was seen of a run; score(...) rewards it."""
-
-    def run(name, score=None, **changes):
-        script = importlib.import_module(name.removesuffix(".py"))
-        stub = make_stub(script)
-        folder = tmp_path_factory.mktemp("loop")
-        seen = SimpleNamespace(name=name, script=script, run_dir=folder / "run")
-        seen.batches, seen.mini_batches = [], []
-        seen.rates = defaultdict(list)  # of the optimizer steps of each model
-        seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
-        output = io.StringIO()
-
-        def note_request(call, given):
-            stub.made[0].order.append(f"request {given['training_step']}")
-            return call()
-
-        def note_policy(call, given):
-            parameters = [p.detach().flatten() for p in given["policy"].parameters()]
-            seen.weights.append(torch.cat(parameters))
-            seen.forwards.append(0)
-            return call()
-
-        def note_forward(call, given):
-            if torch.is_grad_enabled():
-                seen.forwards[-1] += 1
-            return call()
-
-        def note_rate(optimizer):
-            *_, last = optimizer.param_groups[0]["params"]
-            model = "value" if last.shape[0] == 1 else "policy"
-            seen.rates[model].append(optimizer.param_groups[0]["lr"])
-
-        with contextlib.ExitStack() as stack:
-            for number in (signal.SIGINT, signal.SIGTERM):  # main() has handlers of its own
-                stack.callback(signal.signal, number, signal.getsignal(number))
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(script, "VLLM", stub)
-            if score is not None:
-                patch.setattr(script, "compute_score", score)
-            hooks.with_each_batch(
-                script,
-                lambda batch, _: seen.batches.append(copy.deepcopy(batch)),
-                put=patch.setattr,
-            )
-            hooks.before_update(
-                script, lambda rows, *_: seen.mini_batches.append(rows), put=patch.setattr
-            )
-            hooks.around(script, "make_request", note_request, put=patch.setattr)
-            hooks.around(script, "accumulate_gradients", note_policy, put=patch.setattr)
-            hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
-            stack.enter_context(hooks.before_each_optimizer_step(note_rate))
-            stack.enter_context(contextlib.redirect_stdout(output))
-            patch.setattr("subprocess.run", lambda *_, **__: None)  # no pictures
-            options = options_of(name, few_prompts, folder) | changes
-            patch.setattr(sys, "argv", [name, *flags_of(options)])
-            try:
-                script.main()
-            except RuntimeError as error:
-                seen.error = error
-        (seen.vllm,) = stub.made
-        seen.output = output.getvalue()
-        if seen.batches:
-            seen.metrics = read_json_lines(seen.run_dir / "metrics.jsonl")
-        return seen
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -255,33 +80,6 @@ def of(fixture, scripts):
 
 
 of_ppo, of_grpo, of_async = of("loop", PPO), of("loop", GRPO), of("loop", ASYNC)
-
-
-def options_of(name, files, folder):
-    options = {
-        "dataset": files / "train.parquet",
-        "model_name_or_path": REPO / "debug_assets" / "model",
-        "output_dir": folder,
-        "run_name": "run",
-        "dtype": "float32",
-        "response_length": 6,
-        "total_episodes": STEPS * EPISODES,
-        "local_rollout_batch_size": EPISODES // 4,
-        "number_samples_per_prompt": 4,
-        "local_mini_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "beta": 0.3,
-        "kl_estimator": "kl1",
-        "non_stop_penalty": True,
-        "penalty_reward_value": -1.0,
-        "min_response_length": 4,
-        "temperature": 1.3,
-    }
-    if name in PPO:
-        options |= {"gamma": 0.9, "lam": 0.8, "value_lam": 0.7, "value_learning_rate": 2e-3}
-    return options
 
 
 def test_weights_are_sent_before_each_request(loop):

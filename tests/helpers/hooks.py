@@ -11,7 +11,7 @@ VLLM.send               around_each_send
 VLLM.receive            around_each_receive
 sync_weights            before_each_sync
 queue                   count_queues
-VLLM                    test_loop.py has a stub in its place
+VLLM                    loops.py has a stub in its place
 
 What a hook needs of a call it takes by the name of the parameter: a script may reorder its
 parameters, and have others besides. A hook lasts as long as the process, or as long as a test where

@@ -1,0 +1,350 @@
+"""Checkpoints: a run that was interrupted goes on as if it had not been, to the last bit.
+
+Here with a stub of vLLM; with vLLM itself in test_runs_sync.py and test_runs_ranks.py.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
+from helpers.loops import EPISODES, options_of
+from helpers.processes import TWO_RANKS, descendants, environment, finish, flags_of, wait_until
+from helpers.runs import differences, without_clock
+
+import ppo_sync
+
+SIX_STEPS = {"total_episodes": 6 * EPISODES, "save_freq": 3}
+VARIANTS = {
+    "plain": {},
+    "evaluation at the seam": {"num_evals": 2},  # after three steps
+    "several epochs": {"num_epochs": 2, "num_evals": 2},
+    "value warm-up at the seam": {"value_warmup_steps": 4, "warm_up_steps": 1},
+    "value warm-up before the seam": {"value_warmup_steps": 2, "warm_up_steps": 3},
+    "adaptive KL": {"kl_target": 0.1, "kl_horizon": 100},
+    "on-policy": {"async_mode": False},
+    "GSPO": {"importance_sampling_level": "sequence", "beta": 0.0},
+}
+ONLY_IN = {
+    "value warm-up at the seam": PPO,
+    "value warm-up before the seam": PPO,
+    "adaptive KL": PPO,
+    "on-policy": ASYNC,
+    "GSPO": GRPO,
+}
+CASES = [(name, variant) for variant in VARIANTS for name in ONLY_IN.get(variant, SCRIPTS)]
+CASES += [(name, "reward model") for name in SCRIPTS]
+
+
+@pytest.fixture
+def options(few_prompts, reward_model):
+    def of(variant):
+        changes = SIX_STEPS | {"eval_dataset": few_prompts / "test.parquet"}
+        if variant == "reward model":
+            return changes | {"reward_model_path": reward_model, "num_evals": 2}
+        return changes | VARIANTS[variant]
+
+    return of
+
+
+def lines_of(run, but="perf/"):
+    """The metrics of all steps, but for what a clock says and those that begin like this."""
+    return [
+        {name: value for name, value in without_clock(line).items() if not name.startswith(but)}
+        for line in run.metrics
+    ]
+
+
+def check_equal_to_the_bit(resumed, whole):
+    assert lines_of(resumed, but="perf/checkpoint") == lines_of(whole, but="perf/checkpoint")
+    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    for mine, theirs in zip(resumed.batches[::-1], whole.batches[::-1], strict=False):
+        assert differences(vars(mine), vars(theirs)) == []
+    for model, rates in resumed.rates.items():
+        assert rates == whole.rates[model][-len(rates) :]
+
+
+def checkpoints_of(run_dir):
+    return [path.name for path in ppo_sync.list_checkpoints(run_dir)]
+
+
+# ---------------------------------------------------------------------------- 6 steps are 3 and 3
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_interrupted_run_goes_on_as_if_it_had_not_been(name, variant, run_main, options, tmp_path):
+    changes = options(variant)
+    whole = run_main(name, **changes | {"save_freq": 0})
+    # In step 5, when there are lines that the checkpoint has not
+    updates = len(whole.mini_batches) // 6
+    broken = run_main(name, fails_at=4 * updates + 1, **changes, output_dir=tmp_path)
+    assert "power" in str(broken.error)
+    assert [line["training_step"] for line in broken.metrics] == [1, 2, 3, 4]
+    assert checkpoints_of(tmp_path / "run") == ["step_3"]
+
+    resumed = run_main(name, **changes, output_dir=tmp_path, resume_from_checkpoint="latest")
+    assert len(resumed.batches) == 3
+    check_equal_to_the_bit(resumed, whole)
+    last = resumed.metrics[-1]
+    assert last["time/from_scratch"] > broken.metrics[2]["time/from_scratch"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("num_evals", [0, 1, 3, 6])
+def test_evaluations_may_change(num_evals, name, run_main, options, tmp_path):
+    changes = options("evaluation at the seam")
+    whole = run_main(name, **changes, output_dir=tmp_path)
+    again = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_3"}
+    resumed = run_main(name, **changes | again | {"num_evals": num_evals, "run_name": None})
+    resumed.run_dir = whole.run_dir
+    resumed.metrics = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").open()]
+    assert lines_of(resumed, but="eval/") == lines_of(whole, but="eval/")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_run_with_a_constant_learning_rate_may_become_longer(name, run_main, options, tmp_path):
+    changes = options("plain") | {"lr_scheduler_type": "constant", "num_evals": 0}
+    longer = changes | {"total_episodes": 8 * EPISODES}
+    whole = run_main(name, **longer)
+    run_main(name, **changes, output_dir=tmp_path)
+    resumed = run_main(name, **longer, output_dir=tmp_path, resume_from_checkpoint="latest")
+    assert len(resumed.batches) == 5
+    # But for the evaluation at what had been the end
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert {line["policy_version"] for line in lines} == {8}
+    check_equal_to_the_bit(resumed, whole)
+
+
+def test_run_can_be_interrupted_again_and_again(run_main, options, tmp_path):
+    changes = options("evaluation at the seam") | {"save_freq": 1}
+    name = "ppo_vllm_async.py"
+    whole = run_main(name, **changes)
+    broken = run_main(name, fails_at=4, **changes, output_dir=tmp_path)  # two updates a step
+    for _ in range(2):
+        again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
+        broken = run_main(name, fails_at=4, **changes, **again)
+        assert "power" in str(broken.error)
+    resumed = run_main(name, **changes, **again)
+    assert len(resumed.batches) < 5
+    check_equal_to_the_bit(resumed, whole)
+
+
+# -------------------------------------------------------------------------------- which are there
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"keep_last_n": 2}, ["step_4", "step_5"]),
+        ({"keep_last_n": 0}, ["step_1", "step_2", "step_3", "step_4", "step_5"]),
+        ({"save_freq": 2}, ["step_2", "step_4"]),
+        ({"save_freq": 6}, []),  # after the last step there is the model
+        ({"save_freq": 0}, []),
+    ],
+)
+def test_newest_checkpoints_are_kept(changes, kept, run_main, options):
+    run = run_main("ppo_sync.py", **options("plain") | {"save_freq": 1} | changes)
+    assert checkpoints_of(run.run_dir) == kept
+    folder = run.run_dir / "checkpoints"
+    assert [path.name for path in sorted(folder.glob("*"))] == kept
+    for checkpoint in folder.glob("*"):
+        sizes = [path.stat().st_size for path in checkpoint.iterdir()]
+        step = int(checkpoint.name.removeprefix("step_"))
+        written = run.metrics[step]["perf/checkpoint_bytes"]  # in the next step's line
+        assert written == sum(sizes) - (checkpoint / "checkpoint.json").stat().st_size
+        assert run.metrics[step]["time/checkpoint"] > 0
+
+
+def test_more_than_nine_steps_are_in_their_order(tmp_path):
+    for step in (9, 10, 100):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert checkpoints_of(tmp_path) == ["step_9", "step_10", "step_100"]
+
+
+def test_unfinished_checkpoint_is_none_and_goes_with_the_next(run_main, options, tmp_path):
+    changes = options("plain") | {"output_dir": tmp_path}
+    whole = run_main("ppo_sync.py", **changes)
+    folder = whole.run_dir / "checkpoints"
+    shutil.copytree(folder / "step_3", folder / "step_5.unfinished")
+    (folder / "mine").mkdir()
+    assert checkpoints_of(whole.run_dir) == ["step_3"]
+    run_main("ppo_sync.py", **changes, resume_from_checkpoint="latest")
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "step_3"]
+
+
+def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
+    changes = options("evaluation at the seam") | {"save_freq": 2, "output_dir": tmp_path}
+    whole = run_main("ppo_sync.py", **changes)
+    files = {name: (whole.run_dir / name).read_bytes() for name in ("metrics.jsonl", "args.json")}
+    assert checkpoints_of(whole.run_dir) == ["step_2", "step_4"]
+    path = whole.run_dir / "checkpoints" / "step_2"
+    again = {"resume_from_checkpoint": path, "fails_at": 3}  # in step 4
+    broken = run_main("ppo_sync.py", **changes, **again)
+    assert [line["training_step"] for line in broken.metrics] == [1, 2, 3]
+    assert checkpoints_of(whole.run_dir) == ["step_2"]
+    assert (whole.run_dir / "metrics.jsonl").read_bytes() != files["metrics.jsonl"]
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def saved(run_main, few_prompts, tmp_path_factory):
+    """Runs of which there is a checkpoint after step 3, by script."""
+    folders = {}
+    for name in ("ppo_sync.py", "grpo_vllm_async.py"):
+        folders[name] = tmp_path_factory.mktemp("saved")
+        options = {"eval_dataset": few_prompts / "test.parquet", "output_dir": folders[name]}
+        run_main(name, **SIX_STEPS | options)
+    return folders
+
+
+def cut(name):
+    def damage(checkpoint):
+        path = checkpoint / name
+        os.truncate(path, path.stat().st_size - 1)
+
+    return damage
+
+
+def remove(name):
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def rewrite(name, **changes):
+    def damage(checkpoint):
+        path = checkpoint / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damage
+
+
+def overwrite(name):
+    def damage(checkpoint):
+        path = checkpoint / name
+        path.write_bytes(bytes(path.stat().st_size))
+
+    return damage
+
+
+def nothing(checkpoint):
+    pass
+
+
+# What is done to the checkpoint, flags that are others, what the line names
+REFUSED = {
+    "cut model": (cut("model.safetensors"), {}, ["model.safetensors", "bytes", "older"]),
+    "cut rollout": (cut("rollout.json"), {}, ["rollout.json", "bytes"]),
+    "cut metrics": (cut("metrics.jsonl"), {}, ["metrics.jsonl", "bytes"]),
+    "no optimizer": (remove("optimizer_1.bin"), {}, ["lacks optimizer_1.bin"]),
+    "no arguments": (remove("args.json"), {}, ["lacks args.json"]),
+    "other version": (rewrite("checkpoint.json", format=99), {}, ["format 99", "reads 1"]),
+    "state of another version": (
+        rewrite("checkpoint.json", state={"completed_steps": 3}),
+        {},
+        ["checkpoint.json is damaged"],
+    ),
+    "cut description": (cut("checkpoint.json"), {}, ["checkpoint.json is damaged"]),
+    "no description": (remove("checkpoint.json"), {}, ["no checkpoint"]),
+    "other seed": (nothing, {"seed": 2}, ["seed was 1 and is 2"]),
+    "several": (
+        nothing,
+        {"learning_rate": 1e-4, "temperature": 1.0},
+        ["learning_rate was 0.001 and is 0.0001; temperature was 1.3 and is 1.0"],
+    ),
+    "other data": (nothing, {"dataset": "test.parquet"}, ["prompts of --dataset are others"]),
+    "other model": (nothing, {"model_name_or_path": "model"}, ["model_name_or_path was"]),
+    "other size of model": (
+        nothing,
+        {"model_name_or_path": "wide", "tokenizer_name_or_path": "model"},
+        ["num_parameters was"],
+    ),
+    "other batch": (
+        nothing,
+        {"local_rollout_batch_size": 8},
+        ["episodes_per_step was 16 and is 32", "rollout_batch_size was 4 and is 8"],
+    ),
+    "other mini-batch": (nothing, {"local_mini_batch_size": 16}, ["mini_batch_size was 8"]),
+    "longer": (nothing, {"total_episodes": 8 * EPISODES}, ["total_episodes was 96 and is 128"]),
+    "of a run that ended before": (
+        rewrite("args.json", lr_scheduler_type="constant"),
+        {"lr_scheduler_type": "constant", "total_episodes": 3 * EPISODES},
+        ["bytes"],
+    ),
+    "unfinished": (
+        lambda checkpoint: checkpoint.rename(checkpoint.with_name("step_3.unfinished")),
+        {"resume_from_checkpoint": "run/checkpoints/step_3.unfinished"},
+        ["no checkpoint"],
+    ),
+    "folder of the run": (nothing, {"resume_from_checkpoint": "run"}, ["its newest is", "step_3"]),
+    "no such folder": (nothing, {"resume_from_checkpoint": "run/step_3"}, ["no checkpoint"]),
+    "latest of no run": (
+        nothing,
+        {"resume_from_checkpoint": "latest", "run_name": None},
+        ["--run_name"],
+    ),
+    "latest of another run": (
+        nothing,
+        {"resume_from_checkpoint": "latest", "run_name": "other"},
+        ["there is none in", "other"],
+    ),
+    "other run": (nothing, {"run_name": "other"}, ["is of another run", "--run_name other"]),
+    "other script": (nothing, {"script": "ppo_vllm_async.py"}, ["async_mode was unknown"]),
+    "PPO for GRPO": (nothing, {"script": "grpo_vllm_async.py"}, ["was unknown"]),
+}
+
+
+def one_line(capfd, name):
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith(f"{name}: error: ")
+    assert len(line) < 500
+    return line
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_checkpoint_is_refused_before_a_model_loads(
+    case, saved, few_prompts, tmp_path, monkeypatch, capfd
+):
+    damage, changes, fragments = REFUSED[case]
+    changes = dict(changes)
+    name = changes.pop("script", "ppo_sync.py")
+    shutil.copytree(saved["ppo_sync.py"], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(few_prompts / "model", tmp_path / "model")
+    damage(tmp_path / "run" / "checkpoints" / "step_3")
+    options = options_of(name, few_prompts, tmp_path) | SIX_STEPS
+    options["resume_from_checkpoint"] = tmp_path / "run" / "checkpoints" / "step_3"
+    for flag in ("dataset", "model_name_or_path", "tokenizer_name_or_path"):
+        if flag in changes:
+            changes[flag] = few_prompts / changes[flag]
+    if "/" in changes.get("resume_from_checkpoint", "") or case == "folder of the run":
+        changes["resume_from_checkpoint"] = tmp_path / changes["resume_from_checkpoint"]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    script = sys.modules.get(name.removesuffix(".py")) or __import__(name.removesuffix(".py"))
+    monkeypatch.setattr(sys, "argv", [name, *flags_of(options | changes), "--dry_run"])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    line = one_line(capfd, name)
+    assert stop.value.code == 2
+    for fragment in fragments:
+        assert fragment in line
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "optimizer_1.bin"])
+def test_checkpoint_that_cannot_be_loaded_is_refused(name, saved, run_main, tmp_path, capfd):
+    shutil.copytree(saved["ppo_sync.py"], tmp_path, dirs_exist_ok=True)
+    overwrite(name)(tmp_path / "run" / "checkpoints" / "step_3")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        run_main("ppo_sync.py", **SIX_STEPS, output_dir=tmp_path, resume_from_checkpoint="latest")
+    assert stop.value.code == 2
+    assert "cannot be loaded; go on from an older one" in one_line(capfd, "ppo_sync.py")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
