@@ -223,6 +223,25 @@ def vllm_run(run_script, small_eval, tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def mount_disk(tmp_path):
+    """mount_disk(2**20): the folder of a file system of its own, of so many bytes."""
+    folder = tmp_path / "disk"
+
+    def mount(size):
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no right to mount a file system")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 @pytest.fixture(scope="session")
 def few_prompts(assets, tmp_path_factory):
     """Two small files of the debug prompts, and a model whose generation config names more."""

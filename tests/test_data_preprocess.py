@@ -782,17 +782,8 @@ def test_bad_output_is_refused_before_a_row_is_read(name, preprocess, tmp_path, 
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def small_disk(mount_disk):
+    return mount_disk(2**20)
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only"])

@@ -3,20 +3,24 @@
 Here with a stub of vLLM; with vLLM itself in test_runs_sync.py and test_runs_ranks.py.
 """
 
+import atexit
+import contextlib
+import importlib
+import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
+import datasets
 import pytest
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
 from helpers.loops import EPISODES, options_of
-from helpers.processes import TWO_RANKS, descendants, environment, finish, flags_of, wait_until
+from helpers.processes import descendants, environment, finish, flags_of, wait_until
 from helpers.runs import differences, without_clock
 
 import ppo_sync
@@ -54,7 +58,7 @@ def options(few_prompts, reward_model):
     return of
 
 
-def lines_of(run, but="perf/"):
+def lines_of(run, but=()):
     """The metrics of all steps, but for what a clock says and those that begin like this."""
     return [
         {name: value for name, value in without_clock(line).items() if not name.startswith(but)}
@@ -63,7 +67,7 @@ def lines_of(run, but="perf/"):
 
 
 def check_equal_to_the_bit(resumed, whole):
-    assert lines_of(resumed, but="perf/checkpoint") == lines_of(whole, but="perf/checkpoint")
+    assert lines_of(resumed) == lines_of(whole)
     for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
         assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
     for mine, theirs in zip(resumed.batches[::-1], whole.batches[::-1], strict=False):
@@ -98,15 +102,23 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(name, variant, run_main, 
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("num_evals", [0, 1, 3, 6])
-def test_evaluations_may_change(num_evals, name, run_main, options, tmp_path):
+@pytest.mark.parametrize(
+    "evaluations",
+    [{"num_evals": 0}, {"num_evals": 3}, {"num_evals": 6}, {"eval_dataset": "train.parquet"}],
+    ids=str,
+)
+def test_evaluations_may_change(evaluations, name, run_main, options, few_prompts, tmp_path):
     changes = options("evaluation at the seam")
     whole = run_main(name, **changes, output_dir=tmp_path)
-    again = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_3"}
-    resumed = run_main(name, **changes | again | {"num_evals": num_evals, "run_name": None})
-    resumed.run_dir = whole.run_dir
-    resumed.metrics = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").open()]
+    if "eval_dataset" in evaluations:
+        evaluations = {"eval_dataset": few_prompts / evaluations["eval_dataset"]}
+    again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
+    resumed = run_main(name, **changes | evaluations | again)
     assert lines_of(resumed, but="eval/") == lines_of(whole, but="eval/")
+    # Answers that came with the checkpoint are those of an evaluation that is due no more
+    is_due = evaluations.get("num_evals") in (3, 6)
+    assert ("eval/scores" in resumed.metrics[3]) == (evaluations.get("num_evals") == 6)
+    assert is_due or "eval/scores" not in resumed.metrics[3]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -193,6 +205,44 @@ def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
     assert (whole.run_dir / "metrics.jsonl").read_bytes() != files["metrics.jsonl"]
 
 
+def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
+    run_main, options, mount_disk, monkeypatch
+):
+    changes = options("evaluation at the seam") | {"save_freq": 2}
+    whole = run_main("ppo_sync.py", **changes)
+    disk = mount_disk(int(1.5 * whole.metrics[2]["perf/checkpoint_bytes"]))
+    # It fills up while the script runs; the check is of the disk as it is at the start
+    monkeypatch.setattr(ppo_sync, "check_disk", lambda *_: None)
+    cause = r"step_4 cannot be written; its disk has \d+ MiB free"
+    with pytest.raises(OSError, match=cause):
+        run_main("ppo_sync.py", **changes, output_dir=disk)
+    run_dir = disk / "run"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_2"]
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    again = {"output_dir": disk, "resume_from_checkpoint": "latest"}
+    check_equal_to_the_bit(run_main("ppo_sync.py", **changes, **again), whole)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_failing_last_evaluation_loses_nothing(name, run_main, options, monkeypatch):
+    script = importlib.import_module(name.removesuffix(".py"))
+
+    def fail_at_last(call, given):
+        rollout = call()
+        if rollout.request.training_step == 7:
+            raise RuntimeError("the power is gone")
+        return rollout
+
+    hooks.around(script, "receive_rollout", fail_at_last, put=monkeypatch.setattr)
+    run = run_main(name, **options("evaluation at the seam"))
+    assert "power" in str(run.error)
+    assert (run.run_dir / "model" / "config.json").exists()
+    assert [line["training_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert "eval/scores" not in run.metrics[5]
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 
@@ -223,6 +273,10 @@ def rewrite(name, **changes):
     def damage(checkpoint):
         path = checkpoint / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        description = json.loads((checkpoint / "checkpoint.json").read_text())
+        if name in description["sizes"]:
+            description["sizes"][name] = path.stat().st_size
+            (checkpoint / "checkpoint.json").write_text(json.dumps(description))
 
     return damage
 
@@ -262,10 +316,10 @@ REFUSED = {
     ),
     "other data": (nothing, {"dataset": "test.parquet"}, ["prompts of --dataset are others"]),
     "other model": (nothing, {"model_name_or_path": "model"}, ["model_name_or_path was"]),
-    "other size of model": (
-        nothing,
-        {"model_name_or_path": "wide", "tokenizer_name_or_path": "model"},
-        ["num_parameters was"],
+    "other model of this name": (
+        rewrite("args.json", num_parameters=7),
+        {},
+        ["num_parameters was 7 and is"],
     ),
     "other batch": (
         nothing,
@@ -277,7 +331,7 @@ REFUSED = {
     "of a run that ended before": (
         rewrite("args.json", lr_scheduler_type="constant"),
         {"lr_scheduler_type": "constant", "total_episodes": 3 * EPISODES},
-        ["bytes"],
+        ["ends after 3 steps"],
     ),
     "unfinished": (
         lambda checkpoint: checkpoint.rename(checkpoint.with_name("step_3.unfinished")),
@@ -327,7 +381,7 @@ def test_bad_checkpoint_is_refused_before_a_model_loads(
     if "/" in changes.get("resume_from_checkpoint", "") or case == "folder of the run":
         changes["resume_from_checkpoint"] = tmp_path / changes["resume_from_checkpoint"]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    script = sys.modules.get(name.removesuffix(".py")) or __import__(name.removesuffix(".py"))
+    script = importlib.import_module(name.removesuffix(".py"))
     monkeypatch.setattr(sys, "argv", [name, *flags_of(options | changes), "--dry_run"])
     with pytest.raises(SystemExit) as stop:
         script.main()
@@ -348,3 +402,159 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(name, saved, run_main, tmp_
     assert stop.value.code == 2
     assert "cannot be loaded; go on from an older one" in one_line(capfd, "ppo_sync.py")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+
+
+# --------------------------------------------------------------------------------- real processes
+
+
+@pytest.fixture
+def interrupted(start_script, small_eval, tmp_path):
+    """interrupted(signal.SIGTERM): a real run that gets this signal after its second step.
+
+    It has no vLLM, but a launcher, and wandb. What is left of it, as finish() says.
+    """
+
+    def interrupt(number):
+        launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", "--quiet")
+        process = start_script(
+            "ppo_sync.py",
+            tmp_path,
+            launcher=launcher,
+            env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)},
+            generation_backend="transformers",
+            eval_dataset=small_eval,
+            total_episodes=20 * 32,
+            lr_scheduler_type="constant",
+            save_freq=2,
+            with_tracking=True,
+        )
+        checkpoint = process.run_dir / "checkpoints" / "step_2"
+        wait_until(lambda: checkpoint.exists() or process.poll() is not None, 120, "step 2")
+        # accelerate passes no signal on; a terminal sends it to both, but the launcher's own words
+        # are not what is tested
+        (script,) = (child for child in descendants(process) if "ppo_sync.py" in child.cmdline())
+        script.send_signal(number)
+        return finish(process, 60, time.monotonic())
+
+    return interrupt
+
+
+@pytest.mark.slow
+def test_last_line_is_the_command_that_goes_on(interrupted, tmp_path):
+    run = interrupted(signal.SIGTERM)
+    assert run.returncode != 0
+    *_, before, last = run.stderr.strip().splitlines()
+    assert before == "Terminated"
+    assert last.startswith("To go on: ")
+    command = [*shlex.split(last.removeprefix("To go on: ")), "--total_episodes", "256"]
+    assert "accelerate.commands.launch" in command
+    environ = environment({"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
+    again = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "To go on" not in again.stderr
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open()]
+    assert [line["training_step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
+    assert {sample["policy_version"] for sample in samples} >= {0, 8}
+    assert (run.run_dir / "curves.png").exists()
+    before, after = (lines[i]["eval/verifiable_correct_rate"] for i in (0, -1))
+    assert f"{before:.1%} -> {after:.1%}" in again.stdout
+
+    runs = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 2
+    assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # of one run
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_command_too(interrupted):
+    run = interrupted(signal.SIGINT)
+    *_, before, last = run.stderr.strip().splitlines()
+    assert before == "Interrupted"
+    assert last.startswith("To go on: ")
+
+
+@pytest.mark.slow
+def test_killed_runs_go_on_as_if_they_had_not_been():
+    """With real vLLM, at three random moments; more: scripts/benchmark/kill_and_resume.py."""
+    command = [sys.executable, "scripts/benchmark/kill_and_resume.py", "--moments", "3"]
+    done = subprocess.run(
+        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 equal to the run in peace" in done.stdout
+
+
+def test_command_names_the_newest_checkpoint_alone(tmp_path, monkeypatch, capsys):
+    ppo_sync.print_resume_command(tmp_path)
+    assert capsys.readouterr().err == ""
+    newest = tmp_path / "checkpoints" / "step_10"
+    (tmp_path / "checkpoints" / "step_9").mkdir(parents=True)
+    newest.mkdir()
+    old = "output/a/checkpoints/step_2"
+    words = ["ppo_sync.py", "--reward_fn", "a b.py:score", "--resume_from_checkpoint", old]
+    words += ["--resume-from-checkpoint", old, f"--resume_from_checkpoint={old}", "--seed", "2"]
+    monkeypatch.setattr(sys, "argv", words)
+    ppo_sync.print_resume_command(tmp_path)
+    expected = f"ppo_sync.py --reward_fn 'a b.py:score' --seed 2 --resume_from_checkpoint {newest}"
+    assert capsys.readouterr().err == f"To go on: {expected}\n"
+
+
+# ------------------------------------------------------------------------------------ reward model
+
+
+def test_interrupted_training_of_a_reward_model_goes_on(assets, tmp_path, monkeypatch):
+    import train_reward_model as rm
+
+    rows = datasets.Dataset.from_parquet(str(assets / "preference_train.parquet"))
+    rows.select(range(64)).to_parquet(str(tmp_path / "train.parquet"))
+
+    def train(folder, fails_at=None, **changes):
+        updates = itertools.count(1)
+
+        def fail(call, given):
+            if next(updates) == fails_at:
+                raise RuntimeError("the power is gone")
+            return call()
+
+        options = {
+            "dataset": tmp_path / "train.parquet",
+            "eval_dataset": tmp_path / "train.parquet",
+            "model_name_or_path": assets / "model",
+            "dtype": "float32",
+            "output_dir": folder,
+            "run_name": "run",
+            "local_mini_batch_size": 8,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-3,
+            "warmup_ratio": 0.3,
+            "save_freq": 3,
+        }
+        monkeypatch.setattr(sys, "argv", ["train_reward_model.py", *flags_of(options | changes)])
+        with contextlib.ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.getsignal(number))
+            stack.callback(atexit.unregister, rm.print_resume_command)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            hooks.around(rm, "accumulate_gradients", fail, put=patch.setattr)
+            rm.main()
+
+    train(tmp_path / "whole", save_freq=0)
+    with pytest.raises(RuntimeError, match="power"):
+        train(tmp_path / "broken", fails_at=5)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "broken", seed=2, resume_from_checkpoint="latest")
+    train(tmp_path / "broken", resume_from_checkpoint="latest")
+    whole, resumed = (
+        [
+            without_clock(json.loads(line))
+            for line in (tmp_path / name / "run" / "metrics.jsonl").open()
+        ]
+        for name in ("whole", "broken")
+    )
+    assert len(whole) == 8
+    assert resumed == whole
+    whole, resumed = (
+        (tmp_path / name / "run" / "model" / "model.safetensors").read_bytes()
+        for name in ("whole", "broken")
+    )
+    assert resumed == whole

@@ -4,7 +4,9 @@ Runs that are compared have real engines. Those that are broken have stubs of vL
 their own as always.
 """
 
+import json
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -15,29 +17,25 @@ import torch
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import TWO_RANKS, alive, descendants, finish, wait_until
-from helpers.runs import VLLM_OPTIONS, batch_of
+from helpers.runs import VLLM_OPTIONS, batch_of, without_clock
 
 pytestmark = pytest.mark.slow
 
 ON_RANKS = str(REPO / "tests" / "helpers" / "on_ranks.py")
 CPU = {"ACCELERATE_USE_CPU": "true"}
-# Of the clock, or of the memory
-NOT_COMPARED = ("time/", "perf/episodes", "perf/response_tokens", "perf/memory", "queue/")
 
 
 def metrics_of(run):
-    return [
-        {name: value for name, value in line.items() if not name.startswith(NOT_COMPARED)}
-        for line in run.metrics
-    ]
+    return [without_clock(line) for line in run.metrics]
 
 
-def check_equal_to_the_bit(one, other):
+def check_equal_to_the_bit(one, other, done=0):
+    """done: steps that the other had done before it was resumed; batches of those it has not."""
     assert metrics_of(one) == metrics_of(other)
     for name in ("samples.jsonl", "rollouts.jsonl"):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-    for step in range(1, len(one.metrics) + 1):
-        mine, theirs = batch_of(one, step), batch_of(other, step)
+    for step in range(done + 1, len(one.metrics) + 1):
+        mine, theirs = batch_of(one, step), batch_of(other, step - done)
         for name, value in mine.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value, theirs[name]), name
@@ -75,6 +73,7 @@ def one_node(run_script, small_eval, tmp_path_factory):
         env=CPU,
         eval_dataset=small_eval,
         **HALF,
+        save_freq=1,
     )
     assert run.returncode == 0, run.output
     return run
@@ -99,6 +98,40 @@ def test_two_nodes_of_a_rank_do_what_a_node_of_two_does(
     runs = [finish(node, 240, time.monotonic()) for node in nodes]
     assert [run.returncode for run in runs] == [0, 0], runs[0].output + runs[1].output
     check_equal_to_the_bit(one_node, runs[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_resumed_ranks_do_what_they_would_have_done(ranks, one_node, run_script, tmp_path):
+    """Two ranks again, to the bit; and one, with the batches of both."""
+    shutil.copytree(one_node.run_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "batches")
+    options = dict(HALF)
+    launcher = (*TWO_RANKS, ON_RANKS)
+    if ranks == 1:
+        options |= {"local_rollout_batch_size": 16, "local_mini_batch_size": 16}
+        launcher = (ON_RANKS,)
+    arguments = json.loads((one_node.run_dir / "args.json").read_text())
+    options["eval_dataset"] = arguments["eval_dataset"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+    run = run_script(
+        "ppo_vllm_async.py",
+        tmp_path,
+        launcher=launcher,
+        env=CPU,
+        resume_from_checkpoint=checkpoint,
+        **options,
+    )
+    assert run.returncode == 0, run.output
+    if ranks == 2:
+        check_equal_to_the_bit(one_node, run, done=1)
+        return
+    batch, expected = batch_of(run, 1), batch_of(one_node, 2)
+    for name in ("prompt_ids", "responses"):
+        assert batch[name] == expected[name]
+    assert torch.equal(batch["scores"], expected["scores"])
+    for name in ("objective/kl", "objective/loss", "optim/grad_norm", "loss/value_avg", "lr"):
+        assert run.metrics[1][name] == pytest.approx(one_node.metrics[1][name], rel=1e-5, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------- they end together

@@ -87,7 +87,7 @@ EVAL_METRICS = {
     )
 }
 # What a clock or a meter says: no two runs agree on it
-OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory")
+OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory", "perf/checkpoint")
 
 
 def without_clock(line):
