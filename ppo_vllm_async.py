@@ -2862,8 +2862,12 @@ def use_plain_names(accelerator: Accelerator) -> None:
     """
 
     def before_saving(models: list, weights: list[dict], folder: str) -> None:
-        if weights:  # FSDP saves by itself, and plain names
-            weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
+        for i in range(len(weights)):  # none with FSDP, which saves by itself, and plain names
+            model = accelerator.unwrap_model(models[i])
+            named = itertools.chain(model.named_parameters(), model.named_buffers())
+            names = {name for name, _ in named}  # tied weights have one
+            state = model.state_dict()
+            weights[i] = {name: weight for name, weight in state.items() if name in names}
 
     def before_loading(models: list, folder: str) -> None:
         models[:] = [accelerator.unwrap_model(model) for model in models]
@@ -2941,9 +2945,13 @@ def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
 
 def pack_rollout(rollout: Rollout) -> dict:
     """A rollout as JSON can hold it. Its request is left out, being a function of the step."""
-    packed = asdict(replace(rollout, request=None))
-    packed["eval_hash"] = hash_prompts(rollout.request.eval_prompts)
-    return packed
+    return {
+        "policy_version": rollout.policy_version,
+        "answers": vars(rollout.answers),
+        "eval_answers": vars(rollout.eval_answers),
+        "eval_hash": hash_prompts(rollout.request.eval_prompts),
+        "times": rollout.times,
+    }
 
 
 def unpack_rollout(path: Path, request: Request) -> Rollout:

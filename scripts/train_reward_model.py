@@ -883,8 +883,12 @@ def use_plain_names(accelerator: Accelerator) -> None:
     """
 
     def before_saving(models: list, weights: list[dict], folder: str) -> None:
-        if weights:  # FSDP saves by itself, and plain names
-            weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
+        for i in range(len(weights)):  # none with FSDP, which saves by itself, and plain names
+            model = accelerator.unwrap_model(models[i])
+            named = itertools.chain(model.named_parameters(), model.named_buffers())
+            names = {name for name, _ in named}  # tied weights have one
+            state = model.state_dict()
+            weights[i] = {name: weight for name, weight in state.items() if name in names}
 
     def before_loading(models: list, folder: str) -> None:
         models[:] = [accelerator.unwrap_model(model) for model in models]
