@@ -78,7 +78,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-# Of checkpoints; it changes when older ones can no longer be read
+# Format of checkpoints; to be raised when older ones can no longer be read
 CHECKPOINT_FORMAT = 1
 
 FilledIn = tyro.conf.Suppress  # marks a field of Args that is no option of the command line
@@ -152,11 +152,11 @@ class Args:
 
     # -- Checkpoints
     save_freq: int = 0
-    """updates from one checkpoint to the next; 0: none"""
+    """updates between checkpoints; 0: no checkpoints"""
     keep_last_n: int = 3
-    """the newest checkpoints, which are kept; 0: all are"""
+    """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """go on from this checkpoint, in the folder of its run; "latest": the newest of run_name"""
+    """checkpoint to resume, or "latest": the newest of run_name; the run continues in its folder"""
 
     # -- Output
     with_tracking: bool = False
@@ -849,9 +849,11 @@ def save_reward_model(reward_model: RewardModel, tokenizer, path: Path) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
     reward_model.model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    if path.exists():  # the run had come to its end, and was resumed
-        shutil.rmtree(path)
+    older = path.with_name(path.name + ".older")
+    if path.exists():  # of a run that had come to its end, and was resumed
+        path.rename(older)
     unfinished.rename(path)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -868,7 +870,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
-    """Removes these checkpoints, and those that were not written, or not removed, to the end."""
+    """Removes these checkpoints, and all unfinished ones: interrupted while written or removed."""
     for path in run_dir.glob("checkpoints/step_*.unfinished"):
         shutil.rmtree(path)
     for path in checkpoints:
@@ -877,16 +879,13 @@ def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
 
 
 def use_plain_names(accelerator: Accelerator) -> None:
-    """Makes save_state and load_state name weights as one process does.
-
-    DDP has names of its own, and another number of ranks may go on from a checkpoint.
-    """
+    """Makes checkpoints independent of the number of ranks: DDP would prefix names of weights."""
 
     def before_saving(models: list, weights: list[dict], folder: str) -> None:
-        for i in range(len(weights)):  # none with FSDP, which saves by itself, and plain names
+        for i in range(len(weights)):  # FSDP, which saves by itself, has none here
             model = accelerator.unwrap_model(models[i])
             named = itertools.chain(model.named_parameters(), model.named_buffers())
-            names = {name for name, _ in named}  # tied weights have one
+            names = {name for name, _ in named}  # of tied weights one name
             state = model.state_dict()
             weights[i] = {name: weight for name, weight in state.items() if name in names}
 
@@ -907,22 +906,22 @@ def save_checkpoint(
 ) -> int:
     """Writes checkpoints/step_N: models, optimizers, state, a rollout, the run's files so far.
 
-    The folder gets this name when all is on the disk. Then older checkpoints than the newest
-    keep_last_n are removed. Every rank must call this. rollout: see pack_rollout. Returns the bytes
-    written. OSError: it cannot be written, and what there was of it is removed.
+    The folder has another name until all of it is on the disk. Then only the newest keep_last_n
+    checkpoints are kept. Every rank must call this. rollout: the next step's, by pack_rollout.
+    Returns the bytes written. OSError: it could not be saved, and what there was of it is removed.
     """
     folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
     def begin() -> None:
-        remove_checkpoints(run_dir, [])
+        remove_checkpoints(run_dir, [])  # unfinished ones
         unfinished.mkdir(parents=True)
 
     def finish() -> int:
         for name in ("args.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             if (run_dir / name).exists():
                 shutil.copyfile(run_dir / name, unfinished / name)
-        (unfinished / "rollout.json").write_text(json.dumps(rollout))
+        (unfinished / "next_rollout.json").write_text(json.dumps(rollout))
         files = [path for path in unfinished.rglob("*") if path.is_file()]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
         description = {"format": CHECKPOINT_FORMAT, "state": asdict(state), "sizes": sizes}
@@ -931,8 +930,6 @@ def save_checkpoint(
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         unfinished.rename(folder)
-        oldest = list_checkpoints(run_dir)[: -args.keep_last_n]  # none of them where that is 0
-        remove_checkpoints(run_dir, oldest)
         return sum(sizes.values())
 
     try:
@@ -943,34 +940,39 @@ def save_checkpoint(
         except Exception as raised:
             error = raised
         exchange(cpu_group, None, error)
-        return on_main_process(accelerator, finish)
+        size = on_main_process(accelerator, finish)
     except Exception as error:
         free = shutil.disk_usage(run_dir).free
-        raise OSError(f"{folder} cannot be written; its disk has {free >> 20} MiB free") from error
+        raise OSError(f"{folder} could not be saved; its disk has {free >> 20} MiB free") from error
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
+    oldest = list_checkpoints(run_dir)[: -args.keep_last_n]  # none where keep_last_n is 0
+    on_main_process(accelerator, remove_checkpoints, run_dir, oldest)
+    return size
 
 
 def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
-    """Gives models and optimizers what the checkpoint has of them."""
+    """Loads weights and optimizer states. Every rank must call this."""
     path = args.resume_from_checkpoint
     try:
+        # By way of the CPU, since two copies may not fit on a GPU
         accelerator.load_state(path, map_location="cpu")
     except Exception as error:
         bad_input(
-            f"--resume_from_checkpoint {path}: it cannot be loaded; go on from an older one "
+            f"--resume_from_checkpoint {path}: it cannot be loaded; resume an older one "
             f"({type(error).__name__}: {error})"
         )
 
 
 def rewind_run_folder(run_dir: Path, args: Args) -> None:
-    """Gives the files of a run that is resumed the lines that they had at the checkpoint."""
+    """Takes a run's folder back to a checkpoint: its .jsonl files, and newer checkpoints go."""
     checkpoint = Path(args.resume_from_checkpoint)
     for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
         if (checkpoint / name).exists():
-            shutil.copyfile(checkpoint / name, run_dir / f"{name}.unfinished")
-            (run_dir / f"{name}.unfinished").rename(run_dir / name)
+            unfinished = run_dir / f"{name}.unfinished"
+            shutil.copyfile(checkpoint / name, unfinished)
+            unfinished.rename(run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
     checkpoints = list_checkpoints(run_dir)
@@ -979,7 +981,7 @@ def rewind_run_folder(run_dir: Path, args: Args) -> None:
 
 
 def print_resume_command(run_dir: Path) -> None:
-    """Prints the command that goes on from the newest checkpoint, if there is one."""
+    """Prints the command that resumes the run from its newest checkpoint, if there is one."""
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         return
@@ -995,7 +997,7 @@ def print_resume_command(run_dir: Path) -> None:
         if not word.startswith(flags) and previous not in flags:
             words.append(word)
     words += ["--resume_from_checkpoint", str(checkpoints[-1])]
-    print(f"To go on: {shlex.join(words)}", file=sys.stderr, flush=True)
+    print(f"To resume: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
 # -------------------------------------------------------------------------- checks and the set-up
@@ -1164,7 +1166,7 @@ def parse_args() -> Args:
 
 
 def find_checkpoint(args: Args) -> None:
-    """Fills in the path of the checkpoint to go on from, and the folder of its run."""
+    """Fills in the path of the checkpoint to resume, and the folder of its run."""
     given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
     if args.resume_from_checkpoint == "latest":
         if not args.run_name:
@@ -1172,11 +1174,12 @@ def find_checkpoint(args: Args) -> None:
         run_dir = Path(args.output_dir, args.run_name)
         checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
-            bad_input(f"{given}: there is none in {run_dir}; to begin a run leave it out")
+            bad_input(f"{given}: {run_dir} has no checkpoint; to begin a run leave the flag out")
         args.resume_from_checkpoint = str(checkpoints[-1])
         return
     path = Path(os.path.abspath(args.resume_from_checkpoint))
-    if not re.fullmatch(r"step_\d+", path.name) or not (path / "checkpoint.json").is_file():
+    is_named = re.fullmatch(r"step_\d+", path.name) and path.parent.name == "checkpoints"
+    if not is_named or not (path / "checkpoint.json").is_file():
         advice = "it must be a folder such as output/RUN_NAME/checkpoints/step_100"
         checkpoints = list_checkpoints(path)
         if checkpoints:
@@ -1190,31 +1193,31 @@ def find_checkpoint(args: Args) -> None:
 
 
 def read_checkpoint(args: Args) -> RunState:
-    """Where the run stood that is to go on. Refuses a checkpoint that is not whole."""
+    """Reads the state in a checkpoint. Refuses one whose files are missing or cut."""
     folder = Path(args.resume_from_checkpoint)
     given = f"--resume_from_checkpoint {folder}"
     try:
         description = json.loads((folder / "checkpoint.json").read_text())
-        version, sizes = description["format"], description["sizes"]
+        if description["format"] != CHECKPOINT_FORMAT:
+            bad_input(
+                f"{given} has format {description['format']}, and this script reads "
+                f"{CHECKPOINT_FORMAT}; resume it with the version that wrote it"
+            )
+        sizes = description["sizes"]
         state = RunState(**description["state"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        bad_input(f"{given}: checkpoint.json is damaged; go on from an older one ({error!r})")
-    if version != CHECKPOINT_FORMAT:
-        bad_input(
-            f"{given} has format {version}, and this script reads {CHECKPOINT_FORMAT}; go on with "
-            f"the version that wrote it"
-        )
+        bad_input(f"{given}: checkpoint.json is damaged; resume an older one ({error!r})")
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found is None:
-            bad_input(f"{given} lacks {name}; go on from an older one")
+            bad_input(f"{given} lacks {name}; resume an older one")
         if found != size:
-            bad_input(f"{given}: {name} has {found} bytes and not {size}; go on from an older one")
+            bad_input(f"{given}: {name} has {found} bytes and not {size}; resume an older one")
     return state
 
 
 def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
-    """Refuses to go on with arguments or data that would have made another run until here.
+    """Refuses arguments or data under which the steps until the checkpoint would have been others.
 
     num_steps: training steps of the whole run.
     """
@@ -1222,24 +1225,28 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     may_differ |= {"save_freq", "keep_last_n"}
     may_differ |= {"with_tracking", "wandb_project_name", "wandb_entity"}
     may_differ |= {"eval_dataset", "eval_dataset_split", "num_evals", "eval_temperature"}
-    # What computes, and how fast. Of the batch the sizes over all ranks count
+    # How fast it goes, and how batches are split. Their sizes over all ranks are compared
     may_differ |= {"world_size", "local_rollout_batch_size", "local_mini_batch_size"}
     may_differ |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
     may_differ |= {"gradient_checkpointing", "vllm_gpus", "vllm_tensor_parallel_size"}
     may_differ |= {"vllm_gpu_memory_utilization", "vllm_enforce_eager"}
+    # What a reward that fails is allowed
     may_differ |= {"reward_workers", "reward_timeout", "reward_memory"}
-    # What follows from other arguments. Of the files their prompts count, in data_hash
-    may_differ |= {"num_training_steps", "num_updates", "eval_steps", "warmup_ratio"}
-    may_differ |= {"dataset", "dataset_split"}
+    # Others tell: data_hash, warm_up_steps and total_episodes
+    may_differ |= {"dataset", "dataset_split", "warmup_ratio"}
+    may_differ |= {"num_training_steps", "num_updates", "eval_steps"}
     if args.lr_scheduler_type == "constant":  # others reach their end with the run
-        may_differ |= {"total_episodes", "num_train_epochs"}
+        may_differ |= {"total_episodes", "num_train_epochs"}  # the latter of a reward model
 
     given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
     saved = json.loads(Path(args.resume_from_checkpoint, "args.json").read_text())
-    current = json.loads(json.dumps(asdict(args)))  # a tuple is a list there
+    # By way of JSON, as the saved ones: a tuple is a list there
+    current = json.loads(json.dumps(asdict(args)))
+    defaults = json.loads(json.dumps(asdict(Args())))
+    saved = defaults | saved  # an older version of this script had fewer
     differences = []
-    for name in sorted((saved.keys() | current.keys()) - may_differ):
-        was, now = saved.get(name, "unknown"), current.get(name, "unknown")
+    for name in sorted(saved.keys() - may_differ):
+        was, now = saved[name], current.get(name, "unknown")
         if name == "data_hash" and was != now:
             differences.append("the prompts of --dataset are others")
         elif was != now:
@@ -1247,11 +1254,14 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     if differences:
         bad_input(f"{given} is of a run with other arguments: {'; '.join(differences)}")
     if state.completed_steps >= num_steps:
-        bad_input(f"{given}: by its arguments the run ends after {num_steps} steps")
+        bad_input(
+            f"{given}: its {state.completed_steps} steps are done, and this run has only "
+            f"{num_steps}; make it longer"
+        )
 
 
 def check_run_folder(args: Args) -> None:
-    """Refuses a run folder that is there, but for one that is to go on, or that cannot be made."""
+    """Refuses a run folder that is there (unless its run is resumed), or cannot be written."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if args.resume_from_checkpoint:
         try:
@@ -1276,10 +1286,10 @@ def check_run_folder(args: Args) -> None:
 
 
 def bytes_of_checkpoints(num_trained_parameters: int, num_steps: int, args: Args) -> int:
-    """Bytes of all checkpoints that are on the disk at once, in a run of so many training steps.
+    """About the bytes that a run's checkpoints take on the disk, all that are there at once.
 
-    Each has the weights of the trained models and AdamW's two moments, in float32. A checkpoint is
-    removed only after a newer one is complete.
+    Each has the weights of the trained models and AdamW's two moments, in float32. The oldest is
+    removed only when a new one is complete. num_steps: training steps of the whole run.
     """
     if args.save_freq == 0:
         return 0
@@ -1294,8 +1304,10 @@ def check_disk(args: Args, num_parameters: int, checkpoint_bytes: int) -> None:
     run_dir = Path(args.output_dir, args.run_name).absolute()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    for folder in list_checkpoints(run_dir):  # of a run that goes on
-        free += sum(path.stat().st_size for path in folder.rglob("*"))
+    # Where a run is resumed, some are there already
+    for folder in list_checkpoints(run_dir)[-args.keep_last_n :]:
+        checkpoint_bytes -= sum(path.stat().st_size for path in folder.rglob("*"))
+    checkpoint_bytes = max(0, checkpoint_bytes)
     needed = 4 * num_parameters + checkpoint_bytes + 2**25
     if free < needed:
         bad_input(
@@ -1383,6 +1395,8 @@ def main() -> None:
     state = RunState(completed_steps=0, seconds=0.0, wandb_id=None)
     if args.resume_from_checkpoint:
         state = read_checkpoint(args)
+    first_step = state.completed_steps + 1
+    start_time -= state.seconds
     if is_rank_0():
         check_run_folder(args)
     tokenizer, config = load_tokenizer_and_config(args)
@@ -1414,10 +1428,10 @@ def main() -> None:
         )
         print(repr(tokenizer.decode(train_pairs[0].chosen_ids)))
         if args.save_freq > 0:
-            size = f"{checkpoint_bytes / 2**30:.3g} GiB at once"
-            print(f"A checkpoint after every {args.save_freq} updates, up to {size}")
+            size = f"{checkpoint_bytes / 2**30:.3g} GiB of disk for all"
+            print(f"A checkpoint every {args.save_freq} updates, {size}")
         if args.resume_from_checkpoint:
-            print(f"Goes on from {printable(args.resume_from_checkpoint)}")
+            print(f"Resumes {printable(args.resume_from_checkpoint)}")
     if cpu_group is not None:  # until all ranks are here; an error where one found bad input
         torch.distributed.barrier(cpu_group)
     if args.dry_run:
@@ -1435,14 +1449,13 @@ def main() -> None:
     use_plain_names(accelerator)
     if args.resume_from_checkpoint:
         load_checkpoint(accelerator, args)
-    start_time -= state.seconds
     run_dir = Path(args.output_dir) / args.run_name
     if is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=args.resume_from_checkpoint is not None)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-        # The last words of a run that does not come to its end
+        # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)
         if args.resume_from_checkpoint:
             rewind_run_folder(run_dir, args)
@@ -1476,7 +1489,6 @@ def main() -> None:
         disable=not is_main or not console.is_terminal,
     )
     with progress:
-        first_step = state.completed_steps + 1
         progress_bar = progress.add_task(
             "training", total=args.num_updates, completed=state.completed_steps, figures=""
         )
@@ -1484,8 +1496,8 @@ def main() -> None:
             step_start = time.perf_counter()
             checkpoint_metrics = {}
 
-            # 1. Where it is due, a checkpoint of what the last step has left. This process does not
-            # make one that it has begun with.
+            # 1. Every save_freq updates a checkpoint of the model as the last one left it. Not in
+            # the first step of this process, whose model is new or comes from that very checkpoint.
             is_due = args.save_freq > 0 and (training_step - 1) % args.save_freq == 0
             if is_due and training_step > first_step:
                 state.completed_steps = training_step - 1

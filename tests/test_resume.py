@@ -213,7 +213,7 @@ def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
     disk = mount_disk(int(1.5 * whole.metrics[2]["perf/checkpoint_bytes"]))
     # It fills up while the script runs; the check is of the disk as it is at the start
     monkeypatch.setattr(ppo_sync, "check_disk", lambda *_: None)
-    cause = r"step_4 cannot be written; its disk has \d+ MiB free"
+    cause = r"step_4 could not be saved; its disk has \d+ MiB free"
     with pytest.raises(OSError, match=cause):
         run_main("ppo_sync.py", **changes, output_dir=disk)
     run_dir = disk / "run"
@@ -296,7 +296,7 @@ def nothing(checkpoint):
 # What is done to the checkpoint, flags that are others, what the line names
 REFUSED = {
     "cut model": (cut("model.safetensors"), {}, ["model.safetensors", "bytes", "older"]),
-    "cut rollout": (cut("rollout.json"), {}, ["rollout.json", "bytes"]),
+    "cut rollout": (cut("next_rollout.json"), {}, ["next_rollout.json", "bytes"]),
     "cut metrics": (cut("metrics.jsonl"), {}, ["metrics.jsonl", "bytes"]),
     "no optimizer": (remove("optimizer_1.bin"), {}, ["lacks optimizer_1.bin"]),
     "no arguments": (remove("args.json"), {}, ["lacks args.json"]),
@@ -348,11 +348,25 @@ REFUSED = {
     "latest of another run": (
         nothing,
         {"resume_from_checkpoint": "latest", "run_name": "other"},
-        ["there is none in", "other"],
+        ["has no checkpoint", "other"],
     ),
     "other run": (nothing, {"run_name": "other"}, ["is of another run", "--run_name other"]),
-    "other script": (nothing, {"script": "ppo_vllm_async.py"}, ["async_mode was unknown"]),
-    "PPO for GRPO": (nothing, {"script": "grpo_vllm_async.py"}, ["was unknown"]),
+    "other script": (
+        nothing,
+        {"script": "ppo_vllm_async.py"},
+        ["generation_backend was vllm and is unknown"],
+    ),
+    "PPO for GRPO": (nothing, {"script": "grpo_vllm_async.py"}, ["and is unknown"]),
+    "not in its place": (
+        lambda checkpoint: checkpoint.parent.rename(checkpoint.parent.with_name("best")),
+        {"resume_from_checkpoint": "run/best/step_3"},
+        ["no checkpoint", "output/RUN_NAME/checkpoints"],
+    ),
+    "state of another format": (
+        rewrite("checkpoint.json", format=99, state={}),
+        {},
+        ["format 99", "reads 1"],
+    ),
 }
 
 
@@ -400,7 +414,7 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(name, saved, run_main, tmp_
     with pytest.raises(SystemExit) as stop:
         run_main("ppo_sync.py", **SIX_STEPS, output_dir=tmp_path, resume_from_checkpoint="latest")
     assert stop.value.code == 2
-    assert "cannot be loaded; go on from an older one" in one_line(capfd, "ppo_sync.py")
+    assert "cannot be loaded; resume an older one" in one_line(capfd, "ppo_sync.py")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
 
 
@@ -445,13 +459,13 @@ def test_last_line_is_the_command_that_goes_on(interrupted, tmp_path):
     assert run.returncode != 0
     *_, before, last = run.stderr.strip().splitlines()
     assert before == "Terminated"
-    assert last.startswith("To go on: ")
-    command = [*shlex.split(last.removeprefix("To go on: ")), "--total_episodes", "256"]
+    assert last.startswith("To resume: ")
+    command = [*shlex.split(last.removeprefix("To resume: ")), "--total_episodes", "256"]
     assert "accelerate.commands.launch" in command
     environ = environment({"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
     again = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert "To go on" not in again.stderr
+    assert "To resume" not in again.stderr
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open()]
     assert [line["training_step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
@@ -470,7 +484,7 @@ def test_ctrl_c_leaves_a_command_too(interrupted):
     run = interrupted(signal.SIGINT)
     *_, before, last = run.stderr.strip().splitlines()
     assert before == "Interrupted"
-    assert last.startswith("To go on: ")
+    assert last.startswith("To resume: ")
 
 
 @pytest.mark.slow
@@ -496,7 +510,7 @@ def test_command_names_the_newest_checkpoint_alone(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", words)
     ppo_sync.print_resume_command(tmp_path)
     expected = f"ppo_sync.py --reward_fn 'a b.py:score' --seed 2 --resume_from_checkpoint {newest}"
-    assert capsys.readouterr().err == f"To go on: {expected}\n"
+    assert capsys.readouterr().err == f"To resume: {expected}\n"
 
 
 # ------------------------------------------------------------------------------------ reward model
