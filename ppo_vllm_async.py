@@ -7,7 +7,7 @@ No GPU needed, sets itself up, learns in minutes:
 One GPU, shared by the learner and a vLLM engine; --num_processes 8 uses eight GPUs like this:
 
     accelerate launch --num_processes 1 ppo_vllm_async.py \
-        --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B
+        --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
 
 Eight GPUs, of which six train and two generate, each with an engine of its own:
 
@@ -2828,6 +2828,7 @@ def save_model(
         tokenizer.save_pretrained(unfinished)
         older = path.with_name(path.name + ".older")
         if path.exists():  # of a run that had come to its end, and was resumed
+            shutil.rmtree(older, ignore_errors=True)
             path.rename(older)
         unfinished.rename(path)
         shutil.rmtree(older, ignore_errors=True)
@@ -2850,11 +2851,15 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
     """Removes these checkpoints, and all unfinished ones: interrupted while written or removed."""
-    for path in run_dir.glob("checkpoints/step_*.unfinished"):
-        shutil.rmtree(path)
+    unfinished = list(run_dir.glob("checkpoints/step_*.unfinished"))
     for path in checkpoints:
         # Another name first: half a checkpoint must not look like a whole one
-        shutil.rmtree(path.rename(path.with_name(f"{path.name}.unfinished")))
+        unfinished.append(path.rename(path.with_name(f"{path.name}.unfinished")))
+    for path in unfinished:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            print(f"Warning: {path} cannot be removed ({error})")
 
 
 def use_plain_names(accelerator: Accelerator) -> None:
@@ -2866,7 +2871,7 @@ def use_plain_names(accelerator: Accelerator) -> None:
             named = itertools.chain(model.named_parameters(), model.named_buffers())
             names = {name for name, _ in named}  # of tied weights one name
             state = model.state_dict()
-            weights[i] = {name: weight for name, weight in state.items() if name in names}
+            weights[i] = {name: state[name].contiguous() for name in state if name in names}
 
     def before_loading(models: list, folder: str) -> None:
         models[:] = [accelerator.unwrap_model(model) for model in models]
@@ -2900,7 +2905,8 @@ def save_checkpoint(
         for name in ("args.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             if (run_dir / name).exists():
                 shutil.copyfile(run_dir / name, unfinished / name)
-        (unfinished / "next_rollout.json").write_text(json.dumps(rollout))
+        if rollout is not None:
+            (unfinished / "next_rollout.json").write_text(json.dumps(rollout))
         files = [path for path in unfinished.rglob("*") if path.is_file()]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
         description = {"format": CHECKPOINT_FORMAT, "state": asdict(state), "sizes": sizes}
@@ -2915,6 +2921,10 @@ def save_checkpoint(
         on_main_process(accelerator, begin)
         error = None
         try:
+            if not unfinished.is_dir():
+                raise OSError(
+                    f"--output_dir {args.output_dir} is not on a disk that all nodes share"
+                )
             accelerator.save_state(unfinished)
         except Exception as raised:
             error = raised
@@ -2931,12 +2941,17 @@ def save_checkpoint(
     return size
 
 
-def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
+def load_checkpoint(accelerator: Accelerator, cpu_group, args: Args) -> None:
     """Loads weights and optimizer states. Every rank must call this."""
     path = args.resume_from_checkpoint
+    error = None
     try:
         # By way of the CPU, since two copies may not fit on a GPU
         accelerator.load_state(path, map_location="cpu")
+    except Exception as raised:
+        error = raised
+    try:
+        exchange(cpu_group, None, error)
     except Exception as error:
         bad_input(
             f"--resume_from_checkpoint {path}: it cannot be loaded; resume an older one "
@@ -3429,7 +3444,10 @@ def find_checkpoint(args: Args) -> None:
         run_dir = Path(args.output_dir, args.run_name)
         checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
-            bad_input(f"{given}: {run_dir} has no checkpoint; to begin a run leave the flag out")
+            advice = "leave the flag out"
+            if run_dir.exists():
+                advice = "remove that folder, or choose another --run_name, and leave the flag out"
+            bad_input(f"{given}: {run_dir} has no checkpoint; to begin a run {advice}")
         args.resume_from_checkpoint = str(checkpoints[-1])
         return
     path = Path(os.path.abspath(args.resume_from_checkpoint))
@@ -3458,7 +3476,7 @@ def read_checkpoint(args: Args) -> RunState:
                 f"{given} has format {description['format']}, and this script reads "
                 f"{CHECKPOINT_FORMAT}; resume it with the version that wrote it"
             )
-        sizes = description["sizes"]
+        sizes = dict(description["sizes"])
         state = RunState(**description["state"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         bad_input(f"{given}: checkpoint.json is damaged; resume an older one ({error!r})")
@@ -3468,6 +3486,12 @@ def read_checkpoint(args: Args) -> RunState:
             bad_input(f"{given} lacks {name}; resume an older one")
         if found != size:
             bad_input(f"{given}: {name} has {found} bytes and not {size}; resume an older one")
+    for name in ("args.json", "next_rollout.json"):
+        try:
+            if name in sizes:
+                json.loads((folder / name).read_text())
+        except ValueError as error:
+            bad_input(f"{given}: {name} is damaged; resume an older one ({error})")
     return state
 
 
@@ -3490,6 +3514,8 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     # Others tell: data_hash, warm_up_steps and total_episodes
     may_differ |= {"dataset", "dataset_split", "warmup_ratio"}
     may_differ |= {"num_training_steps", "num_updates", "eval_steps"}
+    if args.num_parameters == 0:  # a model on the hub, which --dry_run does not look at
+        may_differ |= {"num_parameters"}
     if args.lr_scheduler_type == "constant":  # others reach their end with the run
         may_differ |= {"total_episodes", "num_train_epochs"}  # the latter of a reward model
 
@@ -3540,28 +3566,33 @@ def check_run_folder(args: Args) -> None:
         bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
 
 
-def bytes_of_checkpoints(num_trained_parameters: int, num_steps: int, args: Args) -> int:
+def bytes_of_checkpoints(bytes_of_one: int, num_steps: int, args: Args) -> int:
     """About the bytes that a run's checkpoints take on the disk, all that are there at once.
 
-    Each has the weights of the trained models and AdamW's two moments, in float32. The oldest is
-    removed only when a new one is complete. num_steps: training steps of the whole run.
+    The oldest is removed only when a new one is complete. num_steps: training steps of the run.
     """
     if args.save_freq == 0:
         return 0
     count = (num_steps - 1) // args.save_freq  # there is none after the last step
     if args.keep_last_n > 0:
         count = min(count, args.keep_last_n + 1)
-    return 12 * num_trained_parameters * count
+    return bytes_of_one * count
 
 
 def check_disk(args: Args, num_parameters: int, checkpoint_bytes: int) -> None:
     """Refuses a disk that has no room for the final model, checkpoints, and a little besides."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+
+    def bytes_in(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+
     free = shutil.disk_usage(existing).free
-    # Where a run is resumed, some are there already
+    # Where a run is resumed, some checkpoints are there already, and what is unfinished will go
+    for folder in [*run_dir.glob("checkpoints/*.unfinished"), *run_dir.glob("model.*")]:
+        free += bytes_in(folder)
     for folder in list_checkpoints(run_dir)[-args.keep_last_n :]:
-        checkpoint_bytes -= sum(path.stat().st_size for path in folder.rglob("*"))
+        checkpoint_bytes -= bytes_in(folder)
     checkpoint_bytes = max(0, checkpoint_bytes)
     needed = 4 * num_parameters + checkpoint_bytes + 2**25
     if free < needed:
@@ -3706,6 +3737,12 @@ def make_run_folder(
             run_dir.mkdir(parents=True, exist_ok=is_resumed)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        # One process a run; it has the lock until its end
+        lock = os.open(run_dir / "args.json", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            bad_input(f"{run_dir}: another process trains this run; end that first")
         # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)
         if is_resumed:
@@ -3779,6 +3816,7 @@ def main() -> None:
     cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    args.run_name = exchange(cpu_group, args.run_name)[0]  # it may have the time in it
 
     # ---- All that can be wrong, before a model is loaded
     if importlib.util.find_spec("vllm") is None:
@@ -3835,16 +3873,19 @@ def main() -> None:
     if args.resume_from_checkpoint:
         check_same_run(args, state, args.num_training_steps)
     if is_rank_0():
-        num_trained_parameters = args.num_parameters + num_value_parameters
-        checkpoint_bytes = bytes_of_checkpoints(
-            num_trained_parameters, args.num_training_steps, args
-        )
+        # Weights and AdamW's two moments in float32; and responses, about 30 bytes a token
+        bytes_of_one = 12 * (args.num_parameters + num_value_parameters)
+        bytes_of_one += 30 * args.episodes_per_step * args.response_length
+        checkpoint_bytes = bytes_of_checkpoints(bytes_of_one, args.num_training_steps, args)
         check_disk(args, args.num_parameters, checkpoint_bytes)
         sampler = describe_engines(args)
         print_plan(args, checkpoint_bytes, train_prompts, eval_prompts, truth_scores, sampler)
     # All ranks wait for one another here, and end where one found bad input
-    if len(set(exchange(cpu_group, hash_prompts(train_prompts + eval_prompts)))) > 1:
-        bad_input("ranks have read different prompts; every node needs the same files")
+    found = (hash_prompts(train_prompts + eval_prompts), state.completed_steps)
+    if len(set(exchange(cpu_group, found))) > 1:
+        bad_input(
+            "ranks have read different prompts or checkpoints; every node needs the same files"
+        )
     if args.dry_run:
         return
 
@@ -3880,7 +3921,7 @@ def main() -> None:
     handle_signals()
     use_plain_names(accelerator)
     if args.resume_from_checkpoint:
-        load_checkpoint(accelerator, args)
+        load_checkpoint(accelerator, cpu_group, args)
     run_dir = make_run_folder(accelerator, train_prompts, state, args)
     args.beta = state.beta  # not before args.json was written, which holds the first one
     if cpu_group is not None:

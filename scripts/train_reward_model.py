@@ -8,7 +8,7 @@ One GPU (--help lists every option, with a line on each):
 
     accelerate launch --num_processes 1 scripts/train_reward_model.py \
         --model_name_or_path Qwen/Qwen3-0.6B \
-        --dataset rm_train.parquet --eval_dataset rm_test.parquet
+        --dataset rm_train.parquet --eval_dataset rm_test.parquet --save_freq 50
 
 Eight GPUs:
 
@@ -40,6 +40,7 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -58,6 +59,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -69,7 +71,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.progress import Progress
@@ -851,6 +853,7 @@ def save_reward_model(reward_model: RewardModel, tokenizer, path: Path) -> None:
     tokenizer.save_pretrained(unfinished)
     older = path.with_name(path.name + ".older")
     if path.exists():  # of a run that had come to its end, and was resumed
+        shutil.rmtree(older, ignore_errors=True)
         path.rename(older)
     unfinished.rename(path)
     shutil.rmtree(older, ignore_errors=True)
@@ -871,11 +874,15 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
     """Removes these checkpoints, and all unfinished ones: interrupted while written or removed."""
-    for path in run_dir.glob("checkpoints/step_*.unfinished"):
-        shutil.rmtree(path)
+    unfinished = list(run_dir.glob("checkpoints/step_*.unfinished"))
     for path in checkpoints:
         # Another name first: half a checkpoint must not look like a whole one
-        shutil.rmtree(path.rename(path.with_name(f"{path.name}.unfinished")))
+        unfinished.append(path.rename(path.with_name(f"{path.name}.unfinished")))
+    for path in unfinished:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            print(f"Warning: {path} cannot be removed ({error})")
 
 
 def use_plain_names(accelerator: Accelerator) -> None:
@@ -887,7 +894,7 @@ def use_plain_names(accelerator: Accelerator) -> None:
             named = itertools.chain(model.named_parameters(), model.named_buffers())
             names = {name for name, _ in named}  # of tied weights one name
             state = model.state_dict()
-            weights[i] = {name: weight for name, weight in state.items() if name in names}
+            weights[i] = {name: state[name].contiguous() for name in state if name in names}
 
     def before_loading(models: list, folder: str) -> None:
         models[:] = [accelerator.unwrap_model(model) for model in models]
@@ -921,7 +928,8 @@ def save_checkpoint(
         for name in ("args.json", "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             if (run_dir / name).exists():
                 shutil.copyfile(run_dir / name, unfinished / name)
-        (unfinished / "next_rollout.json").write_text(json.dumps(rollout))
+        if rollout is not None:
+            (unfinished / "next_rollout.json").write_text(json.dumps(rollout))
         files = [path for path in unfinished.rglob("*") if path.is_file()]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
         description = {"format": CHECKPOINT_FORMAT, "state": asdict(state), "sizes": sizes}
@@ -936,6 +944,10 @@ def save_checkpoint(
         on_main_process(accelerator, begin)
         error = None
         try:
+            if not unfinished.is_dir():
+                raise OSError(
+                    f"--output_dir {args.output_dir} is not on a disk that all nodes share"
+                )
             accelerator.save_state(unfinished)
         except Exception as raised:
             error = raised
@@ -952,12 +964,17 @@ def save_checkpoint(
     return size
 
 
-def load_checkpoint(accelerator: Accelerator, args: Args) -> None:
+def load_checkpoint(accelerator: Accelerator, cpu_group, args: Args) -> None:
     """Loads weights and optimizer states. Every rank must call this."""
     path = args.resume_from_checkpoint
+    error = None
     try:
         # By way of the CPU, since two copies may not fit on a GPU
         accelerator.load_state(path, map_location="cpu")
+    except Exception as raised:
+        error = raised
+    try:
+        exchange(cpu_group, None, error)
     except Exception as error:
         bad_input(
             f"--resume_from_checkpoint {path}: it cannot be loaded; resume an older one "
@@ -1174,7 +1191,10 @@ def find_checkpoint(args: Args) -> None:
         run_dir = Path(args.output_dir, args.run_name)
         checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
-            bad_input(f"{given}: {run_dir} has no checkpoint; to begin a run leave the flag out")
+            advice = "leave the flag out"
+            if run_dir.exists():
+                advice = "remove that folder, or choose another --run_name, and leave the flag out"
+            bad_input(f"{given}: {run_dir} has no checkpoint; to begin a run {advice}")
         args.resume_from_checkpoint = str(checkpoints[-1])
         return
     path = Path(os.path.abspath(args.resume_from_checkpoint))
@@ -1203,7 +1223,7 @@ def read_checkpoint(args: Args) -> RunState:
                 f"{given} has format {description['format']}, and this script reads "
                 f"{CHECKPOINT_FORMAT}; resume it with the version that wrote it"
             )
-        sizes = description["sizes"]
+        sizes = dict(description["sizes"])
         state = RunState(**description["state"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         bad_input(f"{given}: checkpoint.json is damaged; resume an older one ({error!r})")
@@ -1213,6 +1233,12 @@ def read_checkpoint(args: Args) -> RunState:
             bad_input(f"{given} lacks {name}; resume an older one")
         if found != size:
             bad_input(f"{given}: {name} has {found} bytes and not {size}; resume an older one")
+    for name in ("args.json", "next_rollout.json"):
+        try:
+            if name in sizes:
+                json.loads((folder / name).read_text())
+        except ValueError as error:
+            bad_input(f"{given}: {name} is damaged; resume an older one ({error})")
     return state
 
 
@@ -1235,6 +1261,8 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     # Others tell: data_hash, warm_up_steps and total_episodes
     may_differ |= {"dataset", "dataset_split", "warmup_ratio"}
     may_differ |= {"num_training_steps", "num_updates", "eval_steps"}
+    if args.num_parameters == 0:  # a model on the hub, which --dry_run does not look at
+        may_differ |= {"num_parameters"}
     if args.lr_scheduler_type == "constant":  # others reach their end with the run
         may_differ |= {"total_episodes", "num_train_epochs"}  # the latter of a reward model
 
@@ -1285,28 +1313,33 @@ def check_run_folder(args: Args) -> None:
         bad_input(f"--output_dir {args.output_dir}: {run_dir} cannot be made ({reason})")
 
 
-def bytes_of_checkpoints(num_trained_parameters: int, num_steps: int, args: Args) -> int:
+def bytes_of_checkpoints(bytes_of_one: int, num_steps: int, args: Args) -> int:
     """About the bytes that a run's checkpoints take on the disk, all that are there at once.
 
-    Each has the weights of the trained models and AdamW's two moments, in float32. The oldest is
-    removed only when a new one is complete. num_steps: training steps of the whole run.
+    The oldest is removed only when a new one is complete. num_steps: training steps of the run.
     """
     if args.save_freq == 0:
         return 0
     count = (num_steps - 1) // args.save_freq  # there is none after the last step
     if args.keep_last_n > 0:
         count = min(count, args.keep_last_n + 1)
-    return 12 * num_trained_parameters * count
+    return bytes_of_one * count
 
 
 def check_disk(args: Args, num_parameters: int, checkpoint_bytes: int) -> None:
     """Refuses a disk that has no room for the final model, checkpoints, and a little besides."""
     run_dir = Path(args.output_dir, args.run_name).absolute()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+
+    def bytes_in(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+
     free = shutil.disk_usage(existing).free
-    # Where a run is resumed, some are there already
+    # Where a run is resumed, some checkpoints are there already, and what is unfinished will go
+    for folder in [*run_dir.glob("checkpoints/*.unfinished"), *run_dir.glob("model.*")]:
+        free += bytes_in(folder)
     for folder in list_checkpoints(run_dir)[-args.keep_last_n :]:
-        checkpoint_bytes -= sum(path.stat().st_size for path in folder.rglob("*"))
+        checkpoint_bytes -= bytes_in(folder)
     checkpoint_bytes = max(0, checkpoint_bytes)
     needed = 4 * num_parameters + checkpoint_bytes + 2**25
     if free < needed:
@@ -1380,16 +1413,19 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
+    timeout = timedelta(hours=2)  # others wait while a rank loads or saves
     try:
         accelerator = Accelerator(
             mixed_precision="no",  # autocast is ours
             log_with="wandb" if args.with_tracking else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
     except Exception as error:
         bad_input(f"accelerate cannot start; is it launched and configured right? ({error})")
     cpu_group = None  # NCCL would wait for a rank that has ended; gloo raises an error
     if accelerator.num_processes > 1:
-        cpu_group = torch.distributed.new_group(backend="gloo")
+        cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    args.run_name = exchange(cpu_group, args.run_name)[0]  # it may have the time in it
 
     # ---- All that can be wrong, before a model is loaded
     state = RunState(completed_steps=0, seconds=0.0, wandb_id=None)
@@ -1419,7 +1455,8 @@ def main() -> None:
     if args.resume_from_checkpoint:
         check_same_run(args, state, args.num_updates)
     if is_rank_0():
-        checkpoint_bytes = bytes_of_checkpoints(args.num_parameters, args.num_updates, args)
+        bytes_of_one = 12 * args.num_parameters  # float32: weights, and AdamW's two moments
+        checkpoint_bytes = bytes_of_checkpoints(bytes_of_one, args.num_updates, args)
         check_disk(args, args.num_parameters, checkpoint_bytes)
         print(
             f"Plan: {args.num_updates:,} updates of {args.mini_batch_size:,} of "
@@ -1432,8 +1469,9 @@ def main() -> None:
             print(f"A checkpoint every {args.save_freq} updates, {size}")
         if args.resume_from_checkpoint:
             print(f"Resumes {printable(args.resume_from_checkpoint)}")
-    if cpu_group is not None:  # until all ranks are here; an error where one found bad input
-        torch.distributed.barrier(cpu_group)
+    # All ranks wait for one another here, and end where one found bad input
+    if len(set(exchange(cpu_group, (args.data_hash, state.completed_steps)))) > 1:
+        bad_input("ranks have read different pairs or checkpoints; every node needs the same files")
     if args.dry_run:
         return
 
@@ -1448,13 +1486,19 @@ def main() -> None:
     handle_signals()
     use_plain_names(accelerator)
     if args.resume_from_checkpoint:
-        load_checkpoint(accelerator, args)
+        load_checkpoint(accelerator, cpu_group, args)
     run_dir = Path(args.output_dir) / args.run_name
     if is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=args.resume_from_checkpoint is not None)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        # One process a run; it has the lock until its end
+        lock = os.open(run_dir / "args.json", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            bad_input(f"{run_dir}: another process trains this run; end that first")
         # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)
         if args.resume_from_checkpoint:

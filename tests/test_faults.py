@@ -562,11 +562,15 @@ def test_dead_generator_stops_every_rank(script, launcher, run_wrapped_script, t
 @pytest.mark.slow
 def test_infinite_loss_stops_the_run_and_keeps_the_batch(run_wrapped_script, tmp_path):
     run = run_wrapped_script(
-        "ppo_vllm_async.py", "explosion", tmp_path, total_episodes=320, timeout=120
+        "ppo_vllm_async.py", "explosion", tmp_path, total_episodes=320, save_freq=1, timeout=120
     )
     assert run.returncode not in (0, 2)
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("FloatingPointError: gradient not finite in step 2")
+    *_, cause, last = run.stderr.strip().splitlines()
+    assert cause.startswith("FloatingPointError: gradient not finite in step 2")
+    checkpoint = run.run_dir / "checkpoints" / "step_1"
+    assert last.startswith("To resume: ")
+    assert last.endswith(f"--resume_from_checkpoint {checkpoint}")
+    assert (checkpoint / "checkpoint.json").exists()
     assert len(run.metrics) == 1
     assert torch.load(run.run_dir / "bad_batch.pt", weights_only=False)["logprobs"].isnan().any()
 

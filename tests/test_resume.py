@@ -1,10 +1,11 @@
 """Checkpoints: a run that was interrupted goes on as if it had not been, to the last bit.
 
-Here with a stub of vLLM; with vLLM itself in test_runs_sync.py and test_runs_ranks.py.
+Here with a stub of vLLM; with vLLM itself, on two ranks, in test_runs_ranks.py.
 """
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import itertools
 import json
@@ -35,6 +36,7 @@ VARIANTS = {
     "adaptive KL": {"kl_target": 0.1, "kl_horizon": 100},
     "on-policy": {"async_mode": False},
     "GSPO": {"importance_sampling_level": "sequence", "beta": 0.0},
+    "transformers": {"generation_backend": "transformers", "num_evals": 2},
 }
 ONLY_IN = {
     "value warm-up at the seam": PPO,
@@ -42,6 +44,7 @@ ONLY_IN = {
     "adaptive KL": PPO,
     "on-policy": ASYNC,
     "GSPO": GRPO,
+    "transformers": PPO[:1],
 }
 CASES = [(name, variant) for variant in VARIANTS for name in ONLY_IN.get(variant, SCRIPTS)]
 CASES += [(name, "reward model") for name in SCRIPTS]
@@ -94,31 +97,38 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(name, variant, run_main, 
     assert [line["training_step"] for line in broken.metrics] == [1, 2, 3, 4]
     assert checkpoints_of(tmp_path / "run") == ["step_3"]
 
+    description = (tmp_path / "run" / "checkpoints" / "step_3" / "checkpoint.json").read_text()
+    started_at = time.monotonic()
     resumed = run_main(name, **changes, output_dir=tmp_path, resume_from_checkpoint="latest")
     assert len(resumed.batches) == 3
     check_equal_to_the_bit(resumed, whole)
-    last = resumed.metrics[-1]
-    assert last["time/from_scratch"] > broken.metrics[2]["time/from_scratch"]
+    seconds = resumed.metrics[3]["time/from_scratch"] - json.loads(description)["state"]["seconds"]
+    assert 0 < seconds < time.monotonic() - started_at
+
+
+EVALUATIONS = [
+    {"num_evals": 0},
+    {"num_evals": 3},
+    {"num_evals": 6},
+    {"eval_dataset": "train.parquet"},
+    {"eval_temperature": 1.0},
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize(
-    "evaluations",
-    [{"num_evals": 0}, {"num_evals": 3}, {"num_evals": 6}, {"eval_dataset": "train.parquet"}],
-    ids=str,
-)
+@pytest.mark.parametrize("evaluations", EVALUATIONS, ids=str)
 def test_evaluations_may_change(evaluations, name, run_main, options, few_prompts, tmp_path):
     changes = options("evaluation at the seam")
     whole = run_main(name, **changes, output_dir=tmp_path)
+    assert "eval/scores" in whole.metrics[3]
     if "eval_dataset" in evaluations:
         evaluations = {"eval_dataset": few_prompts / evaluations["eval_dataset"]}
     again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
     resumed = run_main(name, **changes | evaluations | again)
     assert lines_of(resumed, but="eval/") == lines_of(whole, but="eval/")
-    # Answers that came with the checkpoint are those of an evaluation that is due no more
-    is_due = evaluations.get("num_evals") in (3, 6)
-    assert ("eval/scores" in resumed.metrics[3]) == (evaluations.get("num_evals") == 6)
-    assert is_due or "eval/scores" not in resumed.metrics[3]
+    # What came with the checkpoint are answers to the evaluation that had been planned
+    is_still_due = evaluations == {"num_evals": 6}
+    assert ("eval/scores" in resumed.metrics[3]) == is_still_due
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -205,12 +215,15 @@ def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
     assert (whole.run_dir / "metrics.jsonl").read_bytes() != files["metrics.jsonl"]
 
 
+# In the middle of the second checkpoint's weights, of its optimizers, and of its last small files
+@pytest.mark.parametrize("checkpoints", [1.1, 1.6, 1.995])
 def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
-    run_main, options, mount_disk, monkeypatch
+    checkpoints, run_main, options, mount_disk, monkeypatch
 ):
     changes = options("evaluation at the seam") | {"save_freq": 2}
     whole = run_main("ppo_sync.py", **changes)
-    disk = mount_disk(int(1.5 * whole.metrics[2]["perf/checkpoint_bytes"]))
+    size = whole.metrics[2]["perf/checkpoint_bytes"]
+    disk = mount_disk(int(checkpoints * size) + 2**16)
     # It fills up while the script runs; the check is of the disk as it is at the start
     monkeypatch.setattr(ppo_sync, "check_disk", lambda *_: None)
     cause = r"step_4 could not be saved; its disk has \d+ MiB free"
@@ -307,6 +320,13 @@ REFUSED = {
         ["checkpoint.json is damaged"],
     ),
     "cut description": (cut("checkpoint.json"), {}, ["checkpoint.json is damaged"]),
+    "damaged arguments": (overwrite("args.json"), {}, ["args.json is damaged"]),
+    "damaged rollout": (overwrite("next_rollout.json"), {}, ["next_rollout.json is damaged"]),
+    "sizes that are none": (
+        rewrite("checkpoint.json", sizes=3),
+        {},
+        ["checkpoint.json is damaged"],
+    ),
     "no description": (remove("checkpoint.json"), {}, ["no checkpoint"]),
     "other seed": (nothing, {"seed": 2}, ["seed was 1 and is 2"]),
     "several": (
@@ -349,6 +369,11 @@ REFUSED = {
         nothing,
         {"resume_from_checkpoint": "latest", "run_name": "other"},
         ["has no checkpoint", "other"],
+    ),
+    "latest of a run without": (
+        lambda checkpoint: shutil.rmtree(checkpoint),
+        {"resume_from_checkpoint": "latest"},
+        ["has no checkpoint", "remove that folder"],
     ),
     "other run": (nothing, {"run_name": "other"}, ["is of another run", "--run_name other"]),
     "other script": (
@@ -419,6 +444,64 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(name, saved, run_main, tmp_
 
 
 # --------------------------------------------------------------------------------- real processes
+
+
+def test_run_folder_has_one_process(saved, run_main, tmp_path, capfd):
+    shutil.copytree(saved["ppo_sync.py"], tmp_path, dirs_exist_ok=True)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    changes = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
+    with open(tmp_path / "run" / "args.json") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as another process has it
+        with pytest.raises(SystemExit) as stop:
+            run_main("ppo_sync.py", **SIX_STEPS, **changes)
+    assert stop.value.code == 2
+    assert "another process trains this run" in one_line(capfd, "ppo_sync.py")
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_disk_counts_what_a_killed_run_has_left(mount_disk):
+    one = 4 * 2**20
+    disk = mount_disk(4 * one + 2**25)
+    for name in ("step_1", "step_2", "step_3", "step_4.unfinished"):
+        (disk / "run" / "checkpoints" / name).mkdir(parents=True)
+        (disk / "run" / "checkpoints" / name / "weights").write_bytes(bytes(one - 2**16))
+    args = ppo_sync.Args(
+        output_dir=str(disk), run_name="run", keep_last_n=3, resume_from_checkpoint="latest"
+    )
+    ppo_sync.check_disk(args, 0, checkpoint_bytes=4 * one - 2**18)
+    with pytest.raises(SystemExit):
+        ppo_sync.check_disk(args, 0, checkpoint_bytes=5 * one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 0),
+        ({"save_freq": 10, "keep_last_n": 3}, 4),
+        ({"save_freq": 10, "keep_last_n": 0}, 9),
+        ({"save_freq": 40, "keep_last_n": 3}, 2),
+        ({"save_freq": 100}, 0),
+    ],
+)
+def test_disk_of_checkpoints(changes, size):
+    args = ppo_sync.Args(**changes)
+    assert ppo_sync.bytes_of_checkpoints(7, num_steps=100, args=args) == 7 * size
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_plan_says_the_bytes_of_the_checkpoints(name, run_main, monkeypatch):
+    script = importlib.import_module(name.removesuffix(".py"))
+    planned = []
+
+    def note(call, given):
+        planned.append(given["bytes_of_one"])
+        return call()
+
+    hooks.around(script, "bytes_of_checkpoints", note, put=monkeypatch.setattr)
+    run = run_main(name, **SIX_STEPS)
+    written = run.metrics[3]["perf/checkpoint_bytes"]
+    assert planned[0] < written < 1.1 * planned[0]
+    assert "a checkpoint every 3 steps, " in run.output
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_two_engines_of_a_rank_do_what_one_does(vllm_run, run_script, small_eval
 
 
 HALF = {
-    "total_episodes": 3 * 32,
+    "total_episodes": 6 * 32,
     "local_rollout_batch_size": 8,
     "local_mini_batch_size": 8,
     "per_device_train_batch_size": 4,
@@ -65,7 +65,7 @@ HALF = {
 
 @pytest.fixture(scope="module")
 def one_node(run_script, small_eval, tmp_path_factory):
-    """Three steps of asynchronous PPO on two ranks, each with an engine."""
+    """Six steps of asynchronous PPO on two ranks, each with an engine."""
     run = run_script(
         "ppo_vllm_async.py",
         tmp_path_factory.mktemp("one_node"),
@@ -73,7 +73,7 @@ def one_node(run_script, small_eval, tmp_path_factory):
         env=CPU,
         eval_dataset=small_eval,
         **HALF,
-        save_freq=1,
+        save_freq=3,
     )
     assert run.returncode == 0, run.output
     return run
@@ -113,7 +113,7 @@ def test_resumed_ranks_do_what_they_would_have_done(ranks, one_node, run_script,
         launcher = (ON_RANKS,)
     arguments = json.loads((one_node.run_dir / "args.json").read_text())
     options["eval_dataset"] = arguments["eval_dataset"]
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
     run = run_script(
         "ppo_vllm_async.py",
         tmp_path,
@@ -124,14 +124,14 @@ def test_resumed_ranks_do_what_they_would_have_done(ranks, one_node, run_script,
     )
     assert run.returncode == 0, run.output
     if ranks == 2:
-        check_equal_to_the_bit(one_node, run, done=1)
+        check_equal_to_the_bit(one_node, run, done=3)
         return
-    batch, expected = batch_of(run, 1), batch_of(one_node, 2)
+    batch, expected = batch_of(run, 1), batch_of(one_node, 4)
     for name in ("prompt_ids", "responses"):
         assert batch[name] == expected[name]
     assert torch.equal(batch["scores"], expected["scores"])
     for name in ("objective/kl", "objective/loss", "optim/grad_norm", "loss/value_avg", "lr"):
-        assert run.metrics[1][name] == pytest.approx(one_node.metrics[1][name], rel=1e-5, abs=1e-6)
+        assert run.metrics[3][name] == pytest.approx(one_node.metrics[3][name], rel=1e-5, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------- they end together
