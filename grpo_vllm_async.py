@@ -2816,13 +2816,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def remove_checkpoints(run_dir: Path, checkpoints: list[Path]) -> None:
     """Removes these checkpoints, and all unfinished ones: interrupted while written or removed."""
-    unfinished = list(run_dir.glob("checkpoints/step_*.unfinished"))
-    for path in checkpoints:
-        # Another name first: half a checkpoint must not look like a whole one
-        unfinished.append(path.rename(path.with_name(f"{path.name}.unfinished")))
-    for path in unfinished:
+    for path in [*run_dir.glob("checkpoints/step_*.unfinished"), *checkpoints]:
+        unfinished = path.with_suffix(".unfinished")
         try:
-            shutil.rmtree(path)
+            path.rename(unfinished)  # half a checkpoint must not look like a whole one
+            shutil.rmtree(unfinished)
         except OSError as error:
             print(f"Warning: {path} cannot be removed ({error})")
 
@@ -2860,7 +2858,7 @@ def save_checkpoint(
     Returns the bytes written. OSError: it could not be saved, and what there was of it is removed.
     """
     folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished = folder.with_suffix(".unfinished")
 
     def begin() -> None:
         remove_checkpoints(run_dir, [])  # unfinished ones
@@ -2896,8 +2894,10 @@ def save_checkpoint(
         exchange(cpu_group, None, error)
         size = on_main_process(accelerator, finish)
     except Exception as error:
-        free = shutil.disk_usage(run_dir).free
-        raise OSError(f"{folder} could not be saved; its disk has {free >> 20} MiB free") from error
+        message = f"{folder} could not be saved"
+        if run_dir.exists():
+            message += f"; its disk has {shutil.disk_usage(run_dir).free >> 20} MiB free"
+        raise OSError(message) from error
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
