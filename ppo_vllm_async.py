@@ -3737,11 +3737,11 @@ def make_run_folder(
             run_dir.mkdir(parents=True, exist_ok=is_resumed)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-        # One process a run; it has the lock until its end
-        lock = os.open(run_dir / "args.json", os.O_CREAT | os.O_RDWR)
+        # One process a run: it has the lock until its end
+        lock = os.open(run_dir / ".lock", os.O_CREAT | os.O_WRONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             bad_input(f"{run_dir}: another process trains this run; end that first")
         # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)

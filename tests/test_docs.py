@@ -19,6 +19,7 @@ OTHER_FLAGS = {
     "help",
     "cpu",
     "privileged",
+    "quiet",
     "steps",
     "what",
     "local_save_dir",

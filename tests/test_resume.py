@@ -5,7 +5,6 @@ Here with a stub of vLLM; with vLLM itself, on two ranks, in test_runs_ranks.py.
 
 import atexit
 import contextlib
-import fcntl
 import importlib
 import itertools
 import json
@@ -28,35 +27,41 @@ import ppo_sync
 
 SIX_STEPS = {"total_episodes": 6 * EPISODES, "save_freq": 3}
 VARIANTS = {
-    "plain": {},
-    "evaluation at the seam": {"num_evals": 2},  # after three steps
-    "several epochs": {"num_epochs": 2, "num_evals": 2},
+    # One is due after three steps
+    "evaluation at the seam": {"num_epochs": 2, "num_evals": 2},
     "value warm-up at the seam": {"value_warmup_steps": 4, "warm_up_steps": 1},
-    "value warm-up before the seam": {"value_warmup_steps": 2, "warm_up_steps": 3},
-    "adaptive KL": {"kl_target": 0.1, "kl_horizon": 100},
+    "adaptive KL": {
+        "value_warmup_steps": 2,
+        "warm_up_steps": 3,
+        "kl_target": 0.1,
+        "kl_horizon": 100,
+    },
     "on-policy": {"async_mode": False},
     "GSPO": {"importance_sampling_level": "sequence", "beta": 0.0},
     "transformers": {"generation_backend": "transformers", "num_evals": 2},
 }
 ONLY_IN = {
     "value warm-up at the seam": PPO,
-    "value warm-up before the seam": PPO,
     "adaptive KL": PPO,
     "on-policy": ASYNC,
     "GSPO": GRPO,
     "transformers": PPO[:1],
 }
-CASES = [(name, variant) for variant in VARIANTS for name in ONLY_IN.get(variant, SCRIPTS)]
-CASES += [(name, "reward model") for name in SCRIPTS]
+CASES = [
+    pytest.param(name, variant, marks=[pytest.mark.slow] if variant in ONLY_IN else [])
+    for variant in VARIANTS
+    for name in ONLY_IN.get(variant, SCRIPTS)
+]
+CASES += [pytest.param(name, "reward model", marks=pytest.mark.slow) for name in SCRIPTS]
 
 
 @pytest.fixture
 def options(few_prompts, reward_model):
-    def of(variant):
+    def of(variant=None):
         changes = SIX_STEPS | {"eval_dataset": few_prompts / "test.parquet"}
         if variant == "reward model":
             return changes | {"reward_model_path": reward_model, "num_evals": 2}
-        return changes | VARIANTS[variant]
+        return changes | VARIANTS.get(variant, {})
 
     return of
 
@@ -115,8 +120,13 @@ EVALUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("evaluations", EVALUATIONS, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "evaluations"),
+    [("ppo_vllm_async.py", evaluations) for evaluations in EVALUATIONS]
+    + [(name, EVALUATIONS[1]) for name in SCRIPTS if name != "ppo_vllm_async.py"],
+    ids=str,
+)
 def test_evaluations_may_change(evaluations, name, run_main, options, few_prompts, tmp_path):
     changes = options("evaluation at the seam")
     whole = run_main(name, **changes, output_dir=tmp_path)
@@ -131,9 +141,10 @@ def test_evaluations_may_change(evaluations, name, run_main, options, few_prompt
     assert ("eval/scores" in resumed.metrics[3]) == is_still_due
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo_sync.py", "grpo_vllm_async.py"])
 def test_run_with_a_constant_learning_rate_may_become_longer(name, run_main, options, tmp_path):
-    changes = options("plain") | {"lr_scheduler_type": "constant", "num_evals": 0}
+    changes = options() | {"lr_scheduler_type": "constant", "num_evals": 0}
     longer = changes | {"total_episodes": 8 * EPISODES}
     whole = run_main(name, **longer)
     run_main(name, **changes, output_dir=tmp_path)
@@ -145,8 +156,9 @@ def test_run_with_a_constant_learning_rate_may_become_longer(name, run_main, opt
     check_equal_to_the_bit(resumed, whole)
 
 
+@pytest.mark.slow
 def test_run_can_be_interrupted_again_and_again(run_main, options, tmp_path):
-    changes = options("evaluation at the seam") | {"save_freq": 1}
+    changes = options() | {"save_freq": 1}
     name = "ppo_vllm_async.py"
     whole = run_main(name, **changes)
     broken = run_main(name, fails_at=4, **changes, output_dir=tmp_path)  # two updates a step
@@ -173,7 +185,7 @@ def test_run_can_be_interrupted_again_and_again(run_main, options, tmp_path):
     ],
 )
 def test_newest_checkpoints_are_kept(changes, kept, run_main, options):
-    run = run_main("ppo_sync.py", **options("plain") | {"save_freq": 1} | changes)
+    run = run_main("ppo_sync.py", **options() | {"save_freq": 1} | changes)
     assert checkpoints_of(run.run_dir) == kept
     folder = run.run_dir / "checkpoints"
     assert [path.name for path in sorted(folder.glob("*"))] == kept
@@ -192,7 +204,7 @@ def test_more_than_nine_steps_are_in_their_order(tmp_path):
 
 
 def test_unfinished_checkpoint_is_none_and_goes_with_the_next(run_main, options, tmp_path):
-    changes = options("plain") | {"output_dir": tmp_path}
+    changes = options() | {"output_dir": tmp_path}
     whole = run_main("ppo_sync.py", **changes)
     folder = whole.run_dir / "checkpoints"
     shutil.copytree(folder / "step_3", folder / "step_5.unfinished")
@@ -203,7 +215,7 @@ def test_unfinished_checkpoint_is_none_and_goes_with_the_next(run_main, options,
 
 
 def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
-    changes = options("evaluation at the seam") | {"save_freq": 2, "output_dir": tmp_path}
+    changes = options() | {"save_freq": 2, "output_dir": tmp_path}
     whole = run_main("ppo_sync.py", **changes)
     files = {name: (whole.run_dir / name).read_bytes() for name in ("metrics.jsonl", "args.json")}
     assert checkpoints_of(whole.run_dir) == ["step_2", "step_4"]
@@ -216,11 +228,12 @@ def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
 
 
 # In the middle of the second checkpoint's weights, of its optimizers, and of its last small files
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [1.1, 1.6, 1.995])
 def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
     checkpoints, run_main, options, mount_disk, monkeypatch
 ):
-    changes = options("evaluation at the seam") | {"save_freq": 2}
+    changes = options() | {"save_freq": 2}
     whole = run_main("ppo_sync.py", **changes)
     size = whole.metrics[2]["perf/checkpoint_bytes"]
     disk = mount_disk(int(checkpoints * size) + 2**16)
@@ -249,7 +262,7 @@ def test_failing_last_evaluation_loses_nothing(name, run_main, options, monkeypa
         return rollout
 
     hooks.around(script, "receive_rollout", fail_at_last, put=monkeypatch.setattr)
-    run = run_main(name, **options("evaluation at the seam"))
+    run = run_main(name, **options())
     assert "power" in str(run.error)
     assert (run.run_dir / "model" / "config.json").exists()
     assert [line["training_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
@@ -287,7 +300,7 @@ def rewrite(name, **changes):
         path = checkpoint / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
         description = json.loads((checkpoint / "checkpoint.json").read_text())
-        if name in description["sizes"]:
+        if name != "checkpoint.json":
             description["sizes"][name] = path.stat().st_size
             (checkpoint / "checkpoint.json").write_text(json.dumps(description))
 
@@ -351,7 +364,7 @@ REFUSED = {
     "of a run that ended before": (
         rewrite("args.json", lr_scheduler_type="constant"),
         {"lr_scheduler_type": "constant", "total_episodes": 3 * EPISODES},
-        ["ends after 3 steps"],
+        ["its 3 steps are done, and this run has only 3"],
     ),
     "unfinished": (
         lambda checkpoint: checkpoint.rename(checkpoint.with_name("step_3.unfinished")),
@@ -446,14 +459,29 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(name, saved, run_main, tmp_
 # --------------------------------------------------------------------------------- real processes
 
 
+HOLD_THE_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_run_folder_has_one_process(saved, run_main, tmp_path, capfd):
     shutil.copytree(saved["ppo_sync.py"], tmp_path, dirs_exist_ok=True)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     changes = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
-    with open(tmp_path / "run" / "args.json") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as another process has it
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD_THE_LOCK, tmp_path / "run" / ".lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        assert other.stdout.readline() == b"locked\n"
         with pytest.raises(SystemExit) as stop:
             run_main("ppo_sync.py", **SIX_STEPS, **changes)
+        other.stdin.close()
     assert stop.value.code == 2
     assert "another process trains this run" in one_line(capfd, "ppo_sync.py")
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
