@@ -583,7 +583,7 @@ def test_last_line_is_the_command_that_goes_on(interrupted, tmp_path):
     assert {sample["policy_version"] for sample in samples} >= {0, 8}
     assert (run.run_dir / "curves.png").exists()
     before, after = (lines[i]["eval/verifiable_correct_rate"] for i in (0, -1))
-    assert f"{before:.1%} -> {after:.1%}" in again.stdout
+    assert f"{before:.1%} before training, {after:.1%} after" in again.stdout
 
     runs = list(tmp_path.glob("wandb/offline-run-*"))
     assert len(runs) == 2
@@ -599,9 +599,11 @@ def test_ctrl_c_leaves_a_command_too(interrupted):
 
 
 @pytest.mark.slow
-def test_killed_runs_go_on_as_if_they_had_not_been():
-    """With real vLLM, at three random moments; more: scripts/benchmark/kill_and_resume.py."""
+def test_killed_runs_go_on_as_if_they_had_not_been(small_eval):
+    """At three random moments; with vLLM, and at more, kill_and_resume.py runs by hand."""
     command = [sys.executable, "scripts/benchmark/kill_and_resume.py", "--moments", "3"]
+    command += ["--steps", "4", "--eval_dataset", small_eval]
+    command += ["--script", "ppo_sync.py", "--generation_backend", "transformers"]
     done = subprocess.run(
         command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=600
     )

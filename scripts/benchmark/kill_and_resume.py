@@ -23,11 +23,10 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-STEPS = 8
 OF_A_CLOCK = ("time/", "perf/", "queue/")
 
 
-def start(script, folder, flags):
+def start(script, folder, steps, flags):
     """Starts the script; its output goes to a file in the folder."""
     options = {
         "output_dir": folder,
@@ -37,7 +36,7 @@ def start(script, folder, flags):
         "model_name_or_path": "debug_assets/model",
         "dtype": "float32",
         "response_length": 8,
-        "total_episodes": STEPS * 128,
+        "total_episodes": steps * 128,
         "local_rollout_batch_size": 32,
         "number_samples_per_prompt": 4,
         "local_mini_batch_size": 64,
@@ -91,14 +90,14 @@ def files_of(folder):
     return files
 
 
-def kill(process, folder, choice, while_saving, seconds, checkpoint_seconds):
+def kill(process, folder, steps, choice, while_saving, seconds, checkpoint_seconds):
     """Kills a run at a random moment: in the first half of a checkpoint, or at any time.
 
-    seconds: how long a run takes after its first checkpoint; checkpoint_seconds: what one takes.
+    steps: of the whole run; seconds: how long a run takes after its first checkpoint; checkpoint_seconds: what one takes.
     """
     try:
         if while_saving:
-            step = choice.randrange(2, STEPS)
+            step = choice.randrange(2, steps)
             unfinished = folder / "run" / "checkpoints" / f"step_{step}.unfinished"
             wait_for(unfinished.exists, process, f"the checkpoint of step {step}")
             time.sleep(choice.uniform(0, checkpoint_seconds / 2))
@@ -111,9 +110,9 @@ def kill(process, folder, choice, while_saving, seconds, checkpoint_seconds):
         process.wait()
 
 
-def resume(script, folder, flags, newest, whole):
+def resume(script, folder, steps, flags, newest, whole):
     """Resumes a run to its end; returns what is wrong with what it leaves, or an empty list."""
-    process = start(script, folder, [*flags, "--resume_from_checkpoint", "latest"])
+    process = start(script, folder, steps, [*flags, "--resume_from_checkpoint", "latest"])
     if process.wait() != 0:
         output = (folder / "output.txt").read_text()
         return [f"it ended with status {process.returncode}: {output[-2000:]}"]
@@ -131,6 +130,7 @@ def main():
     )
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8, help="of a run")
     parser.add_argument("--script", default="ppo_vllm_async.py")
     args, flags = parser.parse_known_args()
     subprocess.run(
@@ -141,7 +141,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         peace = Path(scratch, "peace")
         peace.mkdir()
-        process = start(args.script, peace, flags)
+        process = start(args.script, peace, args.steps, flags)
         wait_for(lambda: complete_checkpoints(peace), process, "the first checkpoint")
         first_checkpoint = time.monotonic()
         if process.wait() != 0:
@@ -149,15 +149,15 @@ def main():
         seconds = time.monotonic() - first_checkpoint
         whole = files_of(peace)
         checkpoint_seconds = min(line["time/checkpoint"] for line in lines_of(peace)[1:])
-        print(f"In peace: {STEPS} steps, {seconds:.1f} s after the first checkpoint;", end=" ")
+        print(f"In peace: {args.steps} steps, {seconds:.1f} s after the first checkpoint;", end=" ")
         print(f"a checkpoint takes {checkpoint_seconds:.3f} s or more", flush=True)
 
         for moment in range(args.moments):
             folder = Path(scratch, f"run_{moment}")
             folder.mkdir()
-            process = start(args.script, folder, flags)
+            process = start(args.script, folder, args.steps, flags)
             while_saving = moment % 2 == 0
-            kill(process, folder, choice, while_saving, seconds, checkpoint_seconds)
+            kill(process, folder, args.steps, choice, while_saving, seconds, checkpoint_seconds)
 
             newest, lines = complete_checkpoints(folder)[-1], len(lines_of(folder))
             doing = f"with {lines} steps done"
@@ -167,7 +167,7 @@ def main():
             problems = []
             if newest < lines - 1:
                 problems.append(f"the newest checkpoint is of step {newest}")
-            problems += resume(args.script, folder, flags, newest, whole)
+            problems += resume(args.script, folder, args.steps, flags, newest, whole)
             failures += bool(problems)
             result = "; ".join(problems) or "equal"
             print(f"{moment + 1}. killed {doing}, resumed step {newest}: {result}", flush=True)
