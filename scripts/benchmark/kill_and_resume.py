@@ -93,7 +93,8 @@ def files_of(folder):
 def kill(process, folder, steps, choice, while_saving, seconds, checkpoint_seconds):
     """Kills a run at a random moment: in the first half of a checkpoint, or at any time.
 
-    steps: of the whole run; seconds: how long a run takes after its first checkpoint; checkpoint_seconds: what one takes.
+    steps: of the whole run; seconds: how long it takes after its first checkpoint;
+    checkpoint_seconds: what one takes.
     """
     try:
         if while_saving:
