@@ -3938,13 +3938,13 @@ def main() -> None:
         threading.Thread(
             target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
         ).start()
-        request = make_request(first_step, train_prompts, eval_prompts, args)
         if args.resume_from_checkpoint:  # which has the first responses
             path = Path(args.resume_from_checkpoint, "next_rollout.json")
+            request = make_request(first_step, train_prompts, eval_prompts, args)
             response_Q.put(unpack_rollout(path, request, args))
         else:
             sync_weights(accelerator, cpu_group, engines, policy, 0, args)
-            prompts_Q.put(request)
+            prompts_Q.put(make_request(1, train_prompts, eval_prompts, args))
 
         # ---- The loop
         steps = range(first_step, args.num_training_steps + 1)

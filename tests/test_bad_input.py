@@ -789,7 +789,7 @@ def test_plan_names_the_parts_of_the_score_that_are_in_use(assets, tmp_path, mon
 
 
 def test_ranks_that_read_other_prompts_are_refused(assets, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ppo_sync, "exchange", lambda group, value: [value, value + 1])
+    monkeypatch.setattr(ppo_sync, "exchange", lambda group, value: [value, ("other", value)])
     with pytest.raises(SystemExit) as stop:
         run_main(ppo_sync, {"output_dir": tmp_path, "dry_run": True}, monkeypatch)
     assert stop.value.code == 2

@@ -492,9 +492,9 @@ def test_value_model_without_a_vocabulary_is_refused(assets, tmp_path, monkeypat
 def test_of_two_runs_of_one_name_the_later_is_refused(script, assets, tmp_path, monkeypatch, capfd):
     make_run_folder = script.make_run_folder
 
-    def make_another_before(accelerator, prompts, args):
+    def make_another_before(*args):
         (tmp_path / "output" / "run").mkdir(parents=True)
-        return make_run_folder(accelerator, prompts, args)
+        return make_run_folder(*args)
 
     monkeypatch.setattr(script, "make_run_folder", make_another_before)
     options = flags_of(options_of(tmp_path, assets))

@@ -13,10 +13,10 @@ import time
 import datasets
 import pytest
 import torch
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
-from helpers.loops import EPISODES, STEPS, make_stub
+from helpers.loops import EPISODES, STEPS
 from helpers.rollouts import STOP
 from helpers.runs import METRICS_OF_POLICY_UPDATES, differences, response_tokens, without_clock
 from rich.console import Console
@@ -546,7 +546,7 @@ def no_handler(number, frame):
 )
 def test_whatever_ends_a_run_vllm_ends_too(number, error, name, run_main, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
-    stopped, make = [], make_stub
+    stopped, make = [], loops.make_stub
 
     def make_stub_that_tells(script):
         stub = make(script)
@@ -559,7 +559,7 @@ def test_whatever_ends_a_run_vllm_ends_too(number, error, name, run_main, monkey
             raise OSError("no more memory")
         signal.raise_signal(number)
 
-    monkeypatch.setitem(globals(), "make_stub", make_stub_that_tells)
+    monkeypatch.setattr(loops, "make_stub", make_stub_that_tells)
     hooks.before_update(script, end, put=monkeypatch.setattr)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for one in before:
