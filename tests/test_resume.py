@@ -564,8 +564,30 @@ def interrupted(start_script, small_eval, tmp_path):
     return interrupt
 
 
+@pytest.mark.parametrize("cause", [signal.SIGINT, signal.SIGTERM, RuntimeError, None])
+def test_whatever_ends_a_run_early_the_command_is_printed(cause, run_main, monkeypatch):
+    """atexit prints it after whatever else is said, such as a traceback."""
+    to_print = []
+    monkeypatch.setattr(atexit, "register", lambda *call: to_print.append(call))
+    monkeypatch.setattr(atexit, "unregister", lambda function: to_print.clear())
+    registered_at_the_end = []
+    monkeypatch.setattr(ppo_sync, "ignore_signals", lambda: registered_at_the_end.extend(to_print))
+
+    def end(*_):
+        if cause is RuntimeError:
+            raise RuntimeError("the power is gone")
+        if cause is not None:
+            signal.raise_signal(cause)
+
+    hooks.before_update(ppo_sync, end, put=monkeypatch.setattr)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        run_main("ppo_sync.py")
+    functions = {function for function, *_ in registered_at_the_end}
+    assert functions == (set() if cause is None else {ppo_sync.print_resume_command})
+
+
 @pytest.mark.slow
-def test_last_line_is_the_command_that_goes_on(interrupted, tmp_path):
+def test_last_line_is_the_command_that_resumes(interrupted, tmp_path):
     run = interrupted(signal.SIGTERM)
     assert run.returncode != 0
     *_, before, last = run.stderr.strip().splitlines()
@@ -588,14 +610,6 @@ def test_last_line_is_the_command_that_goes_on(interrupted, tmp_path):
     runs = list(tmp_path.glob("wandb/offline-run-*"))
     assert len(runs) == 2
     assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # of one run
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_command_too(interrupted):
-    run = interrupted(signal.SIGINT)
-    *_, before, last = run.stderr.strip().splitlines()
-    assert before == "Interrupted"
-    assert last.startswith("To resume: ")
 
 
 @pytest.mark.slow

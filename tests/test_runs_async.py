@@ -1,6 +1,7 @@
 """Runs of the async scripts: staleness, queues, evaluations, reward models."""
 
 import math
+import shutil
 
 import datasets
 import overlap
@@ -28,6 +29,7 @@ WATCHED_OPTIONS = {
     "num_evals": 3,
     "learning_rate": 3e-3,
     "lr_scheduler_type": "constant",
+    "save_freq": 3,
 }
 
 
@@ -129,17 +131,20 @@ def test_no_folder_of_vllm_is_left(watched_run):
     assert len(folders) == 2 and not any(folder.exists() for folder in folders)
 
 
-# test_loop.py has the same of every script, with a stub of vLLM
+# test_loop.py and test_resume.py have the same of every script, with a stub of vLLM
 @pytest.mark.parametrize("watched_run", ASYNC[:1], indirect=True)
-def test_same_seed_gives_the_same_bits(watched_run, run_script, small_eval, tmp_path):
+def test_resumed_run_gives_the_same_bits(watched_run, run_script, small_eval, tmp_path):
+    shutil.copytree(watched_run.run_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "batches")
     options = WATCHED_OPTIONS | {"eval_dataset": small_eval, "save_batches": True}
-    again = run_script(ASYNC[0], tmp_path, **options)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    again = run_script(ASYNC[0], tmp_path, **options, resume_from_checkpoint=checkpoint)
     assert again.returncode == 0, again.output
     assert len(again.metrics) == 6
     for first, second in zip(watched_run.metrics, again.metrics, strict=True):
         assert without_clock(first) == without_clock(second)
-    for step in range(1, 7):
-        assert differences(batch_of(watched_run, step), batch_of(again, step)) == []
+    for step in range(1, 4):  # of this process
+        assert differences(batch_of(watched_run, 3 + step), batch_of(again, step)) == []
     models = [run.run_dir / "model" / "model.safetensors" for run in (watched_run, again)]
     assert models[0].read_bytes() == models[1].read_bytes()
 

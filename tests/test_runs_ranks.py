@@ -208,9 +208,8 @@ def check_end(process, *causes):
     return run
 
 
-@pytest.mark.parametrize("script", ["ppo_sync.py", "ppo_vllm_async.py"])
-def test_engine_that_dies_ends_both_ranks_while_the_other_engine_generates(script, two_ranks):
-    process = two_ranks(script, STUB_HANGS_AT="3")
+def test_engine_that_dies_ends_both_ranks_while_the_other_engine_generates(two_ranks):
+    process = two_ranks("ppo_vllm_async.py", STUB_HANGS_AT="3")
     engines = wait_until_both_generate(process)
     engines[1].kill()
     cause = "RuntimeError: vLLM's process died with exit code -9"
