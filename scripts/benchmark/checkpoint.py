@@ -94,7 +94,7 @@ def main():
 
             args.resume_from_checkpoint = str(Path(folder, "checkpoints", f"step_{step}"))
             start = time.perf_counter()
-            script.load_checkpoint(accelerator, args)
+            script.load_checkpoint(accelerator, None, args)
             seconds["load"].append(time.perf_counter() - start)
     for name, values in seconds.items():
         print(f"{name:6} {', '.join(f'{value:.2f}' for value in values)} s")
