@@ -62,6 +62,7 @@ arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: D
 import atexit
 import contextlib
 import copy
+import errno
 import fcntl
 import functools
 import hashlib
@@ -89,7 +90,7 @@ import unicodedata
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from operator import methodcaller
@@ -376,7 +377,7 @@ class Rollout:
 
     request: Request
     policy_version: int | None  # of the policy that sampled: the training steps before it; None:
-    # this rank has no engine, so its share is empty
+    # this share is empty, as on a rank without engines
     answers: Answers  # to request.prompts
     eval_answers: Answers  # to request.eval_prompts
     times: dict[str, float]  # seconds of the generation thread, by part
@@ -398,7 +399,7 @@ class Scores:
 
 @dataclass
 class RunState:
-    """Where a run stands. Each checkpoint has it, beside models, optimizers and a rollout."""
+    """Where a run was at a checkpoint, which has this beside models, optimizers and a rollout."""
 
     completed_steps: int  # training steps
     beta: float  # with kl_target it changes
@@ -2773,7 +2774,7 @@ def write_metrics(
 def save_model(
     accelerator: Accelerator, policy: torch.nn.Module, tokenizer, path: Path, args: Args
 ) -> None:
-    """Writes the policy and its tokenizer in Hugging Face format, atomically.
+    """Writes the policy and its tokenizer in Hugging Face format, under another name at first.
 
     Its generation config is the one that it came with, but for the end tokens, which are the run's.
     """
@@ -2855,7 +2856,7 @@ def save_checkpoint(
 
     The folder has another name until all of it is on the disk. Then only the newest keep_last_n
     checkpoints are kept. Every rank must call this. rollout: the next step's, by pack_rollout.
-    Returns the bytes written. OSError: it could not be saved, and what there was of it is removed.
+    Returns the bytes of its files. OSError: it could not be saved, and what there was is removed.
     """
     folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
     unfinished = folder.with_suffix(".unfinished")
@@ -2906,9 +2907,23 @@ def save_checkpoint(
     return size
 
 
+def lock_run_folder(run_dir: Path) -> None:
+    """Refuses a run that another process trains. This process has the lock until its end."""
+    try:
+        lock = os.open(run_dir / ".lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            bad_input(f"{run_dir}: another process trains this run; end that first")
+        # Some shared disks have no locks
+        print(f"Warning: {run_dir} cannot be locked ({error}); start no second process in it")
+
+
 def load_checkpoint(accelerator: Accelerator, cpu_group, args: Args) -> None:
     """Loads weights and optimizer states. Every rank must call this."""
-    path = args.resume_from_checkpoint
+    path = Path(args.resume_from_checkpoint)
+    if is_rank_0():
+        lock_run_folder(path.parent.parent)  # another process could remove the checkpoint
     error = None
     try:
         # By way of the CPU, since two copies may not fit on a GPU
@@ -2960,7 +2975,7 @@ def unpack_rollout(path: Path, request: Request, args: Args) -> Rollout:
 
 
 def rewind_run_folder(run_dir: Path, args: Args) -> None:
-    """Takes a run's folder back to a checkpoint: its .jsonl files, and newer checkpoints go."""
+    """Takes a run's .jsonl files back to what they were at the checkpoint."""
     checkpoint = Path(args.resume_from_checkpoint)
     for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
         if (checkpoint / name).exists():
@@ -2969,9 +2984,14 @@ def rewind_run_folder(run_dir: Path, args: Args) -> None:
             unfinished.rename(run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
-    checkpoints = list_checkpoints(run_dir)
-    newer = checkpoints[checkpoints.index(checkpoint) + 1 :]
-    remove_checkpoints(run_dir, newer)
+
+
+def newer_checkpoints(args: Args) -> list[Path]:
+    """The checkpoints of a run that are newer than the one to resume."""
+    if not args.resume_from_checkpoint:
+        return []
+    checkpoints = list_checkpoints(Path(args.output_dir, args.run_name))
+    return checkpoints[checkpoints.index(Path(args.resume_from_checkpoint)) + 1 :]
 
 
 def print_resume_command(run_dir: Path) -> None:
@@ -3441,10 +3461,11 @@ def read_checkpoint(args: Args) -> RunState:
                 f"{given} has format {description['format']}, and this script reads "
                 f"{CHECKPOINT_FORMAT}; resume it with the version that wrote it"
             )
-        sizes = dict(description["sizes"])
-        state = RunState(**description["state"])
+        sizes, state = dict(description["sizes"]), dict(description["state"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         bad_input(f"{given}: checkpoint.json is damaged; resume an older one ({error!r})")
+    if state.keys() != {field.name for field in fields(RunState)}:
+        bad_input(f"{given} was written by another script; resume it with that")
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found is None:
@@ -3457,7 +3478,7 @@ def read_checkpoint(args: Args) -> RunState:
                 json.loads((folder / name).read_text())
         except ValueError as error:
             bad_input(f"{given}: {name} is damaged; resume an older one ({error})")
-    return state
+    return RunState(**state)
 
 
 def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
@@ -3465,6 +3486,7 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
 
     num_steps: training steps of the whole run.
     """
+    # Names of all scripts that have this function; not every script has each of them
     may_differ = {"exp_name", "run_name", "output_dir", "dry_run", "resume_from_checkpoint"}
     may_differ |= {"save_freq", "keep_last_n"}
     may_differ |= {"with_tracking", "wandb_project_name", "wandb_entity"}
@@ -3474,15 +3496,15 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     may_differ |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
     may_differ |= {"gradient_checkpointing", "vllm_gpus", "vllm_tensor_parallel_size"}
     may_differ |= {"vllm_gpu_memory_utilization", "vllm_enforce_eager"}
-    # What a reward that fails is allowed
+    # Time, memory and processes that a reward function may take
     may_differ |= {"reward_workers", "reward_timeout", "reward_memory"}
-    # Others tell: data_hash, warm_up_steps and total_episodes
+    # What follows from them is compared: data_hash, warm_up_steps, total_episodes
     may_differ |= {"dataset", "dataset_split", "warmup_ratio"}
     may_differ |= {"num_training_steps", "num_updates", "eval_steps"}
     if args.num_parameters == 0:  # a model on the hub, which --dry_run does not look at
         may_differ |= {"num_parameters"}
-    if args.lr_scheduler_type == "constant":  # others reach their end with the run
-        may_differ |= {"total_episodes", "num_train_epochs"}  # the latter of a reward model
+    if args.lr_scheduler_type == "constant":  # other schedules depend on the length of the run
+        may_differ |= {"total_episodes", "num_train_epochs"}
 
     given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
     saved = json.loads(Path(args.resume_from_checkpoint, "args.json").read_text())
@@ -3494,7 +3516,7 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     for name in sorted(saved.keys() - may_differ):
         was, now = saved[name], current.get(name, "unknown")
         if name == "data_hash" and was != now:
-            differences.append("the prompts of --dataset are others")
+            differences.append("the rows of --dataset are others")
         elif was != now:
             differences.append(f"{name} was {was} and is {now}")
     if differences:
@@ -3647,6 +3669,9 @@ def print_plan(
     print(f"  saves    {saves}")
     if args.resume_from_checkpoint:
         print(f"  resumes  {printable(args.resume_from_checkpoint)}")
+        newer = ", ".join(path.name for path in newer_checkpoints(args))
+        if newer:
+            print(f"           and removes {newer}, which are newer")
     rewards = []
     if args.apply_verifiable_reward:
         name = printable(args.reward_fn or "compute_score")
@@ -3691,8 +3716,8 @@ def make_run_folder(
 ) -> Path:
     """Makes the run's folder with its arguments, and starts wandb where it is asked for.
 
-    A run that is resumed continues in its folder, which is taken back to the checkpoint, and in its
-    run in Weights & Biases. Fills in state.wandb_id on rank 0.
+    A run that is resumed continues in its folder, whose lines are taken back to the checkpoint, and
+    in its run in Weights & Biases. Fills in state.wandb_id on rank 0.
     """
     run_dir = Path(args.output_dir) / args.run_name
     is_resumed = args.resume_from_checkpoint is not None
@@ -3702,12 +3727,7 @@ def make_run_folder(
             run_dir.mkdir(parents=True, exist_ok=is_resumed)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-        # One process a run: it has the lock until its end
-        lock = os.open(run_dir / ".lock", os.O_CREAT | os.O_WRONLY)
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            bad_input(f"{run_dir}: another process trains this run; end that first")
+        lock_run_folder(run_dir)
         # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)
         if is_resumed:
@@ -3833,7 +3853,8 @@ def main() -> None:
     if is_rank_0():
         # Weights and AdamW's two moments in float32; and responses, about 30 bytes a token
         bytes_of_one = 12 * args.num_parameters
-        bytes_of_one += 30 * args.episodes_per_step * args.response_length
+        num_responses = args.episodes_per_step + len(eval_prompts)
+        bytes_of_one += 30 * num_responses * args.response_length
         checkpoint_bytes = bytes_of_checkpoints(bytes_of_one, args.num_training_steps, args)
         check_disk(args, args.num_parameters, checkpoint_bytes)
         sampler = describe_engines(args)
@@ -3873,13 +3894,14 @@ def main() -> None:
     # Their learning rates are set before each update
     optimizer = torch.optim.AdamW(policy.parameters(), eps=args.eps, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # Not before: a rank that waits for one that found bad input could not run a handler
+    # Not earlier: Python runs no handler while a rank waits for one that has found bad input. By
+    # default SIGTERM ends it there
     handle_signals()
     use_plain_names(accelerator)
     if args.resume_from_checkpoint:
         load_checkpoint(accelerator, cpu_group, args)
     run_dir = make_run_folder(accelerator, train_prompts, state, args)
-    args.beta = state.beta  # not before args.json was written, which holds the first one
+    args.beta = state.beta  # not earlier: args.json has the one of the command line
     if cpu_group is not None:
         torch.distributed.barrier(cpu_group)
     engines = make_engines(cpu_group, args)
@@ -3894,7 +3916,11 @@ def main() -> None:
         threading.Thread(
             target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
         ).start()
-        if args.resume_from_checkpoint:  # which has the first responses
+        # Not earlier: if vLLM did not start, they would be lost for nothing
+        on_main_process(accelerator, remove_checkpoints, run_dir, newer_checkpoints(args))
+        if args.resume_from_checkpoint:
+            # It has the first batch, whose weights are gone. vLLM is idle, with random weights,
+            # until the loop sends it others
             path = Path(args.resume_from_checkpoint, "next_rollout.json")
             request = make_request(first_step, train_prompts, eval_prompts, args)
             response_Q.put(unpack_rollout(path, request, args))
@@ -3924,9 +3950,9 @@ def main() -> None:
                     sync_weights(accelerator, cpu_group, engines, policy, version, args)
                 prompts_Q.put(make_request(training_step + 1, train_prompts, eval_prompts, args))
 
-            # 3. Every save_freq steps a checkpoint: the models as the last step left them, and the
-            # responses of this one. Not in the first step of this process, whose models are new or
-            # come from that very checkpoint.
+            # 3. Every save_freq steps a checkpoint: the models after the previous step, and this
+            # step's responses, since the weights that sampled them are older. The first step of a
+            # process saves none: its models are the initial ones, or those of a checkpoint.
             is_due = args.save_freq > 0 and version % args.save_freq == 0
             if is_due and training_step > first_step:
                 state.completed_steps = version

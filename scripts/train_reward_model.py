@@ -40,6 +40,7 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -58,7 +59,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -98,7 +99,7 @@ class Args:
     output_dir: str = "output"
     """where runs are written"""
     dry_run: bool = False
-    """check everything that needs no model, print the plan and stop"""
+    """check arguments, data and a local model's files, print the plan and stop"""
 
     # -- Data
     dataset: str = "debug_assets/preference_train.parquet"
@@ -203,7 +204,7 @@ class Pair:
 
 @dataclass
 class RunState:
-    """Where a run stands. A checkpoint has it, beside the model and its optimizer."""
+    """Where a run was at a checkpoint, which has this beside the model and its optimizer."""
 
     completed_steps: int  # updates
     seconds: float  # that the run has taken
@@ -913,7 +914,7 @@ def save_checkpoint(
 
     The folder has another name until all of it is on the disk. Then only the newest keep_last_n
     checkpoints are kept. Every rank must call this. rollout: the next step's, by pack_rollout.
-    Returns the bytes written. OSError: it could not be saved, and what there was of it is removed.
+    Returns the bytes of its files. OSError: it could not be saved, and what there was is removed.
     """
     folder = run_dir / "checkpoints" / f"step_{state.completed_steps}"
     unfinished = folder.with_suffix(".unfinished")
@@ -964,9 +965,23 @@ def save_checkpoint(
     return size
 
 
+def lock_run_folder(run_dir: Path) -> None:
+    """Refuses a run that another process trains. This process has the lock until its end."""
+    try:
+        lock = os.open(run_dir / ".lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            bad_input(f"{run_dir}: another process trains this run; end that first")
+        # Some shared disks have no locks
+        print(f"Warning: {run_dir} cannot be locked ({error}); start no second process in it")
+
+
 def load_checkpoint(accelerator: Accelerator, cpu_group, args: Args) -> None:
     """Loads weights and optimizer states. Every rank must call this."""
-    path = args.resume_from_checkpoint
+    path = Path(args.resume_from_checkpoint)
+    if is_rank_0():
+        lock_run_folder(path.parent.parent)  # another process could remove the checkpoint
     error = None
     try:
         # By way of the CPU, since two copies may not fit on a GPU
@@ -983,7 +998,7 @@ def load_checkpoint(accelerator: Accelerator, cpu_group, args: Args) -> None:
 
 
 def rewind_run_folder(run_dir: Path, args: Args) -> None:
-    """Takes a run's folder back to a checkpoint: its .jsonl files, and newer checkpoints go."""
+    """Takes a run's .jsonl files back to what they were at the checkpoint."""
     checkpoint = Path(args.resume_from_checkpoint)
     for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
         if (checkpoint / name).exists():
@@ -992,9 +1007,14 @@ def rewind_run_folder(run_dir: Path, args: Args) -> None:
             unfinished.rename(run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
-    checkpoints = list_checkpoints(run_dir)
-    newer = checkpoints[checkpoints.index(checkpoint) + 1 :]
-    remove_checkpoints(run_dir, newer)
+
+
+def newer_checkpoints(args: Args) -> list[Path]:
+    """The checkpoints of a run that are newer than the one to resume."""
+    if not args.resume_from_checkpoint:
+        return []
+    checkpoints = list_checkpoints(Path(args.output_dir, args.run_name))
+    return checkpoints[checkpoints.index(Path(args.resume_from_checkpoint)) + 1 :]
 
 
 def print_resume_command(run_dir: Path) -> None:
@@ -1223,10 +1243,11 @@ def read_checkpoint(args: Args) -> RunState:
                 f"{given} has format {description['format']}, and this script reads "
                 f"{CHECKPOINT_FORMAT}; resume it with the version that wrote it"
             )
-        sizes = dict(description["sizes"])
-        state = RunState(**description["state"])
+        sizes, state = dict(description["sizes"]), dict(description["state"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         bad_input(f"{given}: checkpoint.json is damaged; resume an older one ({error!r})")
+    if state.keys() != {field.name for field in fields(RunState)}:
+        bad_input(f"{given} was written by another script; resume it with that")
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found is None:
@@ -1239,7 +1260,7 @@ def read_checkpoint(args: Args) -> RunState:
                 json.loads((folder / name).read_text())
         except ValueError as error:
             bad_input(f"{given}: {name} is damaged; resume an older one ({error})")
-    return state
+    return RunState(**state)
 
 
 def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
@@ -1247,6 +1268,7 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
 
     num_steps: training steps of the whole run.
     """
+    # Names of all scripts that have this function; not every script has each of them
     may_differ = {"exp_name", "run_name", "output_dir", "dry_run", "resume_from_checkpoint"}
     may_differ |= {"save_freq", "keep_last_n"}
     may_differ |= {"with_tracking", "wandb_project_name", "wandb_entity"}
@@ -1256,15 +1278,15 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     may_differ |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
     may_differ |= {"gradient_checkpointing", "vllm_gpus", "vllm_tensor_parallel_size"}
     may_differ |= {"vllm_gpu_memory_utilization", "vllm_enforce_eager"}
-    # What a reward that fails is allowed
+    # Time, memory and processes that a reward function may take
     may_differ |= {"reward_workers", "reward_timeout", "reward_memory"}
-    # Others tell: data_hash, warm_up_steps and total_episodes
+    # What follows from them is compared: data_hash, warm_up_steps, total_episodes
     may_differ |= {"dataset", "dataset_split", "warmup_ratio"}
     may_differ |= {"num_training_steps", "num_updates", "eval_steps"}
     if args.num_parameters == 0:  # a model on the hub, which --dry_run does not look at
         may_differ |= {"num_parameters"}
-    if args.lr_scheduler_type == "constant":  # others reach their end with the run
-        may_differ |= {"total_episodes", "num_train_epochs"}  # the latter of a reward model
+    if args.lr_scheduler_type == "constant":  # other schedules depend on the length of the run
+        may_differ |= {"total_episodes", "num_train_epochs"}
 
     given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
     saved = json.loads(Path(args.resume_from_checkpoint, "args.json").read_text())
@@ -1276,7 +1298,7 @@ def check_same_run(args: Args, state: RunState, num_steps: int) -> None:
     for name in sorted(saved.keys() - may_differ):
         was, now = saved[name], current.get(name, "unknown")
         if name == "data_hash" and was != now:
-            differences.append("the prompts of --dataset are others")
+            differences.append("the rows of --dataset are others")
         elif was != now:
             differences.append(f"{name} was {was} and is {now}")
     if differences:
@@ -1469,6 +1491,9 @@ def main() -> None:
             print(f"A checkpoint every {args.save_freq} updates, {size}")
         if args.resume_from_checkpoint:
             print(f"Resumes {printable(args.resume_from_checkpoint)}")
+        if newer_checkpoints(args):
+            newer = ", ".join(path.name for path in newer_checkpoints(args))
+            print(f"and removes {newer}, which are newer")
     # All ranks wait for one another here, and end where one found bad input
     if len(set(exchange(cpu_group, (args.data_hash, state.completed_steps)))) > 1:
         bad_input("ranks have read different pairs or checkpoints; every node needs the same files")
@@ -1482,7 +1507,8 @@ def main() -> None:
     # Its learning rate is set before each update
     optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
     reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
-    # Not before: a rank that waits for one that found bad input could not run a handler
+    # Not earlier: Python runs no handler while a rank waits for one that has found bad input. By
+    # default SIGTERM ends it there
     handle_signals()
     use_plain_names(accelerator)
     if args.resume_from_checkpoint:
@@ -1493,12 +1519,7 @@ def main() -> None:
             run_dir.mkdir(parents=True, exist_ok=args.resume_from_checkpoint is not None)
         except FileExistsError:  # made since it was looked at
             bad_input(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-        # One process a run: it has the lock until its end
-        lock = os.open(run_dir / ".lock", os.O_CREAT | os.O_WRONLY)
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            bad_input(f"{run_dir}: another process trains this run; end that first")
+        lock_run_folder(run_dir)
         # Printed where the run ends early
         atexit.register(print_resume_command, run_dir)
         if args.resume_from_checkpoint:
@@ -1518,6 +1539,8 @@ def main() -> None:
     )
     if accelerator.trackers and is_main:
         state.wandb_id = accelerator.trackers[0].run.id
+
+    on_main_process(accelerator, remove_checkpoints, run_dir, newer_checkpoints(args))
 
     # ---- The order of the pairs: a permutation for each pass over them
     generator = torch.Generator().manual_seed(args.seed)

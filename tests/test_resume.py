@@ -330,7 +330,7 @@ REFUSED = {
     "state of another version": (
         rewrite("checkpoint.json", state={"completed_steps": 3}),
         {},
-        ["checkpoint.json is damaged"],
+        ["written by another script"],
     ),
     "cut description": (cut("checkpoint.json"), {}, ["checkpoint.json is damaged"]),
     "damaged arguments": (overwrite("args.json"), {}, ["args.json is damaged"]),
@@ -347,7 +347,7 @@ REFUSED = {
         {"learning_rate": 1e-4, "temperature": 1.0},
         ["learning_rate was 0.001 and is 0.0001; temperature was 1.3 and is 1.0"],
     ),
-    "other data": (nothing, {"dataset": "test.parquet"}, ["prompts of --dataset are others"]),
+    "other data": (nothing, {"dataset": "test.parquet"}, ["the rows of --dataset are others"]),
     "other model": (nothing, {"model_name_or_path": "model"}, ["model_name_or_path was"]),
     "other model of this name": (
         rewrite("args.json", num_parameters=7),
