@@ -4063,7 +4063,7 @@ def main() -> None:
             threading.Thread(
                 target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
             ).start()
-        # Not earlier: if vLLM did not start, they would be lost for nothing
+        # Not earlier: if vLLM did not start, these checkpoints would be lost for nothing
         on_main_process(accelerator, remove_checkpoints, run_dir, newer_checkpoints(args))
 
         # ---- The loop
