@@ -47,12 +47,10 @@ ONLY_IN = {
     "GSPO": GRPO,
     "transformers": PPO[:1],
 }
-CASES = [
-    pytest.param(name, variant, marks=[pytest.mark.slow] if variant in ONLY_IN else [])
-    for variant in VARIANTS
-    for name in ONLY_IN.get(variant, SCRIPTS)
-]
-CASES += [pytest.param(name, "reward model", marks=pytest.mark.slow) for name in SCRIPTS]
+FAST = [("ppo_vllm_async.py", "evaluation at the seam")]
+CASES = [(name, variant) for variant in VARIANTS for name in ONLY_IN.get(variant, SCRIPTS)]
+CASES += [(name, "reward model") for name in SCRIPTS]
+CASES = [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
 
 
 @pytest.fixture
@@ -174,6 +172,7 @@ def test_run_can_be_interrupted_again_and_again(run_main, options, tmp_path):
 # -------------------------------------------------------------------------------- which are there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [
@@ -203,6 +202,7 @@ def test_more_than_nine_steps_are_in_their_order(tmp_path):
     assert checkpoints_of(tmp_path) == ["step_9", "step_10", "step_100"]
 
 
+@pytest.mark.slow
 def test_unfinished_checkpoint_is_none_and_goes_with_the_next(run_main, options, tmp_path):
     changes = options() | {"output_dir": tmp_path}
     whole = run_main("ppo_sync.py", **changes)
@@ -214,6 +214,7 @@ def test_unfinished_checkpoint_is_none_and_goes_with_the_next(run_main, options,
     assert sorted(path.name for path in folder.iterdir()) == ["mine", "step_3"]
 
 
+@pytest.mark.slow
 def test_older_checkpoint_takes_the_run_back(run_main, options, tmp_path):
     changes = options() | {"save_freq": 2, "output_dir": tmp_path}
     whole = run_main("ppo_sync.py", **changes)
@@ -251,6 +252,7 @@ def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
     check_equal_to_the_bit(run_main("ppo_sync.py", **changes, **again), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_failing_last_evaluation_loses_nothing(name, run_main, options, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
@@ -516,6 +518,7 @@ def test_disk_of_checkpoints(changes, size):
     assert ppo_sync.bytes_of_checkpoints(7, num_steps=100, args=args) == 7 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_plan_says_the_bytes_of_the_checkpoints(name, run_main, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
