@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
+import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
@@ -62,6 +63,7 @@ def main():
     args = script.Args(
         model_name_or_path=given.model_name_or_path, dtype="float32", keep_last_n=1, save_freq=1
     )
+    transformers.utils.logging.set_verbosity_error()  # the value head is new, as it should be
     accelerator = Accelerator()
     model, _ = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     models = [script.PolicyModel(model, 1.0), script.load_value_model(args)]
@@ -79,7 +81,7 @@ def main():
     print(f"{parameters / 1e6:.1f} million parameters of policy and value model")
 
     os.makedirs(given.output_dir, exist_ok=True)
-    rollout = script.pack_rollout(make_rollout())
+    rollout = script.pack_rollout(make_rollout(), args)
     seconds = {"least": [], "save": [], "load": []}
     with tempfile.TemporaryDirectory(dir=given.output_dir) as folder:
         for step in range(1, TIMES + 1):
