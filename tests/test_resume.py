@@ -5,6 +5,7 @@ Here with a stub of vLLM; with vLLM itself, on two ranks, in test_runs_ranks.py.
 
 import atexit
 import contextlib
+import errno
 import importlib
 import itertools
 import json
@@ -487,6 +488,42 @@ def test_run_folder_has_one_process(saved, run_main, tmp_path, capfd):
     assert stop.value.code == 2
     assert "another process trains this run" in one_line(capfd, "ppo_sync.py")
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_disk_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(ppo_sync.fcntl, "lockf", lockf)
+    ppo_sync.lock_run_folder(tmp_path)
+    assert "cannot be locked" in capsys.readouterr().out
+
+
+def test_all_ranks_have_the_run_name_of_the_first(run_main, tmp_path, monkeypatch):
+    """Without --run_name it has the time in it, which need not be the same on all."""
+    names = []
+
+    def exchange(group, value, error=None):
+        return ["first", value] if isinstance(value, str) else [value]
+
+    def note(call, given):
+        names.append(given["args"].run_name)
+        return call()
+
+    monkeypatch.setattr(ppo_sync, "exchange", exchange)
+    hooks.around(ppo_sync, "check_run_folder", note, put=monkeypatch.setattr)
+    run_main("ppo_sync.py", output_dir=tmp_path, run_name=None, dry_run=True)
+    assert names == ["first"]
+
+
+def test_rank_without_the_shared_disk_says_so(accelerator, tmp_path, monkeypatch):
+    # Rank 0 makes the folder, on another disk
+    monkeypatch.setattr(ppo_sync, "on_main_process", lambda *_: None)
+    state = ppo_sync.RunState(completed_steps=3, beta=0.0, seconds=0.0, wandb_id=None)
+    with pytest.raises(OSError, match="could not be saved") as ended:
+        ppo_sync.save_checkpoint(accelerator, None, tmp_path, state, None, ppo_sync.Args())
+    assert "not on a disk that all nodes share" in str(ended.value.__cause__)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_counts_what_a_killed_run_has_left(mount_disk):
