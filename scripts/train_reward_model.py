@@ -1473,7 +1473,8 @@ def main() -> None:
     args.num_updates = len(train_pairs) * args.num_train_epochs // args.mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     check_training(args, config, len(train_pairs), longest_row)
-    args.data_hash = stable_hash([(pair.chosen_ids, pair.rejected_ids) for pair in train_pairs])
+    hashes = [stable_hash(pair.chosen_ids, pair.rejected_ids) for pair in train_pairs]
+    args.data_hash = stable_hash(hashes)
     if args.resume_from_checkpoint:
         check_same_run(args, state, args.num_updates)
     if is_rank_0():
