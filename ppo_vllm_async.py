@@ -82,12 +82,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections import Counter, defaultdict
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -105,8 +104,9 @@ from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -309,6 +309,8 @@ class Args:
     """responses per optimizer update, over all ranks"""
     world_size: FilledIn[int] = 1
     """learner processes"""
+    local_world_size: FilledIn[int] = 1
+    """learner processes of a node"""
     rollout_batch_size: FilledIn[int] = 0
     """prompts per training step, over all ranks"""
     episodes_per_step: FilledIn[int] = 0
@@ -321,10 +323,8 @@ class Args:
     """completed steps at which an evaluation is requested, beside the one after the last"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
-    pad_token_id: FilledIn[int] = 0
-    """id of padding; any id would do, since masks come from lengths"""
     data_hash: FilledIn[int] = 0
-    """of the training prompts"""
+    """of all prompts"""
 
 
 @dataclass
@@ -422,32 +422,31 @@ class RunState:
     seconds: float  # that the run has taken
     wandb_id: str  # of the run in Weights & Biases
     policy_version: int  # of the rollout
-    times: dict[str, float]  # of the rollout
 
 
 # ---------------------------------------------------------------------------------- small helpers
 
 
-def is_rank_0() -> bool:
+def is_rank_0():
     """Whether this process is the first of all."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def stable_hash(*parts: Any) -> int:
+def stable_hash(*parts: Any):
     """A 63-bit integer from its arguments, the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @contextlib.contextmanager
-def timed(times: dict[str, float], name: str):
-    """Adds the seconds spent inside to times[name]."""
+def timed(times, name):
+    """Notes the seconds spent inside as times[name]."""
     start = time.perf_counter()
     yield
     # The generation thread has nothing to do with the learner's kernels, so it does not wait
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
-    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+    times[name] = time.perf_counter() - start
 
 
 process_groups: list[int] = []  # of vLLM and of the reward workers
@@ -455,7 +454,7 @@ folders: list[str] = []  # vLLM's
 ending = threading.Lock()
 
 
-def end_children() -> None:
+def end_children():
     """Ends vLLM and the reward workers, with all that they have started and written."""
     for group in process_groups:
         with contextlib.suppress(ProcessLookupError):
@@ -464,7 +463,7 @@ def end_children() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_at_once(error: BaseException) -> None:
+def end_at_once(error):
     """Prints an error and ends this process, whatever its other threads wait for.
 
     The launcher ends the other ranks.
@@ -479,35 +478,15 @@ def end_at_once(error: BaseException) -> None:
 # ------------------------------------------------------------------------------------------- data
 
 
-def load_rows(path: str, split: str) -> list[dict]:
+def load_rows(path, split):
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
-    formats = {".parquet": "parquet", ".jsonl": "json"}
-    suffix = Path(path).suffix
-    if suffix in formats:
-        rows = datasets.load_dataset(formats[suffix], data_files=path, split="train")
-    else:
-        rows = datasets.load_dataset(path, split=split)
-    return rows.to_list()
+    file_format = {".parquet": "parquet", ".jsonl": "json"}.get(Path(path).suffix)
+    if file_format is None:
+        return datasets.load_dataset(path, split=split).to_list()
+    return datasets.load_dataset(file_format, data_files=path, split="train").to_list()
 
 
-def read_row(row: dict) -> tuple[str | list[dict], str | None, Any, dict | None]:
-    """Prompt, data source, ground truth and extra_info of a row with verl's columns.
-
-    They are `prompt` (a string, or messages), `data_source`, `reward_model: {style, ground_truth}`,
-    `extra_info`. Or open-instruct's: `messages`, `dataset`, `ground_truth`.
-    """
-    extra_info = row.get("extra_info")
-    if "messages" in row:
-        return row["messages"], row["dataset"], row["ground_truth"], extra_info
-    rule = row.get("reward_model") or {}
-    ground_truth = rule.get("ground_truth")
-    # Style "model" means no rule, except in verl's HellaSwag rows, recognized by their `eval`
-    if rule.get("style") == "model" and not rule.get("eval"):
-        ground_truth = None
-    return row["prompt"], row.get("data_source"), ground_truth, extra_info
-
-
-def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]]:
+def tokenize_prompt(prompt, tokenizer):
     """The text of a prompt and its token ids.
 
     Messages are rendered with the chat template; an answer that ends them is left out.
@@ -521,84 +500,82 @@ def tokenize_prompt(prompt: str | list[dict], tokenizer) -> tuple[str, list[int]
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def uses_reward_model(args: Args) -> bool:
+def uses_reward_model(args):
     """Whether a reward model scores responses."""
     return args.reward_model_path is not None and args.reward_model_multiplier > 0
 
 
-def prepare_prompts(
-    path: str, split: str, tokenizer, reward_tokenizer, args: Args, is_eval: bool = False
-) -> list[Prompt]:
-    """Loads and tokenizes prompts. What a row lacks is an error that names file and row."""
-    # Held-out prompts are always scored by a rule where there is one
-    uses_rule = args.apply_verifiable_reward or is_eval
-    # Rows without a ground truth may stand among the others where a reward model scores them
-    needs_rule = args.apply_verifiable_reward and not uses_reward_model(args)
-    rows = load_rows(path, split)
-    prompts = []
-    for index, row in enumerate(rows):
-        where = f"{path}, row {index}"
-        try:
-            content, data_source, ground_truth, extra_info = read_row(row)
-            if needs_rule and ground_truth is None:
-                raise ValueError("`reward_model.ground_truth` is missing; the reward needs it")
-            if not uses_rule:
-                ground_truth = None
-            if ground_truth is not None and args.reward_fn is None:
-                compute_score(data_source, "", ground_truth)  # it must know the source
-            text, token_ids = tokenize_prompt(content, tokenizer)
-            reward_model_token_ids = token_ids
-            if reward_tokenizer is not tokenizer:
-                _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
-        except Exception as error:
-            error.add_note(f"in {where}, whose columns are {', '.join(row)}")
-            raise
-        if 0 < len(token_ids) <= args.max_prompt_token_length:
-            prompt = Prompt(
-                row=where,
-                text=text,
-                token_ids=token_ids,
-                reward_model_token_ids=reward_model_token_ids,
-                data_source=data_source,
-                ground_truth=ground_truth,
-                extra_info=extra_info,
-            )
-            prompts.append(prompt)
+def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
+    """A row of a dataset as a Prompt. ValueError: the row lacks what its reward needs.
 
+    row: with verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
+    ground_truth}`, `extra_info`; or with open-instruct's: `messages`, `dataset`, `ground_truth`.
+    """
+    content, data_source = row.get("messages"), row.get("dataset")
+    ground_truth = row.get("ground_truth")
+    if content is None:
+        content, data_source = row["prompt"], row.get("data_source")
+        rule = row.get("reward_model") or {}
+        # Style "model" means no rule, except in verl's HellaSwag rows, recognized by their `eval`
+        if rule.get("style") != "model" or rule.get("eval"):
+            ground_truth = rule.get("ground_truth")
+    # Rows without a ground truth may stand among the others where a reward model scores them
+    if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
+        raise ValueError("there is no `reward_model.ground_truth`, which the reward needs")
+    # Held-out prompts are always scored by a rule where there is one
+    if not args.apply_verifiable_reward and not is_eval:
+        ground_truth = None
+    if ground_truth is not None and args.reward_fn is None:
+        compute_score(data_source, "", ground_truth)  # it must know the source
+    text, token_ids = tokenize_prompt(content, tokenizer)
+    reward_model_token_ids = token_ids
+    if reward_tokenizer is not tokenizer:
+        _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
+    return Prompt(
+        row=name,
+        text=text,
+        token_ids=token_ids,
+        reward_model_token_ids=reward_model_token_ids,
+        data_source=data_source,
+        ground_truth=ground_truth,
+        extra_info=row.get("extra_info"),
+    )
+
+
+def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
+    """The prompts of a dataset. ValueError: all are empty, or too long."""
+    rows = load_rows(path, split)
+    prompts, lost = [], set()
+    for index, row in enumerate(rows):
+        name = f"{path}, row {index}"
+        try:
+            prompt = read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval)
+        except Exception as error:
+            error.add_note(f"in {name}, whose columns are {', '.join(row)}")
+            raise
+        if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
+            prompts.append(prompt)
+            lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
     dropped = (
-        f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or longer than "
-        f"--max_prompt_token_length {args.max_prompt_token_length}"
+        f"{path}: of {len(rows)} prompts {len(rows) - len(prompts)} are dropped, being empty or "
+        f"longer than --max_prompt_token_length"
     )
     if not prompts:
         raise ValueError(dropped)
     if len(prompts) < len(rows) and is_rank_0():
         print(dropped)
-    lost = lost_characters(prompts, tokenizer)
-    if lost and is_rank_0():
-        print(f"Warning: {path} has characters that the tokenizer loses: {lost[:20]}")
+    if not all(map(str.isspace, lost)) and is_rank_0():
+        print(f"Warning: in {path} the tokenizer loses the characters {sorted(lost)[:20]}")
     return prompts
 
 
-def lost_characters(prompts: list[Prompt], tokenizer) -> str:
-    """The characters in prompts that are not there any more after encoding and decoding."""
-    lost = ""
-    for character in sorted(set("".join(prompt.text for prompt in prompts))):
-        token_ids = tokenizer(character, add_special_tokens=False)["input_ids"]
-        if not character.isspace() and character not in tokenizer.decode(token_ids):
-            lost += character
-    return lost
-
-
-def hash_prompts(prompts: list[Prompt]) -> int:
+def hash_prompts(prompts):
     """A hash of what the prompts say, in this order, whatever file they come from."""
-    hashes = []
-    for prompt in prompts:
-        parts = (prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-        hashes.append(stable_hash(*parts))
+    hashes = [stable_hash(p.text, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
     return stable_hash(hashes)
 
 
-def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
+def draw_prompts(num_prompts, start, count, seed):
     """Indices of the prompts from `start` to `start + count`, counted over the whole run.
 
     Each pass over the dataset is one seeded permutation of it.
@@ -615,24 +592,20 @@ def draw_prompts(num_prompts: int, start: int, count: int, seed: int) -> list[in
     return indices[:count]
 
 
-def make_request(
-    training_step: int, train_prompts: list[Prompt], eval_prompts: list[Prompt], args: Args
-) -> Request:
+def make_request(training_step, train_prompts, eval_prompts, args):
     """The request for a training step, or after the last step for the last evaluation alone.
 
     It is a function of the step alone. The samples of a prompt stand side by side. Each response
     has a seed of its own, a hash: neighbouring seeds would repeat one another's samples.
     """
     completed_steps = training_step - 1
-    prompts = []
-    if completed_steps < args.num_training_steps:
-        start = completed_steps * args.rollout_batch_size
-        drawn = draw_prompts(len(train_prompts), start, args.rollout_batch_size, args.seed)
-        for index in drawn:
-            prompts += [train_prompts[index]] * args.number_samples_per_prompt
+    count = args.rollout_batch_size
+    if completed_steps == args.num_training_steps:
+        count = 0
+    drawn = draw_prompts(len(train_prompts), completed_steps * count, count, args.seed)
+    prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
     first_episode = completed_steps * args.episodes_per_step
     seeds = [stable_hash(args.seed, "episode", first_episode + i) for i in range(len(prompts))]
-
     if completed_steps not in (*args.eval_steps, args.num_training_steps):
         eval_prompts = []
     eval_seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_prompts))]
@@ -642,7 +615,7 @@ def make_request(
 # ---------------------------------------------------------------------------------------- rewards
 
 
-def grade_gsm8k(response: str, ground_truth: str) -> float:
+def grade_gsm8k(response, ground_truth):
     """1.0 if the answer equals the ground truth.
 
     The answer is the first number after the last "####", or else the last number.
@@ -678,7 +651,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 
 
 @cache
-def load_reward_fn(reward_fn: str) -> Callable:
+def load_reward_fn(reward_fn):
     """The function of --reward_fn path/to/file.py:function. The file can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -689,7 +662,7 @@ def load_reward_fn(reward_fn: str) -> Callable:
     return getattr(module, name)
 
 
-def start_reward_process(reward_fn: str) -> int:
+def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
     It can be ended with all its children. And Linux ends it when its parent ends: that is
@@ -702,7 +675,7 @@ def start_reward_process(reward_fn: str) -> int:
     return os.getpid()
 
 
-def call_reward_fn(reward_fn: str, prompt: Prompt, text: str) -> tuple[float | None, str | None]:
+def call_reward_fn(reward_fn, prompt, text):
     """The score of a response, which is a finite number, and None; or None and what went wrong."""
     pid = os.getpid()
     try:
@@ -721,59 +694,54 @@ def call_reward_fn(reward_fn: str, prompt: Prompt, text: str) -> tuple[float | N
     return score, failure
 
 
-class RewardWorker:
-    """A process for --reward_fn, whose code may raise, hang, exit or crash.
+# The rest runs in the script's process.
 
-    Whatever happens to the process costs one response its score; the next call finds a new one.
+
+def start_reward_worker(reward_fn):
+    """Starts a process for --reward_fn, which imports its file. Returns it, and its group's id."""
+    # What takes long to import is imported once, by the fork server
+    mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
+    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
+    process_group = executor.submit(start_reward_process, reward_fn).result()
+    process_groups.append(process_group)
+    return executor, process_group
+
+
+def call_worker(workers, prompt, text, args):
+    """As call_reward_fn, in a worker that is idle.
+
+    The code of --reward_fn may raise, hang, exit or crash. That costs one response its score: a
+    worker that gives no answer in time, or dies, is replaced.
     """
-
-    def __init__(self, args: Args):
-        self.args = args
-        self.start()
-
-    def start(self) -> None:
-        """Starts the process and waits until it has imported the file of --reward_fn."""
-        # What takes long to import is imported once, by the fork server
-        mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
-        self.executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
-        started = self.executor.submit(start_reward_process, self.args.reward_fn)
-        self.process_group = started.result()
-        process_groups.append(self.process_group)
-
-    def score(self, prompt: Prompt, text: str) -> tuple[float | None, str | None]:
-        """As call_reward_fn; a process that gave no answer in time, or died, is replaced."""
-        try:
-            call = self.executor.submit(call_reward_fn, self.args.reward_fn, prompt, text)
-            return call.result(self.args.reward_timeout)
-        except (TimeoutError, BrokenExecutor) as error:
-            process_groups.remove(self.process_group)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process_group, signal.SIGKILL)
-            self.start()
-            return None, f"{type(error).__name__}: no answer in {self.args.reward_timeout:g} s"
+    executor, process_group = workers.get()
+    try:
+        call = executor.submit(call_reward_fn, args.reward_fn, prompt, text)
+        score, failure = call.result(args.reward_timeout)
+    except (TimeoutError, BrokenExecutor) as error:
+        score, failure = None, f"{type(error).__name__}: no answer in {args.reward_timeout:g} s"
+        process_groups.remove(process_group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process_group, signal.SIGKILL)
+        executor, process_group = start_reward_worker(args.reward_fn)
+    workers.put((executor, process_group))
+    return score, failure
 
 
-def grade_responses(
-    responses: list[Response], tokenizer, workers: queue.Queue, args: Args
-) -> list[Response]:
+def grade_responses(responses, tokenizer, workers, args):
     """The responses with their texts and verifiable rewards; all workers work at a time."""
-    texts = tokenizer.batch_decode(
-        [response.token_ids for response in responses], skip_special_tokens=True
-    )
 
-    def grade(response: Response, text: str) -> Response:
-        prompt = response.prompt
-        verifiable, failure = None, None
-        if prompt.ground_truth is not None and args.reward_fn is None:
-            verifiable = compute_score(prompt.data_source, text, prompt.ground_truth)
-        elif prompt.ground_truth is not None:
-            worker = workers.get()
-            verifiable, failure = worker.score(prompt, text)
-            workers.put(worker)
+    def grade(response):
+        prompt, verifiable, failure = response.prompt, None, None
+        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        if prompt.ground_truth is not None:
+            if args.reward_fn:
+                verifiable, failure = call_worker(workers, prompt, text, args)
+            else:
+                verifiable = compute_score(prompt.data_source, text, prompt.ground_truth)
         return replace(response, text=text, verifiable=verifiable, failure=failure)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
-        return list(threads.map(grade, responses, texts))
+        return list(threads.map(grade, responses))
 
 
 # The parts may hold anything but these tags
@@ -781,7 +749,7 @@ NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
 
 
-def has_r1_format(prompt: str, response: str) -> bool:
+def has_r1_format(prompt, response):
     """Whether a response has the form <think>...</think><answer>...</answer>.
 
     A prompt may have opened <think> already, as some chat templates do.
@@ -796,9 +764,7 @@ def has_r1_format(prompt: str, response: str) -> bool:
     return R1_FORMAT.fullmatch(response) is not None
 
 
-def score_responses(
-    responses: list[Response], model_scores: list[float | None], args: Args
-) -> list[Response]:
+def score_responses(responses, model_scores, args):
     """The responses with their scores: the sum of all rewards, or the penalty.
 
     model_scores: the reward model's; None: there is none.
@@ -819,8 +785,8 @@ def score_responses(
             score = None  # not known, which is not the same as wrong
         if penalized:
             score = args.penalty_reward_value
-        gained = {"model_score": model_score, "has_format": has_format, "penalized": penalized}
-        scored.append(replace(response, score=score, **gained))
+        parts = {"model_score": model_score, "has_format": has_format, "penalized": penalized}
+        scored.append(replace(response, score=score, **parts))
 
     failed = [response for response in responses if response.failure is not None]
     if failed and is_rank_0():
@@ -834,7 +800,7 @@ def score_responses(
 # ----------------------------------------------------------------------------------------- models
 
 
-def revision_of(path: str, args: Args) -> str | None:
+def revision_of(path, args):
     """The revision of a model on the hub."""
     revisions = {
         args.reward_model_path: args.reward_model_revision,
@@ -843,12 +809,12 @@ def revision_of(path: str, args: Args) -> str | None:
     return revisions.get(path)
 
 
-def load_model(
-    auto_class: type, path: str, args: Args, trained: bool, **config_options
-) -> tuple[torch.nn.Module, set[str]]:
-    """A model without dropout (1909.08593, p. 3), and the names that its checkpoint lacks.
+def load_model(auto_class, path, args, trained, **config_options):
+    """A model without dropout (1909.08593, p. 3).
 
-    A trained model is float32 and needs gradients; a frozen one is of args.dtype.
+    A trained model is float32 and needs gradients; a frozen one is of args.dtype. ValueError: its
+    checkpoint lacks a tensor, other than the head of a value model. That head is zeros, so the
+    first advantages are rewards to come; with random values they would be noise.
     """
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
@@ -863,10 +829,11 @@ def load_model(
         attn_implementation=args.attn_implementation,
         output_loading_info=True,
     )
-    missing = set(report["missing_keys"])
-    may_lack = {"score.weight"} if trained else set()  # transformers would make the rest up
-    if missing - may_lack:
-        raise ValueError(f"the checkpoint {path} lacks {', '.join(sorted(missing))}")
+    missing = report["missing_keys"]
+    if missing and not (trained and set(missing) == {"score.weight"}):
+        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
+    if missing:
+        model.score.weight.data.zero_()
     if auto_class is AutoModelForCausalLM:
         # A head that the checkpoint has of its own is not tied, even if its config says so
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -875,146 +842,133 @@ def load_model(
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(trained)  # gradient checkpointing works in training mode only
-    model.requires_grad_(trained)
-    return model, missing
+    return model.requires_grad_(trained)
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits, labels, temperature):
     """Log-probabilities of the labels, and entropies: each (batch, response_length), in float32.
 
     logits: (batch, response_length, vocabulary); labels: (batch, response_length), token ids.
     """
-    if logits.dtype != torch.float64:  # the tests use it
-        logits = logits.float()
-    logits = logits / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     label_logprobs = logprobs.gather(-1, labels[..., None]).squeeze(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
     return label_logprobs, entropies
 
 
-class PolicyModel(torch.nn.Module):
+def autocast(model, dtype):
+    """Forward passes compute in this dtype."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+class PolicyModel(nn.Module):
     """A causal language model, read at the positions that predict the response tokens."""
 
-    def __init__(self, model: torch.nn.Module, temperature: float):
+    def __init__(self, model, args):
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        self.dtype = args.dtype
+        self.temperature = args.temperature
 
-    def forward(self, inputs: dict, response_length: int) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs, response_length):
         """Log-probabilities of the response tokens and entropies: (batch, response_length).
 
         Both can be trained on. Only the logits of the response exist. Their softmax is taken a
         few rows at a time, and computed again in the backward pass: it would be the largest thing
         in memory.
         """
-        output = self.model(**inputs, logits_to_keep=response_length + 1)
+        with autocast(self.model, self.dtype):
+            output = self.model(**inputs, logits_to_keep=response_length + 1)
         # The logits at a position predict the token after it: (batch, response_length, vocabulary)
         logits = output.logits[:, :-1]
-        prompt_length = inputs["input_ids"].shape[1] - response_length
-        labels = inputs["input_ids"][:, prompt_length:]  # (batch, response_length)
-        logits_per_row = max(1, logits[0].numel())
-        rows = max(1, SOFTMAX_CHUNK // logits_per_row)
-        logprobs, entropies = [], []
-        for some_logits, some_labels in zip(logits.split(rows), labels.split(rows), strict=True):
-            some_logprobs, some_entropies = checkpoint(
-                token_logprobs, some_logits, some_labels, self.temperature, use_reentrant=False
-            )
-            logprobs.append(some_logprobs)
-            entropies.append(some_entropies)
+        labels = inputs["input_ids"][:, -response_length:]  # (batch, response_length)
+        rows = max(1, SOFTMAX_CHUNK // logits[0].numel())
+        chunks = [
+            checkpoint(token_logprobs, *chunk, self.temperature, use_reentrant=False)
+            for chunk in zip(logits.split(rows), labels.split(rows), strict=True)
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
 
-class ValueModel(torch.nn.Module):
+class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every response token.
 
     offset: 1 reads values, of the states in which the tokens were chosen, one position earlier;
     0 reads scores of the sequences that end with the tokens, as a reward model gives them.
     """
 
-    def __init__(self, model: torch.nn.Module, offset: int):
+    def __init__(self, model, offset, args):
         super().__init__()
         self.model = model
+        self.dtype = args.dtype
         self.offset = offset
 
-    def forward(self, inputs: dict, response_length: int) -> Tensor:
+    def forward(self, inputs, response_length):
         """Values of the response tokens: (batch, response_length)."""
-        hidden = self.model.base_model(**inputs).last_hidden_state
+        with autocast(self.model, self.dtype):
+            hidden = self.model.base_model(**inputs).last_hidden_state
         end = hidden.shape[1] - self.offset
         hidden = hidden[:, end - response_length : end]  # (batch, response_length, hidden_size)
-        with torch.autocast(hidden.device.type, enabled=False):  # the head computes in float32
-            values = self.model.score(hidden.to(self.model.score.weight.dtype))
-        return values.squeeze(-1)
+        # The head computes in float32
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
-def load_classifier(path: str, args: Args, trained: bool, offset: int) -> ValueModel:
-    """A value model (trained, offset 1) or a reward model (frozen, offset 0), with a float32 head.
+def load_classifier(path, args, trained, offset):
+    """A value model (trained, offset 1) or a reward model (frozen, offset 0).
 
-    A head that the checkpoint of a value model lacks is zeros, so the first advantages are rewards
-    to come; with random values they would be noise. (In a bfloat16 head many scores were equal.)
+    Its head is float32: in bfloat16 many scores would be equal.
     """
-    model, missing = load_model(
-        AutoModelForSequenceClassification, path, args, trained, num_labels=1
-    )
-    if "score.weight" in missing:
-        model.score.weight.data.zero_()
+    model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    return ValueModel(model, offset)
+    return ValueModel(model, offset, args)
 
 
-def collate(
-    sequences: list[tuple[list[int], list[int]]], pad_token_id: int, device
-) -> tuple[dict, Tensor]:
-    """Pads prompts on the left and responses on the right.
+def pad(rows, side="right"):
+    """Rows of numbers as one tensor, with zeros where a row is shorter than the longest.
 
-    sequences: token ids of prompts and responses. Returns the model's inputs, with tensors
-    (batch, prompt_length + response_length), and the response mask (batch, response_length). Masks
-    come from lengths: where a pad token is also the end token, its id must not hide the end of a
-    response.
-
-    >>> inputs, mask = collate([([5], [8, 9]), ([6, 7], [9])], pad_token_id=0, device="cpu")
-    >>> inputs["input_ids"].tolist()
-    [[0, 5, 8, 9], [6, 7, 9, 0]]
-    >>> inputs["attention_mask"].tolist()
-    [[0, 1, 1, 1], [1, 1, 1, 0]]
-    >>> inputs["position_ids"].tolist()
-    [[0, 0, 1, 2], [0, 1, 2, 2]]
-    >>> mask.tolist()
-    [[1, 1], [1, 0]]
-    """
-    prompt_length = max(len(prompt) for prompt, _ in sequences)
-    response_length = max(len(response) for _, response in sequences)
-    input_ids, attention = [], []
-    for prompt, response in sequences:
-        left = prompt_length - len(prompt)
-        right = response_length - len(response)
-        input_ids.append([pad_token_id] * left + [*prompt, *response] + [pad_token_id] * right)
-        attention.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
-    attention_mask = torch.tensor(attention, device=device)
-    inputs = {
-        "input_ids": torch.tensor(input_ids, device=device),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "use_cache": False,
-    }
-    return inputs, attention_mask[:, prompt_length:]
-
-
-def pad(rows: list[list[float]], device) -> Tensor:
-    """Rows of numbers as one tensor, with zeros on the right.
-
-    >>> pad([[1.0, 2.0], [3.0]], "cpu")
+    >>> pad([[1.0, 2.0], [3.0]])
     tensor([[1., 2.],
             [3., 0.]])
     """
     tensors = [torch.tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+    return pad_sequence(tensors, batch_first=True, padding_side=side)
+
+
+def collate(rows, sequences, device):
+    """Some rows of the batch, prompts padded on the left and responses on the right.
+
+    sequences: token ids of each row's prompt and response. Masks come from lengths, so any id will
+    do for padding. It is 0.
+
+    >>> micro_batch = collate([1, 0], [([5], [8, 9]), ([6, 7], [9])], device="cpu")
+    >>> micro_batch.inputs["input_ids"].tolist()
+    [[6, 7, 9, 0], [0, 5, 8, 9]]
+    >>> micro_batch.inputs["attention_mask"].tolist()
+    [[1, 1, 1, 0], [0, 1, 1, 1]]
+    >>> micro_batch.inputs["position_ids"].tolist()
+    [[0, 1, 2, 2], [0, 0, 1, 2]]
+    >>> micro_batch.mask.tolist()
+    [[1, 0], [1, 1]]
+    """
+    prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
+    prompt_mask = pad(([1] * len(prompt) for prompt in prompts), side="left")
+    mask = pad([1] * len(response) for response in responses)
+    attention_mask = torch.cat([prompt_mask, mask], 1).to(device)
+    inputs = {
+        "input_ids": torch.cat([pad(prompts, side="left"), pad(responses)], 1).to(device),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "use_cache": False,
+    }
+    return MicroBatch(rows, inputs, mask.to(device))
 
 
 # ------------------------------------------------------------------------------------ mathematics
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+def masked_mean(values, mask):
     """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; returns a scalar.
 
     >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
@@ -1023,7 +977,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
-def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+def sequence_mean(values, mask):
     """Each token gets the mean over its response: (batch, response_length), like values.
 
     Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
@@ -1036,7 +990,7 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return means * mask
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(values, mask, shift_mean=True):
     """Scales values to unit variance (Bessel-corrected, eps 1e-8). Shapes alike; 0 where masked.
 
     Their mean becomes 0; with shift_mean=False it stays what it is.
@@ -1052,7 +1006,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened * mask
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate per token of KL(policy || reference) from tokens of the policy; logprobs' shape.
 
     With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
@@ -1069,7 +1023,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     return torch.expm1(-d) + d
 
 
-def adapted_beta(beta: float, kl: float, args: Args) -> float:
+def adapted_beta(beta, kl, args):
     """The next step's beta: larger where the KL of this one was above kl_target (1909.08593, 2.2).
 
     beta: this step's; kl: mean over its responses.
@@ -1081,9 +1035,7 @@ def adapted_beta(beta: float, kl: float, args: Args) -> float:
     return beta * (1 + error * args.episodes_per_step / args.kl_horizon)
 
 
-def compute_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438).
 
     Gives the advantages (not whitened) and the returns (advantages + values). All tensors are
@@ -1113,7 +1065,7 @@ def compute_gae(
     return advantages, advantages + values
 
 
-def mismatch_mask(log_ratio: Tensor, mask: Tensor, args: Args) -> Tensor:
+def mismatch_mask(log_ratio, mask, args):
     """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
 
     log_ratio: learner - sampler log-probabilities. All are (batch, response_length).
@@ -1135,13 +1087,13 @@ def mismatch_mask(log_ratio: Tensor, mask: Tensor, args: Args) -> Tensor:
 
 
 def policy_loss(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    importance_weights: Tensor,
-    cliprange: float,
-    cliprange_higher: float,
-    dual_clip: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    log_ratio,
+    advantages,
+    importance_weights,
+    cliprange,
+    cliprange_higher,
+    dual_clip=0.0,
+):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
     The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], of which PPO has one value. For
@@ -1172,9 +1124,7 @@ def policy_loss(
     return loss * importance_weights, clipped
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float
-) -> tuple[Tensor, Tensor]:
+def value_loss(values, old_values, returns, cliprange_value):
     """Half the squared error per token, and where its clip around the old values binds.
 
     All are of one shape. With cliprange_value 0 nothing is clipped.
@@ -1190,7 +1140,7 @@ def value_loss(
     return torch.max(plain_loss, clipped_loss), clipped_loss > plain_loss
 
 
-def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
+def lr_multiplier(update, num_updates, args):
     """A model's learning rate in its own update number `update`, as a share of the base rate.
 
     Updates count from 0. The rate is above 0 to the last of num_updates.
@@ -1218,37 +1168,37 @@ def lr_multiplier(update: int, num_updates: int, args: Args) -> float:
 llm = None  # vLLM's LLM
 
 
-def start_llm(folder: str, options: dict, config) -> int:
+def start_llm(options, config):
     """Makes the LLM. Returns the id of the process, which is that of its process group, too.
 
-    config: of the policy. The folder is removed, and the process ended, when the script ends.
+    config: of the policy, written to the folder options["model"] for vLLM to start from. When the
+    script ends, the folder is removed, and the process ended with all that it has started.
     """
     global llm
-    os.setsid()  # a Ctrl-C is for the script alone; and all that vLLM starts can be ended with it
+    os.setsid()  # a Ctrl-C is for the script alone
 
-    def end_with_script() -> None:
+    def end_with_script():
         mp.parent_process().join()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(options["model"], ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
-    if options["model"] == folder:
+    config.save_pretrained(options["model"])
+    if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
         transformers.utils.logging.disable_progress_bar()
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
     from vllm import LLM
 
     llm = LLM(**options)
     return os.getpid()
 
 
-def call_llm(method: str, *args, **kwargs) -> Any:
+def call_llm(method, *args, **kwargs):
     """Calls a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
 
 
-def sample_responses(
-    prompt_ids: list[list[int]], seeds: list[int], temperature: float, args: Args
-) -> list[tuple[list[int], list[float]]]:
+def sample_responses(prompt_ids, seeds, temperature, args):
     """Samples a response to each prompt: its token ids with the stop token, and their logprobs.
 
     Each response is a request of its own with its own seed, so that a run can be repeated.
@@ -1279,123 +1229,98 @@ def sample_responses(
 # All that follows runs in the learner's process.
 
 
-def place_engine(
-    vllm_gpus: tuple[int, ...],
-    tensor_parallel_size: int,
-    rank: int,
-    local_rank: int,
-    local_world_size: int,
-    world_size: int,
-    num_gpus: int,
-) -> tuple[int, int, tuple[int, ...]] | None:
+def place_engine(rank, num_gpus, args):
     """A rank's engine, or None: its number, how many there are on all ranks, and its GPUs.
 
     GPUs are indices into the visible ones of the node, of which there are num_gpus; () is the CPU.
     Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
     node do.
 
-    >>> place_engine((), 1, rank=3, local_rank=1, local_world_size=2, world_size=4, num_gpus=2)
+    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
-    >>> place_engine((4, 5, 6, 7), 2, 5, local_rank=1, local_world_size=4, world_size=8, num_gpus=8)
-    (3, 4, (6, 7))
-    >>> place_engine((4, 5, 6, 7), 2, 2, local_rank=2, local_world_size=4, world_size=8, num_gpus=8)
+    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
+    >>> args.world_size, args.local_world_size = 8, 4  # two nodes
+    >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
+    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
     """
-    if not vllm_gpus:
-        gpus = (local_rank % num_gpus,) if num_gpus > 0 else ()
-        return rank, world_size, gpus
-    engines_per_node = len(vllm_gpus) // tensor_parallel_size
+    node, local_rank = divmod(rank, args.local_world_size)
+    if not args.vllm_gpus:
+        gpus = (local_rank,) if num_gpus > 0 else ()
+        return rank, args.world_size, gpus
+    size = args.vllm_tensor_parallel_size
+    engines_per_node = len(args.vllm_gpus) // size
     if local_rank >= engines_per_node:
         return None
-    node, num_nodes = rank // local_world_size, world_size // local_world_size
-    first = local_rank * tensor_parallel_size
-    gpus = vllm_gpus[first : first + tensor_parallel_size]
-    return node * engines_per_node + local_rank, num_nodes * engines_per_node, gpus
+    count = engines_per_node * args.world_size // args.local_world_size
+    gpus = args.vllm_gpus[local_rank * size : (local_rank + 1) * size]
+    return node * engines_per_node + local_rank, count, gpus
 
 
-def share_of(items: list, index: int, count: int, group: int = 1) -> list:
-    """What one of `count` engines gets of a list: group i of n goes to engine i * count // n.
+def share_of(num_items, index, count, group):
+    """Which of some items one of `count` engines gets: group i of n goes to engine i * count // n.
 
     group: how many items stay together, as the samples of a prompt do. A share may be empty.
 
-    >>> [share_of(["a", "a", "b", "b", "c", "c"], index, count=2, group=2) for index in range(2)]
+    >>> items = ["a", "a", "b", "b", "c", "c"]
+    >>> [items[share_of(len(items), index, count=2, group=2)] for index in range(2)]
     [['a', 'a', 'b', 'b'], ['c', 'c']]
     """
-    num_groups = len(items) // group
-    first = math.ceil(index * num_groups / count)
-    end = math.ceil((index + 1) * num_groups / count)
-    return items[first * group : end * group]
+    num_groups = num_items // group
+    first, end = (math.ceil(i * num_groups / count) for i in (index, index + 1))
+    return slice(first * group, end * group)
 
 
-def vllm_environment(gpus: tuple[int, ...], folder: str) -> dict[str, str]:
-    """The environment variables of the process of an engine on these GPUs."""
+def vllm_settings(gpus, folder, max_length, args):
+    """The environment of an engine's process, and the arguments of vLLM's LLM, as dictionaries.
+
+    It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
+    """
     # The engine is a world of its own: the learners' ranks and ports are not for it
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    inherited = {
-        name: value for name, value in os.environ.items() if not re.fullmatch(launcher, name)
-    }
-    defaults = {
+    inherited = {name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)}
+    environment = {
+        # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
-    }
-    needed = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        **inherited,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
-    if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else range(torch.cuda.device_count())
-        needed["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        # CUDA's handles for weights travel as pickles, which vLLM calls insecure
-        needed["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    else:
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
-        defaults["TORCH_COMPILE_DISABLE"] = "1"  # one sampler helper compiles, for 6 to 20 s
-        # Each learner has an engine, and wants some threads for itself, too
-        learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        needed["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // (2 * learners)))
-    return {**defaults, **inherited, **needed}
-
-
-def vllm_options(
-    gpus: tuple[int, ...], config, folder: str, max_length: int, args: Args
-) -> dict[str, Any]:
-    """The arguments of vLLM's LLM, for an engine on these GPUs, or on the CPU.
-
-    It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
-    On a CPU vLLM 0.32 cannot reload "dummy" weights, so it finds a random model in `folder`.
-    """
     options = {
+        "model": folder,
         "dtype": args.dtype,
-        "seed": args.seed,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
         "generation_config": "vllm",  # and not the model's, which may have a top-k
         "logprobs_mode": "processed_logprobs",  # those at the sampling temperature
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "enforce_eager": args.vllm_enforce_eager,
+        "enforce_eager": args.vllm_enforce_eager or not gpus,
         "use_tqdm_on_load": False,
     }
     if gpus:
-        options["model"] = args.model_name_or_path
-        options["revision"] = args.model_revision
-        options["load_format"] = "dummy"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else range(torch.cuda.device_count())
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
+        # CUDA's handles for weights travel as pickles, which vLLM calls insecure
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        options["load_format"] = "dummy"  # random
         options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
-        if not config.get_text_config().tie_word_embeddings:
-            # The folder's config may say otherwise of a head that is not tied (see load_model)
-            options["hf_overrides"] = {"tie_word_embeddings": False}
     else:
-        options["model"] = folder
-        options["enforce_eager"] = True
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
+        # Each learner has an engine, and wants some threads for itself, too
+        threads = max(1, os.cpu_count() // (2 * args.local_world_size))
+        environment["OMP_NUM_THREADS"] = str(threads)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
-    return options
+    return environment, options
 
 
-def end_if_failed(call: Future) -> None:
+def end_if_failed(call):
     """Ends this process where a call of vLLM's process has failed, or the process has died."""
     error = call.exception()
     if error is not None:
@@ -1406,7 +1331,7 @@ def end_if_failed(call: Future) -> None:
 class VLLM:
     """One vLLM engine in a process of its own. One thread at a time may use it."""
 
-    def __init__(self, placement: tuple, config, max_length: int, args: Args):
+    def __init__(self, placement, config, max_length, args):
         """Starts the engine, and waits until it is up.
 
         placement: see place_engine; config: the policy's; max_length: the most tokens of a prompt
@@ -1417,46 +1342,42 @@ class VLLM:
         self.policy_version = None  # of the weights that it has; None: random ones
         self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
         # Weights are handed over in memory where there is no GPU
-        memory = None if self.gpus else "/dev/shm"
-        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=memory)
+        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
         folders.append(self.folder)
-        options = vllm_options(self.gpus, config, self.folder, max_length, args)
+        environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
-        environment = vllm_environment(self.gpus, self.folder)
         with mock.patch.dict(os.environ, environment, clear=True):
-            start = self.submit(start_llm, self.folder, options, config)
+            start = self.submit(start_llm, options, config)
         process_groups.append(start.result(VLLM_START_TIMEOUT))
 
-    def submit(self, function: Callable, *args, **kwargs) -> Future:
+    def submit(self, function, *args, **kwargs):
         """Makes vLLM's process run a function. If it fails, this process ends at once."""
         call = self.executor.submit(function, *args, **kwargs)
         call.add_done_callback(end_if_failed)
         return call
 
-    def sync_call(self, method: str, *args, **kwargs) -> Any:
+    def sync_call(self, method, *args, **kwargs):
         """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(
-        self, prompts: list[Prompt], seeds: list[int], temperature: float, num_samples: int
-    ) -> list[Response]:
+    def sample(self, prompts, seeds, temperature, num_samples):
         """Samples the responses to this engine's share of some prompts.
 
         num_samples: samples of a prompt; equal prompts are adjacent.
         """
-        prompts = share_of(prompts, self.index, self.count, num_samples)
-        seeds = share_of(seeds, self.index, self.count, num_samples)
+        share = share_of(len(prompts), self.index, self.count, num_samples)
+        prompts, seeds = prompts[share], seeds[share]
         prompt_ids = [prompt.token_ids for prompt in prompts]
         samples = self.submit(sample_responses, prompt_ids, seeds, temperature, self.args).result()
-        responses = []
-        for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True):
-            stopped = token_ids[-1] in self.args.stop_token_ids
-            responses.append(Response(prompt, token_ids, logprobs, stopped))
-        return responses
+        stop_token_ids = self.args.stop_token_ids
+        return [
+            Response(prompt, token_ids, logprobs, stopped=token_ids[-1] in stop_token_ids)
+            for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
+        ]
 
-    def sync_weights(self, model: torch.nn.Module, version: int) -> None:
+    def sync_weights(self, model, version):
         """Gives vLLM the weights of a model; it must be idle. version: of the policy."""
         dtype = getattr(torch, self.args.dtype)
         # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
@@ -1467,13 +1388,13 @@ class VLLM:
         else:
             # Clones, for tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, Path(self.folder, "model.safetensors"), metadata={"format": "pt"})
+            save_file(weights, f"{self.folder}/model.safetensors", metadata={"format": "pt"})
             self.sync_call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
         was_idle = self.sync_call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
 
-    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def send_weights(self, weights):
         """Sends weights by the protocol of vLLM's workers.
 
         To an engine on a shared GPU handles of the learner's memory travel ("ipc"), to one on GPUs
@@ -1482,12 +1403,11 @@ class VLLM:
         if self.policy_version is None:
             self.connect()
         self.sync_call("start_weight_update")
-        stream = torch.cuda.current_stream()
         for name, tensor in weights:
             tensor = tensor.contiguous()
             info = {
                 "names": [name],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.")],
+                "dtype_names": [self.args.dtype],
                 "shapes": [list(tensor.shape)],
             }
             if self.nccl is None:
@@ -1495,12 +1415,12 @@ class VLLM:
                 info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
             if self.nccl is not None:
-                self.nccl.broadcast(tensor, src=0, stream=stream)
+                self.nccl.broadcast(tensor, src=0)
             update.result(WEIGHT_SYNC_TIMEOUT)
         self.sync_call("finish_weight_update")
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
-    def connect(self) -> None:
+    def connect(self):
         """Sets vLLM's weight transfer up; with --vllm_gpus makes an NCCL communicator."""
         if not self.args.vllm_gpus:
             self.sync_call("init_weight_transfer_engine", {"init_info": {}})
@@ -1517,57 +1437,47 @@ class VLLM:
             "world_size": world_size,
         }
         joined = self.submit(call_llm, "init_weight_transfer_engine", {"init_info": info})
-        group = StatelessProcessGroup.create(
-            host="127.0.0.1", port=port, rank=0, world_size=world_size
-        )
+        group = StatelessProcessGroup.create("127.0.0.1", port, rank=0, world_size=world_size)
         self.nccl = PyNcclCommunicator(group, device=torch.cuda.current_device())
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def generate_rollout(
-    vllm: VLLM | None, workers: queue.Queue, tokenizer, args: Args, request: Request
-) -> Rollout:
-    """This rank's share of the responses to a request, sampled and graded. It touches no weights.
-
-    vllm: None where this rank owns no engine; its share is empty then.
-    """
-    times = {}
-    if vllm is None:
-        return Rollout(request.training_step, None, [], [], times)
-    with timed(times, "generation"):
-        responses = vllm.sample(
-            request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
-        )
-    with timed(times, "evaluation"):
-        eval_responses = vllm.sample(
-            request.eval_prompts, request.eval_seeds, args.eval_temperature, num_samples=1
-        )
-    with timed(times, "reward"):
-        responses = grade_responses(responses, tokenizer, workers, args)
-    with timed(times, "evaluation"):
-        eval_responses = grade_responses(eval_responses, tokenizer, workers, args)
-    return Rollout(request.training_step, vllm.policy_version, responses, eval_responses, times)
-
-
 def generation_thread(
-    generate: Callable[[Request], Rollout], prompts_Q: queue.Queue, response_Q: queue.Queue
-) -> None:
-    """Answers each Request in prompts_Q with a Rollout in response_Q.
+    vllm,
+    workers,
+    tokenizer,
+    prompts_Q,
+    response_Q,
+    args,
+):
+    """Answers each Request in prompts_Q with a Rollout in response_Q: this rank's share of it.
 
-    generate: generate_rollout with every argument given but the request.
+    It touches no weights. vllm: None where this rank owns no engine; its share is empty then.
     """
+
     try:
         while True:
             times = {}
             with timed(times, "wait_for_prompts"):
                 request = prompts_Q.get()
-            rollout = generate(request)
-            response_Q.put(replace(rollout, times=rollout.times | times))
+            rollout = Rollout(request.training_step, None, [], [], times)
+            if vllm is not None:
+                rollout.policy_version = vllm.policy_version
+                with timed(times, "generation"):
+                    samples = args.temperature, args.number_samples_per_prompt
+                    responses = vllm.sample(request.prompts, request.seeds, *samples)
+                with timed(times, "reward"):
+                    rollout.responses = grade_responses(responses, tokenizer, workers, args)
+                with timed(times, "evaluation"):
+                    samples = args.eval_temperature, 1
+                    responses = vllm.sample(request.eval_prompts, request.eval_seeds, *samples)
+                    rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
+            response_Q.put(rollout)
     except BaseException as error:  # Python would end the thread alone
         end_at_once(error)
 
 
-def receive_rollout(response_Q: queue.Queue, cpu_group) -> Rollout:
+def receive_rollout(response_Q, cpu_group):
     """Takes this rank's share from response_Q, and returns the shares of all ranks as one rollout.
 
     cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
@@ -1591,62 +1501,38 @@ def receive_rollout(response_Q: queue.Queue, cpu_group) -> Rollout:
 # --------------------------------------------------------------------------- forward and backward
 
 
-def draw_mini_batches(num_episodes: int, training_step: int, args: Args) -> list[list[list[int]]]:
+def draw_mini_batches(num_episodes, training_step, args):
     """The optimizer batches of a training step: [epoch][mini_batch] -> rows of the batch.
 
     Each epoch is a permutation of its own; all ranks draw the same.
     """
     generator = torch.Generator()
     generator.manual_seed(stable_hash(args.seed, "minibatches", training_step))
-    size = args.local_mini_batch_size * args.world_size
     epochs = []
     for _ in range(args.num_epochs):
         permutation = torch.randperm(num_episodes, generator=generator)
-        epochs.append([rows.tolist() for rows in permutation.split(size)])
+        epochs.append([rows.tolist() for rows in permutation.split(args.mini_batch_size)])
     return epochs
 
 
-def cut_micro_batches(
-    accelerator: Accelerator,
-    rows: list[int],
-    sequences: list[tuple[list[int], list[int]]],
-    size: int,
-    args: Args,
-) -> list[MicroBatch]:
-    """This rank's share of some rows of the batch, cut into micro-batches of `size` rows.
+def cut_micro_batches(accelerator, mini_batches, sequences, size):
+    """This rank's share of each mini-batch, cut into micro-batches of `size` rows.
 
     A micro-batch is padded to its longest row, so it gets rows of like length.
     """
-
-    def length(row: int) -> tuple[int, int, int]:
-        prompt, response = sequences[row]
-        return len(response), len(prompt), row
-
-    share = sorted(rows, key=length)[accelerator.process_index :: accelerator.num_processes]
+    lengths = [(len(response), len(prompt)) for prompt, response in sequences]
     micro_batches = []
-    for start in range(0, len(share), size):
-        micro_rows = share[start : start + size]
-        inputs, mask = collate(
-            [sequences[row] for row in micro_rows], args.pad_token_id, accelerator.device
-        )
-        micro_batches.append(MicroBatch(micro_rows, inputs, mask))
+    for mini_batch in mini_batches:
+        in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
+        share = in_order[accelerator.process_index :: accelerator.num_processes]
+        for start in range(0, len(share), size):
+            rows = share[start : start + size]
+            micro_batches.append(collate(rows, sequences, accelerator.device))
     return micro_batches
 
 
-def autocast(accelerator: Accelerator, args: Args) -> torch.autocast:
-    """Forward passes compute in args.dtype."""
-    use_bfloat16 = args.dtype == "bfloat16"
-    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=use_bfloat16)
-
-
 @torch.no_grad()
-def forward_all(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    micro_batches: list[MicroBatch],
-    mask: Tensor,
-    args: Args,
-) -> Tensor:
+def forward_all(accelerator, model, micro_batches, mask):
     """Runs a PolicyModel or a ValueModel over the micro-batches of all ranks.
 
     Returns log-probabilities or values on every rank: like the mask of the whole batch, (episodes,
@@ -1655,8 +1541,7 @@ def forward_all(
     whole = torch.zeros_like(mask)
     for micro_batch in micro_batches:
         width = micro_batch.mask.shape[1]
-        with autocast(accelerator, args):
-            outputs = model(micro_batch.inputs, width)
+        outputs = model(micro_batch.inputs, width)
         if isinstance(outputs, tuple):  # a policy's entropies are not asked for
             outputs, _ = outputs
         whole[micro_batch.rows, :width] = outputs * micro_batch.mask
@@ -1664,62 +1549,44 @@ def forward_all(
     return accelerator.reduce(whole, reduction="sum")
 
 
-def reward_model_scores(
-    accelerator: Accelerator,
-    reward_model: ValueModel | None,
-    responses: list[Response],
-    args: Args,
-) -> list[float | None]:
-    """The reward model's scores: its head at the last token of each response, found by length.
-
-    Equal responses to a prompt are scored once: what else is in a micro-batch moves the last bits,
-    and group advantages (GRPO) make much of differences however small.
-    """
+def reward_model_scores(accelerator, reward_model, responses, args):
+    """The reward model's scores: its head at the last token of each response, found by length."""
     if reward_model is None:
         return [None] * len(responses)
-    pairs = [
-        (tuple(response.prompt.reward_model_token_ids), tuple(response.token_ids))
-        for response in responses
-    ]
-    sequences = list(dict.fromkeys(pairs))
+    sequences = [(r.prompt.reward_model_token_ids, r.token_ids) for r in responses]
     rows = list(range(len(sequences)))
-    mask = pad([[1.0] * len(response) for _, response in sequences], accelerator.device)
+    mask = pad([1.0] * len(response) for _, response in sequences).to(accelerator.device)
     size = args.local_rollout_forward_batch_size
-    micro_batches = cut_micro_batches(accelerator, rows, sequences, size, args)
-    values = forward_all(accelerator, reward_model, micro_batches, mask, args)
-    last_token = mask.sum(1).long() - 1
-    scores = values[rows, last_token].tolist()
-    if not all(map(math.isfinite, scores)):
-        raise FloatingPointError("the reward model gave a score that is not finite")
-    score_of = dict(zip(sequences, scores, strict=True))
-    return [score_of[pair] for pair in pairs]
+    micro_batches = cut_micro_batches(accelerator, [rows], sequences, size)
+    values = forward_all(accelerator, reward_model, micro_batches, mask)
+    return values[rows, mask.sum(1).long() - 1].tolist()
 
 
 def accumulate_gradients(
-    accelerator: Accelerator,
-    policy: torch.nn.Module,
-    value_model: torch.nn.Module,
-    batch: Batch,
-    mini_batch: list[int],
-    trains_policy: bool,
-    args: Args,
-) -> dict[str, Tensor]:
+    accelerator,
+    policy,
+    value_model,
+    batch,
+    mini_batch,
+    trains_policy,
+    args,
+):
     """Forward and backward passes of one optimizer batch, of which this rank takes its share.
 
     Each loss is the mean over the mini-batch's tokens in the loss, on all ranks together, so the
     gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped.
-    Returns sums over this rank's tokens, which token_means turns into metrics. Without
+    Returns sums over this rank's tokens, which update_metrics turns into metrics. Without
     trains_policy nothing is computed for the policy.
     """
     num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
     size = args.per_device_train_batch_size
-    micro_batches = cut_micro_batches(accelerator, mini_batch, batch.sequences, size, args)
+    micro_batches = cut_micro_batches(accelerator, [mini_batch], batch.sequences, size)
     sums = defaultdict(float)
     for i, micro_batch in enumerate(micro_batches):
         rows, inputs = micro_batch.rows, micro_batch.inputs
         width = micro_batch.mask.shape[1]
 
-        def of_rows(tensor: Tensor) -> Tensor:  # (micro_batch, width), as all that follows
+        def of_rows(tensor):  # (micro_batch, width), as all that follows
             return tensor[rows, :width]  # noqa: B023
 
         loss_mask = of_rows(batch.loss_mask)
@@ -1728,8 +1595,7 @@ def accumulate_gradients(
             if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
                 stack.enter_context(accelerator.no_sync(policy))
                 stack.enter_context(accelerator.no_sync(value_model))
-            with autocast(accelerator, args):
-                values = value_model(inputs, width)
+            values = value_model(inputs, width)
             vf_loss, vf_clipped = value_loss(
                 values, of_rows(batch.values), of_rows(batch.returns), args.cliprange_value
             )
@@ -1739,8 +1605,7 @@ def accumulate_gradients(
             per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
 
             if trains_policy:
-                with autocast(accelerator, args):
-                    logprobs, entropies = policy(inputs, width)
+                logprobs, entropies = policy(inputs, width)
                 log_ratio = (logprobs - of_rows(batch.logprobs)) * loss_mask
                 pg_loss, pg_clipped = policy_loss(
                     log_ratio,
@@ -1767,24 +1632,34 @@ def accumulate_gradients(
             for name, tensor in per_token.items():
                 sums[name] += (tensor * loss_mask).sum(dtype=torch.float64)
             sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-            sums["positions"] += inputs["attention_mask"].sum(dtype=torch.float64)
-            # A tensor like the others, so that ranks can add it up
-            padded = torch.ones_like(inputs["attention_mask"])
-            sums["padded_positions"] += padded.sum(dtype=torch.float64)
+            attention_mask = inputs["attention_mask"]
+            sums["positions"] += attention_mask.sum(dtype=torch.float64)
+            sums["padded_positions"] += torch.ones_like(attention_mask).sum(dtype=torch.float64)
     return dict(sums)
 
 
-def sum_over_ranks(accelerator: Accelerator, sums: dict[str, Tensor]) -> dict[str, float]:
-    """Each of these scalars, summed over all ranks."""
-    totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum")
-    return dict(zip(sums, totals.tolist(), strict=True))
+def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
+    """Clips a model's gradients and steps its optimizer; returns their norm before that.
+
+    FloatingPointError: the norm is not finite. All ranks see the same one; the batch is saved.
+    """
+    norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if not torch.isfinite(norm):
+        if is_rank_0():
+            torch.save(vars(batch), run_dir / "bad_batch.pt")
+        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
+        raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
-def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args: Args) -> None:
+def check_sampler(logprobs, sampler_logprobs, mask, args):
     """Only for on-policy batches: vLLM must have sampled them with exactly the learner's weights.
 
     All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
-    rounding. A difference that is not finite is left to check_gradient, which saves the batch.
+    rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
     # GPUs may compute float32 with TF32; dividing by a low temperature makes rounding larger
@@ -1797,36 +1672,25 @@ def check_sampler(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, args
         )
 
 
-def check_gradient(accelerator: Accelerator, norm: Tensor, batch: Batch, run_dir: Path) -> None:
-    """Stops the run where a gradient norm is not finite, and saves the batch that made it so.
-
-    All ranks see the same norm. FloatingPointError: it is not finite.
-    """
-    if torch.isfinite(norm):
-        return
-    if accelerator.is_main_process:
-        torch.save(vars(batch), run_dir / "bad_batch.pt")
-    accelerator.wait_for_everyone()  # the first rank to end has the launcher end those that write
-    raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
-
-
 # ---------------------------------------------------------------------------- metrics and files
 
 
-def token_means(sums: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step's updates, from sums over their tokens (accumulate_gradients)."""
-    tokens = max(1, sums["tokens"])
-    counts = ("tokens", "positions", "padded_positions")
-    metrics = {name: total / tokens for name, total in sums.items() if name not in counts}
+def update_metrics(accelerator, sums):
+    """The metrics of a step's updates, from each rank's sums over its tokens."""
+    totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum")
+    sums = dict(zip(sums, totals.tolist(), strict=True))
+    tokens = max(1, sums.pop("tokens"))
+    share = sums.pop("positions") / sums.pop("padded_positions")
+    metrics = {name: total / tokens for name, total in sums.items()}
     if "val/ratio" in metrics:  # else the policy was not trained
         variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
         metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
         metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
-    metrics["perf/padding_fraction"] = 1 - sums["positions"] / sums["padded_positions"]
+    metrics["perf/padding_fraction"] = 1 - share
     return metrics
 
 
-def batch_metrics(batch: Batch, beta: float, args: Args) -> dict[str, Tensor]:
+def batch_metrics(batch, beta, args):
     """The metrics of a step's batch, before its updates; each is a tensor of one element."""
     mask = batch.mask
     returns = batch.returns[batch.loss_mask.bool()]  # (tokens,)
@@ -1857,7 +1721,7 @@ def batch_metrics(batch: Batch, beta: float, args: Args) -> dict[str, Tensor]:
     }
 
 
-def score_metrics(group: str, responses: list[Response], args: Args) -> dict[str, float]:
+def score_metrics(group, responses, args):
     """What responses earned, in all and by part: metrics of a group, "objective" or "eval".
 
     With several data sources there is each mean for each of them as well.
@@ -1888,58 +1752,33 @@ def score_metrics(group: str, responses: list[Response], args: Args) -> dict[str
     return metrics
 
 
-def step_times(times: dict[str, float], rollout: Rollout, seconds: float) -> dict[str, float]:
-    """The seconds of a training step and of its parts, as if there were no evaluation.
-
-    times: what the learner's parts took; seconds: from the step's start to its end. What counts
-    as evaluation is its scoring, and its generation as far as the learner had to wait for it.
-    """
-    result = {**times, **rollout.times}
-    scoring = result.pop("evaluation_scoring", 0.0)
-    waiting = min(result.pop("evaluation"), result["wait_for_generation"])
-    result["wait_for_generation"] -= waiting
-    result["training"] = seconds - scoring - waiting
-    return result
-
-
-def append_lines(path: Path, lines: list[dict]) -> None:
+def append_lines(path, lines):
     """Appends lines to a .jsonl file, on rank 0."""
     if is_rank_0():
         with open(path, "a") as file:
-            for line in lines:
-                file.write(json.dumps(line) + "\n")
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def describe_responses(rollout: Rollout, responses: list[Response]) -> list[dict[str, Any]]:
-    """What samples.jsonl and rollouts.jsonl say of responses."""
-    return [
-        {
-            "prompt": response.prompt.text,
-            "response": response.text,
-            "ground_truth": response.prompt.ground_truth,
-            "score": response.score,
-            "data_source": response.prompt.data_source,
-            "length": len(response.token_ids),
-            "stopped": response.stopped,
-            "training_step": rollout.training_step,
-            "policy_version": rollout.policy_version,
-        }
-        for response in responses
-    ]
+def describe(response, policy_version):
+    """What samples.jsonl and rollouts.jsonl say of a response."""
+    return {
+        "prompt": response.prompt.text,
+        "response": response.text,
+        "ground_truth": response.prompt.ground_truth,
+        "score": response.score,
+        "data_source": response.prompt.data_source,
+        "length": len(response.token_ids),
+        "stopped": response.stopped,
+        "policy_version": policy_version,
+    }
 
 
-def report_evaluation(
-    accelerator: Accelerator,
-    reward_model: ValueModel | None,
-    rollout: Rollout,
-    run_dir: Path,
-    args: Args,
-) -> dict[str, float]:
+def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     """Scores a rollout's responses to the held-out prompts, writes them down, returns eval/*."""
     responses = rollout.eval_responses
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     responses = score_responses(responses, model_scores, args)
-    samples = describe_responses(rollout, responses)
+    samples = [describe(response, rollout.policy_version) for response in responses]
     append_lines(run_dir / "samples.jsonl", samples)
     columns = list(samples[0])
     cells = [[str(value) for value in sample.values()] for sample in samples]
@@ -1951,32 +1790,26 @@ def report_evaluation(
         for row in cells[:4]:
             table.add_row(*[repr(cell)[1:-1][:300] for cell in row[:4]])
         Console(soft_wrap=True, markup=False, emoji=False).print(table)
-    return {
-        **score_metrics("eval", responses, args),
-        "eval/policy_version": rollout.policy_version,
-        "eval/sequence_lengths": sum(sample["length"] for sample in samples) / len(samples),
-        "eval/stop_rate": sum(sample["stopped"] for sample in samples) / len(samples),
-    }
+    metrics = score_metrics("eval", responses, args)
+    metrics["eval/policy_version"] = rollout.policy_version
+    metrics["eval/sequence_lengths"] = sum(len(r.token_ids) for r in responses) / len(responses)
+    metrics["eval/stop_rate"] = sum(r.stopped for r in responses) / len(responses)
+    return metrics
 
 
-def write_metrics(
-    accelerator: Accelerator, metrics: dict[str, Any], run_dir: Path, args: Args
-) -> None:
+def write_metrics(accelerator, metrics, run_dir, args):
     """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them."""
-    metrics = {
-        name: value.item() if isinstance(value, Tensor) else value
-        for name, value in metrics.items()
-    }
-    step = metrics["training_step"]
+    metrics = {name: float(value) for name, value in metrics.items()}
+    step = round(metrics["training_step"])
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        names = ("scores", "kl", "entropy", "rlhf_reward")
-        figures = [f"{name} {metrics[f'objective/{name}']:.3g}" for name in names]
+        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "loss/value_avg")
+        figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
 
-def save_model(model: torch.nn.Module, tokenizer, path: Path, args: Args) -> None:
+def save_model(model, tokenizer, path, args):
     """Writes a model and its tokenizer in Hugging Face format, under another name at first.
 
     Its generation config is the one that it came with, but for the end tokens, which are the run's.
@@ -1997,16 +1830,18 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, args: Args) -> Non
 
 # ------------------------------------------------------------------------------------ checkpoints
 
-RUN_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
+def list_checkpoints(run_dir):
     """A run's checkpoints, the newest last. Each is whole, since it got its name when it was."""
-    paths = run_dir.glob("checkpoints/step_*")
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
 
 
-def remove_checkpoints(checkpoints: list[Path]) -> None:
+def step_of(checkpoint_dir):
+    """The completed training steps of checkpoints/step_N: N."""
+    return int(checkpoint_dir.name.removeprefix("step_"))
+
+
+def remove_checkpoints(checkpoints):
     """Removes checkpoints; while it does, none has the name of a whole one."""
     for path in checkpoints:
         unfinished = path.with_name("unfinished")
@@ -2015,7 +1850,7 @@ def remove_checkpoints(checkpoints: list[Path]) -> None:
         shutil.rmtree(unfinished)
 
 
-def use_plain_names(accelerator: Accelerator) -> None:
+def use_plain_names(accelerator):
     """Makes checkpoints independent of the number of ranks: DDP would prefix names of weights."""
 
     def before_saving(models, weights, folder):
@@ -2028,9 +1863,7 @@ def use_plain_names(accelerator: Accelerator) -> None:
     accelerator.register_load_state_pre_hook(before_loading)
 
 
-def save_checkpoint(
-    accelerator: Accelerator, run_dir: Path, state: RunState, rollout: Rollout, args: Args
-) -> None:
+def save_checkpoint(accelerator, run_dir, state, rollout, args):
     """Writes checkpoints/step_N: models, optimizers, state, the next rollout, the run's .jsonl.
 
     The disk must be one that all nodes share. Only the newest keep_last_n checkpoints are kept.
@@ -2044,41 +1877,36 @@ def save_checkpoint(
     if not accelerator.is_main_process:
         return
     responses = rollout.responses + rollout.eval_responses
-    rows = [vars(response) | {"prompt": response.prompt.text} for response in responses]
+    rows = [vars(replace(response, prompt=None)) for response in responses]  # the step's
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "next_rollout.parquet")
     (folder / "state.json").write_text(json.dumps(vars(state)))
-    for name in RUN_FILES:
-        if (run_dir / name).exists():
-            shutil.copyfile(run_dir / name, folder / name)
+    for path in run_dir.glob("*.jsonl"):
+        shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{state.completed_steps}"))
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
-def load_rollout(checkpoint_dir: Path, state: RunState, request: Request) -> Rollout:
+def load_rollout(checkpoint_dir, state, request):
     """The rollout in a checkpoint, which answers a request. Rank 0 gets all, others an empty share.
 
-    Responses to held-out prompts are dropped where the request asks for another evaluation.
+    state: the checkpoint's RunState.
     """
     rows = parquet.read_table(checkpoint_dir / "next_rollout.parquet").to_pylist()
     prompts = request.prompts + request.eval_prompts
-    if [row.pop("prompt") for row in rows] != [prompt.text for prompt in prompts]:
-        prompts = request.prompts
-    pairs = zip(prompts, rows, strict=False)
-    responses = [Response(prompt=prompt, **row) for prompt, row in pairs]
-    rollout = Rollout(
+    responses = [
+        Response(**row | {"prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    return Rollout(
         training_step=request.training_step,
-        policy_version=state.policy_version,
+        policy_version=state.policy_version if is_rank_0() else None,
         responses=responses[: len(request.prompts)],
         eval_responses=responses[len(request.prompts) :],
-        times=state.times,
+        times={},
     )
-    if not is_rank_0():
-        return replace(rollout, policy_version=None)
-    return rollout
 
 
-def find_run(args: Args) -> tuple[Path, Path | None]:
+def find_run(args):
     """The folder of the run, and the checkpoint to resume; None: the run begins."""
     run_dir = Path(args.output_dir, args.run_name)
     if args.resume_from_checkpoint == "latest":
@@ -2094,37 +1922,20 @@ def find_run(args: Args) -> tuple[Path, Path | None]:
     return run_dir, None
 
 
-def open_run_folder(run_dir: Path, checkpoint_dir: Path | None) -> None:
-    """Makes the run's folder. Where the run is resumed, its files are taken back to the checkpoint.
-
-    Newer checkpoints are removed.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if checkpoint_dir is None:
-        return
-    for name in RUN_FILES:
-        (run_dir / name).unlink(missing_ok=True)
-        if (checkpoint_dir / name).exists():
-            shutil.copyfile(checkpoint_dir / name, run_dir / name)
+def rewind_run(run_dir, checkpoint_dir):
+    """Takes the folder of a run back to a checkpoint."""
+    for path in run_dir.glob("*.jsonl"):
+        path.unlink()
+    for path in checkpoint_dir.glob("*.jsonl"):
+        shutil.copy(path, run_dir)
     checkpoints = list_checkpoints(run_dir)
-    names = [path.name for path in checkpoints]
-    remove_checkpoints(checkpoints[names.index(checkpoint_dir.name) + 1 :])
-
-
-def check_same_run(run_dir: Path, args: Args) -> None:
-    """Refuses arguments or data under which the steps until the checkpoint would be others."""
-    saved = json.loads((run_dir / "args.json").read_text())
-    names = "seed episodes_per_step number_samples_per_prompt mini_batch_size num_epochs"
-    for name in [*names.split(), "num_updates", "data_hash", "eval_temperature"]:
-        was, now = saved[name], getattr(args, name)
-        if was != now:
-            raise ValueError(f"--resume_from_checkpoint: {name} was {was}, and is {now}")
+    remove_checkpoints([p for p in checkpoints if step_of(p) > step_of(checkpoint_dir)])
 
 
 # ------------------------------------------------------------------------- checks and the set-up
 
 
-def fill_in(args: Args, world_size: int) -> Args:
+def fill_in(args, world_size):
     """A copy with the fields of run time that follow from other arguments.
 
     ValueError: arguments do not fit together.
@@ -2136,7 +1947,8 @@ def fill_in(args: Args, world_size: int) -> Args:
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    args = replace(args, world_size=world_size)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args = replace(args, world_size=world_size, local_world_size=local_world_size)
     if args.run_name is None:
         if args.resume_from_checkpoint == "latest":
             raise ValueError("--resume_from_checkpoint latest: of which run? Give its --run_name")
@@ -2171,63 +1983,55 @@ def fill_in(args: Args, world_size: int) -> Args:
         args.eval_steps = tuple(range(0, before_last_step, eval_every))
 
     # GPUs and CPU cores
-    learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this node
-    free_gpus = set(range(learners, torch.cuda.device_count()))
-    engines, rest = divmod(len(args.vllm_gpus), args.vllm_tensor_parallel_size)
-    if len(free_gpus & set(args.vllm_gpus)) < len(args.vllm_gpus):
+    gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
+    num_engines = len(gpus) // size
+    are_free = all(gpu >= local_world_size for gpu in gpus)
+    if not are_free or num_engines * size != len(args.vllm_gpus) or num_engines > local_world_size:
         raise ValueError(
-            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner, each named once: "
-            f"{sorted(free_gpus)}"
-        )
-    if rest > 0 or engines > learners or (engines == 0 and args.vllm_tensor_parallel_size > 1):
-        raise ValueError(
-            f"--vllm_gpus {args.vllm_gpus} must be a multiple of --vllm_tensor_parallel_size "
-            f"({args.vllm_tensor_parallel_size}), and make at most an engine for each of the "
-            f"{learners} learners of a node"
+            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
+            f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
+            f"engine, and no more engines than learners"
         )
     if args.reward_workers is None:
-        args.reward_workers = min(8, max(1, os.cpu_count() // (engines or learners)))
+        args.reward_workers = min(8, max(1, os.cpu_count() // (num_engines or local_world_size)))
     if args.vllm_gpu_memory_utilization is None:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
 
 
-def load_tokenizers(args: Args) -> tuple:
-    """The tokenizers of the policy and of the reward model, which must agree on text."""
+def load_tokenizers(args):
+    """The tokenizers of the policy and of the reward model. ValueError: they do not agree on text.
+
+    Without a reward model they are the same.
+    """
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-    if not args.reward_model_path:
-        return tokenizer, tokenizer
-
     path = args.reward_model_path
+    if path is None:
+        return tokenizer, tokenizer
     reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if reward_tokenizer.chat_template is None:
         reward_tokenizer.chat_template = tokenizer.chat_template
     probe = "Is 2 + 2 = 4?\n Yes."
-    vocabularies = tokenizer.get_vocab(), reward_tokenizer.get_vocab()
-    if (
-        tokenizer.encode(probe) != reward_tokenizer.encode(probe)
-        or len(set(map(len, vocabularies))) > 1
-    ):
-        raise ValueError(f"{path} must have the policy's tokenizer")
+    same_ids = tokenizer.encode(probe) == reward_tokenizer.encode(probe)
+    if not same_ids or len(tokenizer) != len(reward_tokenizer):
+        raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
     return tokenizer, reward_tokenizer
 
 
-def find_stop_tokens(args: Args, tokenizer, model: torch.nn.Module) -> tuple[int, ...]:
+def find_stop_tokens(args, tokenizer, model):
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    stop_ids = list(eos) if isinstance(eos, list) else [eos]
-    stop_ids.append(args.stop_token_id)
+    stop_ids = set(eos) if isinstance(eos, list) else {eos}
+    stop_ids.add(args.stop_token_id)
     if args.stop_token is not None:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         if stop_token not in tokenizer.get_vocab():
             raise ValueError(f"--stop_token {args.stop_token!r} is no token of the tokenizer")
-        stop_ids.append(tokenizer.get_vocab()[stop_token])
-    stop_ids = {token_id for token_id in stop_ids if token_id is not None}
+        stop_ids.add(tokenizer.get_vocab()[stop_token])
+    stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(f"stop tokens {stop_ids}: see --stop_token, --stop_token_id and the model")
     return tuple(sorted(stop_ids))
@@ -2236,7 +2040,7 @@ def find_stop_tokens(args: Args, tokenizer, model: torch.nn.Module) -> tuple[int
 # ------------------------------------------------------------------------------------------- main
 
 
-def main(args: Args) -> None:
+def main(args: Args):
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
@@ -2261,9 +2065,7 @@ def main(args: Args) -> None:
     args = fill_in(args, world_size)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
-    state = RunState(
-        0, args.beta, seconds=0.0, wandb_id=uuid.uuid4().hex, policy_version=0, times={}
-    )
+    state = RunState(0, args.beta, seconds=0.0, wandb_id=uuid.uuid4().hex, policy_version=0)
     if checkpoint_dir is not None:
         state = RunState(**json.loads((checkpoint_dir / "state.json").read_text()))
     start_time -= state.seconds
@@ -2278,40 +2080,45 @@ def main(args: Args) -> None:
         )
 
     # ---- Data and models
-    tokenizer, reward_tokenizer = load_tokenizers(args)
-    train_prompts = prepare_prompts(
-        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args
-    )
+    tokenizers = load_tokenizers(args)
+    tokenizer = tokenizers[0]
+    train_prompts = load_prompts(args.dataset, args.dataset_split, *tokenizers, args, is_eval=False)
     eval_prompts = []
     if args.eval_dataset:
-        eval_prompts = prepare_prompts(
-            args.eval_dataset,
-            args.eval_dataset_split,
-            tokenizer,
-            reward_tokenizer,
-            args,
-            is_eval=True,
+        eval_prompts = load_prompts(
+            args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
         )
     prompt_lengths = [len(prompt.token_ids) for prompt in train_prompts]
     max_length = args.response_length + max(
         len(prompt.token_ids) for prompt in train_prompts + eval_prompts
     )
-    args.data_hash = hash_prompts(train_prompts)
+    args.data_hash = hash_prompts(train_prompts + eval_prompts)
     if checkpoint_dir is not None:
-        check_same_run(run_dir, args)
+        # Under other arguments or data the steps until the checkpoint would have been others
+        saved_args = json.loads((run_dir / "args.json").read_text())
+        for name in (
+            "seed",
+            "episodes_per_step",
+            "number_samples_per_prompt",
+            "mini_batch_size",
+            "num_epochs",
+            "num_updates",
+            "data_hash",
+            "num_evals",
+            "eval_temperature",
+        ):
+            if saved_args[name] != getattr(args, name):
+                raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
 
     if device.type == "cuda" and not args.vllm_gpus:
         # What vLLM needs of the GPU that it shares; and a little for CUDA itself
         for_others = args.vllm_gpu_memory_utilization + 0.02
         torch.cuda.set_per_process_memory_fraction(max(0.05, 1 - for_others), device)
-    model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    ref_model, _ = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+    model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
-    args.pad_token_id = tokenizer.pad_token_id
-    if args.pad_token_id is None:
-        args.pad_token_id = args.stop_token_ids[0]
-    policy = PolicyModel(model, args.temperature)
-    ref_policy = PolicyModel(ref_model, args.temperature).to(device)
+    policy = PolicyModel(model, args)
+    ref_policy = PolicyModel(ref_model, args).to(device)
     value_path = args.value_model_path or args.reward_model_path or args.model_name_or_path
     value_model = load_classifier(value_path, args, trained=True, offset=1)
     reward_model = None
@@ -2320,47 +2127,35 @@ def main(args: Args) -> None:
         reward_model.to(device)
 
     # Their learning rates are set before each update
-    optimizer = torch.optim.AdamW(policy.parameters(), eps=args.eps, weight_decay=args.weight_decay)
-    value_optimizer = torch.optim.AdamW(
-        value_model.parameters(), eps=args.eps, weight_decay=args.weight_decay
-    )
+    options = {"eps": args.eps, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), **options)
+    value_optimizer = torch.optim.AdamW(value_model.parameters(), **options)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
 
     # ---- Reward workers and vLLM
-    placement = place_engine(
-        args.vllm_gpus,
-        args.vllm_tensor_parallel_size,
-        rank=accelerator.process_index,
-        local_rank=accelerator.local_process_index,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        world_size=world_size,
-        num_gpus=torch.cuda.device_count(),
-    )
+    placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
     workers, vllm = queue.Queue(), None
     if placement is not None:
         if args.reward_fn:
-            with ThreadPoolExecutor(args.reward_workers) as threads:
-                for worker in threads.map(RewardWorker, [args] * args.reward_workers):
-                    workers.put(worker)
+            for _ in range(args.reward_workers):
+                workers.put(start_reward_worker(args.reward_fn))
         accelerator.print("Starting vLLM ...")
         vllm = VLLM(placement, model.config, max_length, args)
 
-    def sync_weights(version: int) -> None:
+    def sync_weights(version):
         if vllm is not None:
             # Without the PolicyModel around it, and what accelerate may have put around that
-            policy_model = accelerator.unwrap_model(policy, keep_torch_compile=False)
-            vllm.sync_weights(policy_model.model, version)
+            unwrapped = accelerator.unwrap_model(policy, keep_torch_compile=False)
+            vllm.sync_weights(unwrapped.model, version)
 
-    def next_request(training_step: int) -> Request:
+    def next_request(training_step):
         return make_request(training_step, train_prompts, eval_prompts, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
-    generate = partial(generate_rollout, vllm, workers, tokenizer, args)
-    threading.Thread(
-        target=generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
-    ).start()
+    thread_args = (vllm, workers, tokenizer, prompts_Q, response_Q, args)
+    threading.Thread(target=generation_thread, args=thread_args, daemon=True).start()
 
     # ---- The run's folder, and the first batch
     use_plain_names(accelerator)
@@ -2368,15 +2163,14 @@ def main(args: Args) -> None:
         # By way of the CPU, since two copies may not fit on a GPU
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
-        open_run_folder(run_dir, checkpoint_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if checkpoint_dir is not None:
+            rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
     wandb_options = {"name": args.run_name, "entity": args.wandb_entity, "id": state.wandb_id}
-    accelerator.init_trackers(
-        args.wandb_project_name,
-        config=asdict(args),
-        init_kwargs={"wandb": {**wandb_options, "resume": "allow"}},
-    )
+    wandb_options["resume"] = "allow"
+    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_options})
     for tracker in accelerator.trackers:
         import wandb
 
@@ -2394,9 +2188,9 @@ def main(args: Args) -> None:
 
     # ---- The loop
     steps = range(first_step, args.num_training_steps + 1)
-    for training_step in tqdm(steps, disable=not (is_rank_0() and sys.stderr.isatty())):
+    for training_step in tqdm(steps, disable=None if is_rank_0() else True):
         step_start = time.perf_counter()
-        times = {"weight_sync": 0.0}
+        times = {"weight_sync": 0.0, "evaluation_scoring": 0.0}
         version = training_step - 1  # of the policy, until this step's updates
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
 
@@ -2416,14 +2210,8 @@ def main(args: Args) -> None:
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
         if is_due and training_step > first_step:
-            state = RunState(
-                completed_steps=version,
-                beta=beta,
-                seconds=time.time() - start_time,
-                wandb_id=state.wandb_id,
-                policy_version=rollout.policy_version,
-                times=rollout.times,
-            )
+            seconds = time.time() - start_time
+            state = RunState(version, beta, seconds, state.wandb_id, rollout.policy_version)
             with timed(times, "checkpoint"):
                 save_checkpoint(accelerator, run_dir, state, rollout, args)
 
@@ -2438,42 +2226,37 @@ def main(args: Args) -> None:
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
         # A failed reward does not mean a wrong answer: the response is left out of the loss
-        scored = torch.tensor([response.score is not None for response in responses])
-        scored = scored.float().to(device)  # (episodes,)
+        is_known = [float(response.score is not None) for response in responses]
+        scored = torch.tensor(is_known, device=device)  # (episodes,)
         scores = torch.tensor([response.score or 0.0 for response in responses], device=device)
 
         # 5. Log-probabilities and values before any update, (episodes, width). The policy and the
         # value model see the very micro-batches of the first epoch: other shapes would change the
         # last bits, and the ratios of the first update would not be exactly 1.
         sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-        mask = pad([[1.0] * len(response.token_ids) for response in responses], device)
+        mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
         loss_mask = mask * scored[:, None]
-        sampler_logprobs = pad([response.logprobs for response in responses], device)
+        sampler_logprobs = pad(response.logprobs for response in responses).to(device)
         epochs = draw_mini_batches(len(responses), training_step, args)
         train_size = args.per_device_train_batch_size
         forward_size = args.local_rollout_forward_batch_size
         all_rows = list(range(len(responses)))
         with timed(times, "forward"):
-            micro_batches = []
-            for mini_batch in epochs[0]:
-                micro_batches += cut_micro_batches(
-                    accelerator, mini_batch, sequences, train_size, args
-                )
-            logprobs = forward_all(accelerator, policy, micro_batches, mask, args)
-            values = forward_all(accelerator, value_model, micro_batches, mask, args)
-            micro_batches = cut_micro_batches(accelerator, all_rows, sequences, forward_size, args)
-            ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask, args)
+            micro_batches = cut_micro_batches(accelerator, epochs[0], sequences, train_size)
+            logprobs = forward_all(accelerator, policy, micro_batches, mask)
+            values = forward_all(accelerator, value_model, micro_batches, mask)
+            micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, forward_size)
+            ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
         if rollout.policy_version == version:
             check_sampler(logprobs, sampler_logprobs, mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
         # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl).
-        importance_weights = mask  # all 1
-        if args.tis_cap > 0:
-            importance_weights = (logprobs - sampler_logprobs).exp().clamp(max=args.tis_cap) * mask
         # With weight 0 the policy does not train on a token, but the value model does, and the
         # token counts in the mean
-        in_range = mismatch_mask(logprobs - sampler_logprobs, mask, args)
-        importance_weights = importance_weights * in_range
+        log_ratio = logprobs - sampler_logprobs
+        importance_weights = mismatch_mask(log_ratio, mask, args)
+        if args.tis_cap > 0:
+            importance_weights = importance_weights * log_ratio.exp().clamp(max=args.tis_cap)
 
         # 6. Rewards per token: the KL penalty everywhere, the score on the last token
         rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
@@ -2506,35 +2289,26 @@ def main(args: Args) -> None:
 
         # 8. Updates. The schedule of each learning rate starts at the model's own first update.
         trains_policy = training_step > args.value_warmup_steps
-        sums = defaultdict(float)
+        sums = Counter()
         grad_norms = defaultdict(list)
         update = version * updates_per_step  # counted over the run; the value model has all
-        lr = 0.0  # while only the value model learns
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
                 update_sums = accumulate_gradients(
                     accelerator, policy, value_model, batch, mini_batch, trains_policy, args
                 )
-                for name, total in update_sums.items():
-                    sums[name] += total
-
-                norm = accelerator.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
-                check_gradient(accelerator, norm, batch, run_dir)
+                sums.update(update_sums)  # adds
+                lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
+                norm = apply_gradients(
+                    accelerator, value_model, value_optimizer, lr, batch, run_dir, args
+                )
                 grad_norms["optim/value_grad_norm"].append(norm)
-                value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
-                value_optimizer.param_groups[0]["lr"] = value_lr
-                value_optimizer.step()
-                value_optimizer.zero_grad()
-
+                lr = 0.0  # of the policy, while only the value model learns
                 if trains_policy:
-                    norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    check_gradient(accelerator, norm, batch, run_dir)
-                    grad_norms["optim/grad_norm"].append(norm)
                     policy_update = update - value_warmup_updates
                     lr = args.learning_rate * lr_multiplier(policy_update, num_policy_updates, args)
-                    optimizer.param_groups[0]["lr"] = lr
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
+                    grad_norms["optim/grad_norm"].append(norm)
                 update += 1
 
         # 9. With --no-async_mode this is the moment for weights and prompts
@@ -2544,12 +2318,14 @@ def main(args: Args) -> None:
             prompts_Q.put(next_request(training_step + 1))
 
         # 10. Metrics
+        num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-        times = step_times(times, rollout, time.perf_counter() - step_start)
-        metrics |= token_means(sum_over_ranks(accelerator, sums))
+        times = {**rollout.times, **times}
+        seconds = time.perf_counter() - step_start - times["evaluation_scoring"]
+        metrics |= update_metrics(accelerator, sums)
         metrics |= batch_metrics(batch, beta, args)
         metrics |= score_metrics("objective", responses, args)
-        metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+        metrics |= {f"time/{part}": value for part, value in times.items()}
         metrics |= {name: torch.stack(norms).mean() for name, norms in grad_norms.items()}
         metrics |= {
             "training_step": training_step,
@@ -2559,15 +2335,17 @@ def main(args: Args) -> None:
             "objective/kl_coef": beta,
             "policy/version": version,
             "policy/staleness": version - rollout.policy_version,
-            "val/num_stop_token_ids": sum(response.stopped for response in responses),
-            "val/stop_rate": sum(response.stopped for response in responses) / len(responses),
+            "val/num_stop_token_ids": num_stopped,
+            "val/stop_rate": num_stopped / len(responses),
+            "time/training": seconds,
             "time/from_scratch": time.time() - start_time,
             "perf/memory_gib": memory / 2**30,
-            "perf/episodes_per_second": len(responses) / times["training"],
-            "perf/response_tokens_per_second": mask.sum() / times["training"],
+            "perf/episodes_per_second": len(responses) / seconds,
+            "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        samples = describe_responses(rollout, responses[:4])
+        samples = [describe(response, rollout.policy_version) for response in responses[:4]]
         for sample, row in zip(samples, advantages, strict=False):
+            sample["training_step"] = training_step
             sample["advantage"] = row.sum().item() / sample["length"]  # the mean over its tokens
         append_lines(run_dir / "rollouts.jsonl", samples)
         if args.kl_target > 0 and trains_policy:
