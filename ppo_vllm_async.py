@@ -65,7 +65,7 @@ PPO's implementation details 2403.17031.
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -98,7 +98,7 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from rich.console import Console
@@ -127,6 +127,8 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 @dataclass
 class Args:
+    """PPO for language models (RLHF), asynchronous: vLLM generates the next batch while we train."""
+
     # -- The run
     exp_name: str = Path(__file__).stem
     """name of the experiment"""
@@ -432,7 +434,7 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def stable_hash(*parts: Any):
+def stable_hash(*parts):
     """A 63-bit integer from its arguments, the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -449,8 +451,8 @@ def timed(times, name):
     times[name] = time.perf_counter() - start
 
 
-process_groups: list[int] = []  # of vLLM and of the reward workers
-folders: list[str] = []  # vLLM's
+process_groups = []  # of vLLM and of the reward workers
+folders = []  # vLLM's
 ending = threading.Lock()
 
 
@@ -531,14 +533,9 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
     reward_model_token_ids = token_ids
     if reward_tokenizer is not tokenizer:
         _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
+    extra_info = row.get("extra_info")
     return Prompt(
-        row=name,
-        text=text,
-        token_ids=token_ids,
-        reward_model_token_ids=reward_model_token_ids,
-        data_source=data_source,
-        ground_truth=ground_truth,
-        extra_info=row.get("extra_info"),
+        name, text, token_ids, reward_model_token_ids, data_source, ground_truth, extra_info
     )
 
 
@@ -556,16 +553,15 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
-    dropped = (
-        f"{path}: of {len(rows)} prompts {len(rows) - len(prompts)} are dropped, being empty or "
-        f"longer than --max_prompt_token_length"
-    )
     if not prompts:
-        raise ValueError(dropped)
+        raise ValueError(f"{path}: each prompt is empty or longer than --max_prompt_token_length")
     if len(prompts) < len(rows) and is_rank_0():
-        print(dropped)
-    if not all(map(str.isspace, lost)) and is_rank_0():
-        print(f"Warning: in {path} the tokenizer loses the characters {sorted(lost)[:20]}")
+        print(
+            f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or too long"
+        )
+    lost_characters = "".join(sorted(lost)).strip()
+    if lost_characters and is_rank_0():
+        print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
     return prompts
 
 
@@ -655,11 +651,7 @@ def load_reward_fn(reward_fn):
     """The function of --reward_fn path/to/file.py:function. The file can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location("reward_file", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reward_file"] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    return getattr(importlib.import_module(Path(path).stem), name)
 
 
 def start_reward_process(reward_fn):
@@ -669,8 +661,7 @@ def start_reward_process(reward_fn):
     multiprocessing's fork server, which ends with the script.
     """
     os.setsid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     load_reward_fn(reward_fn)
     return os.getpid()
 
@@ -687,8 +678,7 @@ def call_reward_fn(reward_fn, prompt, text):
             raise ValueError(f"the reward is {score}")
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        score = None
-        failure = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+        score, failure = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
     return score, failure
@@ -764,11 +754,11 @@ def has_r1_format(prompt, response):
     return R1_FORMAT.fullmatch(response) is not None
 
 
-def score_responses(responses, model_scores, args):
-    """The responses with their scores: the sum of all rewards, or the penalty.
-
-    model_scores: the reward model's; None: there is none.
-    """
+def score_responses(accelerator, reward_model, responses, args):
+    """The responses of all ranks with their scores: the sum of all rewards, or the penalty."""
+    model_scores = [None] * len(responses)
+    if reward_model is not None:
+        model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     scored = []
     for response, model_score in zip(responses, model_scores, strict=True):
         has_format = has_r1_format(response.prompt.text, response.text)
@@ -837,8 +827,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     if auto_class is AutoModelForCausalLM:
         # A head that the checkpoint has of its own is not tied, even if its config says so
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        if head.weight is not embedding.weight:
-            model.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(trained)  # gradient checkpointing works in training mode only
@@ -1087,12 +1076,7 @@ def mismatch_mask(log_ratio, mask, args):
 
 
 def policy_loss(
-    log_ratio,
-    advantages,
-    importance_weights,
-    cliprange,
-    cliprange_higher,
-    dual_clip=0.0,
+    log_ratio, advantages, importance_weights, cliprange, cliprange_higher, dual_clip=0.0
 ):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
@@ -1185,7 +1169,6 @@ def start_llm(options, config):
     threading.Thread(target=end_with_script, daemon=True).start()
     config.save_pretrained(options["model"])
     if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
-        transformers.utils.logging.disable_progress_bar()
         AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
     from vllm import LLM
 
@@ -1244,16 +1227,14 @@ def place_engine(rank, num_gpus, args):
     [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
     """
     node, local_rank = divmod(rank, args.local_world_size)
-    if not args.vllm_gpus:
-        gpus = (local_rank,) if num_gpus > 0 else ()
-        return rank, args.world_size, gpus
     size = args.vllm_tensor_parallel_size
-    engines_per_node = len(args.vllm_gpus) // size
+    gpus = args.vllm_gpus or tuple(range(args.local_world_size))  # or those of the learners
+    engines_per_node = len(gpus) // size
     if local_rank >= engines_per_node:
         return None
-    count = engines_per_node * args.world_size // args.local_world_size
-    gpus = args.vllm_gpus[local_rank * size : (local_rank + 1) * size]
-    return node * engines_per_node + local_rank, count, gpus
+    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus > 0 else ()
+    count = args.world_size // args.local_world_size * engines_per_node
+    return node * engines_per_node + local_rank, count, own_gpus
 
 
 def share_of(num_items, index, count, group):
@@ -1283,6 +1264,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
+        "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
@@ -1299,14 +1281,11 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
-        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        # CUDA's handles for weights travel as pickles, which vLLM calls insecure
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         options["load_format"] = "dummy"  # random
         options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
@@ -1371,9 +1350,8 @@ class VLLM:
         prompts, seeds = prompts[share], seeds[share]
         prompt_ids = [prompt.token_ids for prompt in prompts]
         samples = self.submit(sample_responses, prompt_ids, seeds, temperature, self.args).result()
-        stop_token_ids = self.args.stop_token_ids
         return [
-            Response(prompt, token_ids, logprobs, stopped=token_ids[-1] in stop_token_ids)
+            Response(prompt, token_ids, logprobs, token_ids[-1] in self.args.stop_token_ids)
             for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
         ]
 
@@ -1442,14 +1420,7 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def generation_thread(
-    vllm,
-    workers,
-    tokenizer,
-    prompts_Q,
-    response_Q,
-    args,
-):
+def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
     """Answers each Request in prompts_Q with a Rollout in response_Q: this rank's share of it.
 
     It touches no weights. vllm: None where this rank owns no engine; its share is empty then.
@@ -1464,13 +1435,18 @@ def generation_thread(
             if vllm is not None:
                 rollout.policy_version = vllm.policy_version
                 with timed(times, "generation"):
-                    samples = args.temperature, args.number_samples_per_prompt
-                    responses = vllm.sample(request.prompts, request.seeds, *samples)
+                    responses = vllm.sample(
+                        request.prompts,
+                        request.seeds,
+                        args.temperature,
+                        args.number_samples_per_prompt,
+                    )
                 with timed(times, "reward"):
                     rollout.responses = grade_responses(responses, tokenizer, workers, args)
                 with timed(times, "evaluation"):
-                    samples = args.eval_temperature, 1
-                    responses = vllm.sample(request.eval_prompts, request.eval_seeds, *samples)
+                    responses = vllm.sample(
+                        request.eval_prompts, request.eval_seeds, args.eval_temperature, 1
+                    )
                     rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
             response_Q.put(rollout)
     except BaseException as error:  # Python would end the thread alone
@@ -1501,16 +1477,16 @@ def receive_rollout(response_Q, cpu_group):
 # --------------------------------------------------------------------------- forward and backward
 
 
-def draw_mini_batches(num_episodes, training_step, args):
+def draw_mini_batches(training_step, args):
     """The optimizer batches of a training step: [epoch][mini_batch] -> rows of the batch.
 
     Each epoch is a permutation of its own; all ranks draw the same.
     """
-    generator = torch.Generator()
-    generator.manual_seed(stable_hash(args.seed, "minibatches", training_step))
+    seed = stable_hash(args.seed, "minibatches", training_step)
+    generator = torch.Generator().manual_seed(seed)
     epochs = []
     for _ in range(args.num_epochs):
-        permutation = torch.randperm(num_episodes, generator=generator)
+        permutation = torch.randperm(args.episodes_per_step, generator=generator)
         epochs.append([rows.tolist() for rows in permutation.split(args.mini_batch_size)])
     return epochs
 
@@ -1551,8 +1527,6 @@ def forward_all(accelerator, model, micro_batches, mask):
 
 def reward_model_scores(accelerator, reward_model, responses, args):
     """The reward model's scores: its head at the last token of each response, found by length."""
-    if reward_model is None:
-        return [None] * len(responses)
     sequences = [(r.prompt.reward_model_token_ids, r.token_ids) for r in responses]
     rows = list(range(len(sequences)))
     mask = pad([1.0] * len(response) for _, response in sequences).to(accelerator.device)
@@ -1562,15 +1536,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     return values[rows, mask.sum(1).long() - 1].tolist()
 
 
-def accumulate_gradients(
-    accelerator,
-    policy,
-    value_model,
-    batch,
-    mini_batch,
-    trains_policy,
-    args,
-):
+def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Forward and backward passes of one optimizer batch, of which this rank takes its share.
 
     Each loss is the mean over the mini-batch's tokens in the loss, on all ranks together, so the
@@ -1583,18 +1549,17 @@ def accumulate_gradients(
     micro_batches = cut_micro_batches(accelerator, [mini_batch], batch.sequences, size)
     sums = defaultdict(float)
     for i, micro_batch in enumerate(micro_batches):
-        rows, inputs = micro_batch.rows, micro_batch.inputs
+        inputs = micro_batch.inputs
         width = micro_batch.mask.shape[1]
 
         def of_rows(tensor):  # (micro_batch, width), as all that follows
-            return tensor[rows, :width]  # noqa: B023
+            return tensor[micro_batch.rows, :width]  # noqa: B023
 
         loss_mask = of_rows(batch.loss_mask)
-
         with contextlib.ExitStack() as stack:
             if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
-                stack.enter_context(accelerator.no_sync(policy))
-                stack.enter_context(accelerator.no_sync(value_model))
+                for model in (policy, value_model):
+                    stack.enter_context(accelerator.no_sync(model))
             values = value_model(inputs, width)
             vf_loss, vf_clipped = value_loss(
                 values, of_rows(batch.values), of_rows(batch.returns), args.cliprange_value
@@ -1747,8 +1712,7 @@ def score_metrics(group, responses, args):
                 if len(sources) > 1:
                     values[f"{group}/{name}/{response.prompt.data_source}"].append(value)
     metrics = {name: sum(some_values) / len(some_values) for name, some_values in values.items()}
-    failures = [response.failure for response in responses if response.failure is not None]
-    metrics[f"{group}/reward_failures"] = len(failures)
+    metrics[f"{group}/reward_failures"] = sum(r.failure is not None for r in responses)
     return metrics
 
 
@@ -1775,9 +1739,7 @@ def describe(response, policy_version):
 
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     """Scores a rollout's responses to the held-out prompts, writes them down, returns eval/*."""
-    responses = rollout.eval_responses
-    model_scores = reward_model_scores(accelerator, reward_model, responses, args)
-    responses = score_responses(responses, model_scores, args)
+    responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
     append_lines(run_dir / "samples.jsonl", samples)
     columns = list(samples[0])
@@ -1786,10 +1748,10 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
         tracker.log_table("sample_completions", columns, cells, commit=False)
     if is_rank_0():
         title = f"Responses to held-out prompts, policy version {rollout.policy_version}"
-        table = Table(*columns[:4], title=title, title_justify="left")
+        table = Table(*columns[:4], title=title)
         for row in cells[:4]:
             table.add_row(*[repr(cell)[1:-1][:300] for cell in row[:4]])
-        Console(soft_wrap=True, markup=False, emoji=False).print(table)
+        Console(markup=False, emoji=False).print(table)
     metrics = score_metrics("eval", responses, args)
     metrics["eval/policy_version"] = rollout.policy_version
     metrics["eval/sequence_lengths"] = sum(len(r.token_ids) for r in responses) / len(responses)
@@ -1805,7 +1767,7 @@ def write_metrics(accelerator, metrics, run_dir, args):
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
         names = ("objective/scores", "objective/kl", "val/sequence_lengths", "loss/value_avg")
-        figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
+        figures = [f"{name} {metrics[name]:.3g}" for name in names]
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
 
@@ -1869,9 +1831,6 @@ def save_checkpoint(accelerator, run_dir, state, rollout, args):
     The disk must be one that all nodes share. Only the newest keep_last_n checkpoints are kept.
     """
     folder = run_dir / "checkpoints" / "unfinished"
-    if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
-    accelerator.wait_for_everyone()
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
@@ -1924,6 +1883,7 @@ def find_run(args):
 
 def rewind_run(run_dir, checkpoint_dir):
     """Takes the folder of a run back to a checkpoint."""
+    shutil.rmtree(run_dir / "checkpoints" / "unfinished", ignore_errors=True)
     for path in run_dir.glob("*.jsonl"):
         path.unlink()
     for path in checkpoint_dir.glob("*.jsonl"):
@@ -1959,15 +1919,13 @@ def fill_in(args, world_size):
     args.rollout_batch_size = args.local_rollout_batch_size * world_size
     args.episodes_per_step = local_episodes * world_size
     args.mini_batch_size = args.local_mini_batch_size * world_size
-    if local_episodes % args.local_mini_batch_size != 0:
+    if local_episodes % args.local_mini_batch_size or (
+        args.local_mini_batch_size % args.per_device_train_batch_size
+    ):
         raise ValueError(
-            f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be "
-            f"a multiple of local_mini_batch_size ({args.local_mini_batch_size})"
-        )
-    if args.local_mini_batch_size % args.per_device_train_batch_size != 0:
-        raise ValueError(
-            f"local_mini_batch_size ({args.local_mini_batch_size}) must be a multiple of "
-            f"per_device_train_batch_size ({args.per_device_train_batch_size})"
+            f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be a "
+            f"multiple of local_mini_batch_size ({args.local_mini_batch_size}), and that one "
+            f"of per_device_train_batch_size ({args.per_device_train_batch_size})"
         )
 
     # Steps
@@ -1979,8 +1937,7 @@ def fill_in(args, world_size):
     if args.num_evals > 0:
         eval_every = max(1, args.num_training_steps // args.num_evals)
         # Not before the last step, whose line of metrics has the last evaluation already
-        before_last_step = max(1, args.num_training_steps - 1)
-        args.eval_steps = tuple(range(0, before_last_step, eval_every))
+        args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
 
     # GPUs and CPU cores
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
@@ -2028,9 +1985,10 @@ def find_stop_tokens(args, tokenizer, model):
     stop_ids.add(args.stop_token_id)
     if args.stop_token is not None:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        if stop_token not in tokenizer.get_vocab():
+        vocabulary = tokenizer.get_vocab()
+        if stop_token not in vocabulary:
             raise ValueError(f"--stop_token {args.stop_token!r} is no token of the tokenizer")
-        stop_ids.add(tokenizer.get_vocab()[stop_token])
+        stop_ids.add(vocabulary[stop_token])
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(f"stop tokens {stop_ids}: see --stop_token, --stop_token_id and the model")
@@ -2040,7 +1998,7 @@ def find_stop_tokens(args, tokenizer, model):
 # ------------------------------------------------------------------------------------------- main
 
 
-def main(args: Args):
+def main(args):
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
@@ -2060,7 +2018,7 @@ def main(args: Args):
     cpu_group = None
     if world_size > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
     args = fill_in(args, world_size)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
@@ -2088,11 +2046,10 @@ def main(args: Args):
         eval_prompts = load_prompts(
             args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
         )
-    prompt_lengths = [len(prompt.token_ids) for prompt in train_prompts]
-    max_length = args.response_length + max(
-        len(prompt.token_ids) for prompt in train_prompts + eval_prompts
-    )
-    args.data_hash = hash_prompts(train_prompts + eval_prompts)
+    all_prompts = train_prompts + eval_prompts
+    prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
+    max_length = max(prompt_lengths) + args.response_length
+    args.data_hash = hash_prompts(all_prompts)
     if checkpoint_dir is not None:
         # Under other arguments or data the steps until the checkpoint would have been others
         saved_args = json.loads((run_dir / "args.json").read_text())
@@ -2111,9 +2068,8 @@ def main(args: Args):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # What vLLM needs of the GPU that it shares; and a little for CUDA itself
-        for_others = args.vllm_gpu_memory_utilization + 0.02
-        torch.cuda.set_per_process_memory_fraction(max(0.05, 1 - for_others), device)
+        # The rest of a GPU that is shared is vLLM's; and a little for CUDA itself
+        torch.cuda.set_per_process_memory_fraction(0.98 - args.vllm_gpu_memory_utilization)
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
@@ -2154,8 +2110,11 @@ def main(args: Args):
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
-    thread_args = (vllm, workers, tokenizer, prompts_Q, response_Q, args)
-    threading.Thread(target=generation_thread, args=thread_args, daemon=True).start()
+    threading.Thread(
+        target=generation_thread,
+        args=(vllm, workers, tokenizer, prompts_Q, response_Q, args),
+        daemon=True,
+    ).start()
 
     # ---- The run's folder, and the first batch
     use_plain_names(accelerator)
@@ -2166,11 +2125,11 @@ def main(args: Args):
         run_dir.mkdir(parents=True, exist_ok=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
-    wandb_options = {"name": args.run_name, "entity": args.wandb_entity, "id": state.wandb_id}
-    wandb_options["resume"] = "allow"
-    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_options})
+    options = {"name": args.run_name, "entity": args.wandb_entity}
+    options |= {"id": state.wandb_id, "resume": "allow"}
+    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": options})
     for tracker in accelerator.trackers:
         import wandb
 
@@ -2210,8 +2169,13 @@ def main(args: Args):
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
         if is_due and training_step > first_step:
-            seconds = time.time() - start_time
-            state = RunState(version, beta, seconds, state.wandb_id, rollout.policy_version)
+            state = replace(
+                state,
+                completed_steps=version,
+                beta=beta,
+                seconds=time.time() - start_time,
+                policy_version=rollout.policy_version,
+            )
             with timed(times, "checkpoint"):
                 save_checkpoint(accelerator, run_dir, state, rollout, args)
 
@@ -2221,8 +2185,7 @@ def main(args: Args):
             with timed(times, "evaluation_scoring"):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
         with timed(times, "reward_model"):
-            model_scores = reward_model_scores(accelerator, reward_model, rollout.responses, args)
-        responses = score_responses(rollout.responses, model_scores, args)
+            responses = score_responses(accelerator, reward_model, rollout.responses, args)
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
         # A failed reward does not mean a wrong answer: the response is left out of the loss
@@ -2237,15 +2200,15 @@ def main(args: Args):
         mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
         loss_mask = mask * scored[:, None]
         sampler_logprobs = pad(response.logprobs for response in responses).to(device)
-        epochs = draw_mini_batches(len(responses), training_step, args)
-        train_size = args.per_device_train_batch_size
-        forward_size = args.local_rollout_forward_batch_size
+        epochs = draw_mini_batches(training_step, args)
         all_rows = list(range(len(responses)))
         with timed(times, "forward"):
-            micro_batches = cut_micro_batches(accelerator, epochs[0], sequences, train_size)
+            size = args.per_device_train_batch_size
+            micro_batches = cut_micro_batches(accelerator, epochs[0], sequences, size)
             logprobs = forward_all(accelerator, policy, micro_batches, mask)
             values = forward_all(accelerator, value_model, micro_batches, mask)
-            micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, forward_size)
+            size = args.local_rollout_forward_batch_size
+            micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
             ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
         if rollout.policy_version == version:
             check_sampler(logprobs, sampler_logprobs, mask, args)
@@ -2294,10 +2257,12 @@ def main(args: Args):
         update = version * updates_per_step  # counted over the run; the value model has all
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
-                update_sums = accumulate_gradients(
-                    accelerator, policy, value_model, batch, mini_batch, trains_policy, args
+                # Adds
+                sums.update(
+                    accumulate_gradients(
+                        accelerator, policy, value_model, batch, mini_batch, trains_policy, args
+                    )
                 )
-                sums.update(update_sums)  # adds
                 lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, lr, batch, run_dir, args
@@ -2373,7 +2338,7 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    command_line = tyro.cli(Args, description=__doc__.partition("\n\n")[0])
+    command_line = tyro.cli(Args)
     try:
         main(command_line)
     except BaseException as error:
