@@ -127,7 +127,7 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 @dataclass
 class Args:
-    """PPO for language models (RLHF), asynchronous: vLLM generates the next batch while we train."""
+    """PPO for language models, asynchronous: vLLM generates the next batch while we train."""
 
     # -- The run
     exp_name: str = Path(__file__).stem
