@@ -2120,6 +2120,7 @@ def main(args):
     use_plain_names(accelerator)
     if checkpoint_dir is not None:
         # By way of the CPU, since two copies may not fit on a GPU
+        accelerator.print(f"Resuming {checkpoint_dir}")
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)

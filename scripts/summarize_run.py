@@ -1,4 +1,4 @@
-"""Says in a few lines what a run did: answers right before and after, and what limited its speed.
+"""Says in a few lines what a run did: answers right before and after, what limited its speed.
 
 python scripts/summarize_run.py output/RUN
 """
@@ -63,6 +63,19 @@ def describe_speed(metrics: list[dict]) -> str | None:
     )
 
 
+def describe_cuts(metrics: list[dict]) -> str | None:
+    """Whether many responses of the last step were cut, and what to do about it.
+
+    >>> describe_cuts([{"val/stop_rate": 0.25}])
+    '75% of the last responses were cut: a longer --response_length or --non_stop_penalty helps'
+    """
+    share = 1 - metrics[-1]["val/stop_rate"]
+    if share <= 0.2:
+        return None
+    advice = "a longer --response_length or --non_stop_penalty helps"
+    return f"{share:.0%} of the last responses were cut: {advice}"
+
+
 def main():
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
@@ -76,7 +89,8 @@ def main():
     metrics = read_metrics(run_dir)
     if not metrics:
         parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
-    for sentence in (*describe_evaluations(metrics), describe_speed(metrics)):
+    sentences = (*describe_evaluations(metrics), describe_cuts(metrics), describe_speed(metrics))
+    for sentence in sentences:
         if sentence:
             print(sentence)
     print(f"Model, metrics, samples and pictures: {run_dir}")

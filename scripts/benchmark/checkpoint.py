@@ -4,8 +4,8 @@
 
 Policy and value model of PPO are built from the model, with AdamW's moments as after an update, and
 saved three times by the script's own function, with the batch that is in flight. The least is the
-weights and both moments in float32, each tensor written once, one after the other, to the disk that
-the checkpoint is on. Both wait until the disk has all (fsync).
+weights and both moments in float32, each tensor written once, one after the other, to the same
+disk. That waits until the disk has all (fsync); the checkpoint does not.
 """
 
 import argparse
@@ -29,15 +29,15 @@ TIMES = 3
 
 def make_rollout(episodes=64, length=256):
     """A rollout of made-up responses, to no prompts."""
-    answers = script.Answers(
-        responses=[[7] * length] * episodes,
-        sampler_logprobs=[[-1.2345678901] * length] * episodes,
-        texts=["word" * length] * episodes,
-        verifiable=[1.0] * episodes,
-        failures=[None] * episodes,
+    response = script.Response(
+        prompt=None,
+        token_ids=[7] * length,
+        logprobs=[-1.2345678901] * length,
+        stopped=True,
+        text="word" * length,
+        verifiable=1.0,
     )
-    nothing = script.Answers([], [], [], [], [])
-    return script.Rollout(script.Request(1, [], [], [], []), 0, answers, nothing, times={})
+    return script.Rollout(1, 0, [response] * episodes, [], times={})
 
 
 def write_tensors(models, optimizers, path):
@@ -65,8 +65,10 @@ def main():
     )
     transformers.utils.logging.set_verbosity_error()  # the value head is new, as it should be
     accelerator = Accelerator()
-    model, _ = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    models = [script.PolicyModel(model, 1.0), script.load_value_model(args)]
+    path = args.model_name_or_path
+    model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
+    value_model = script.load_classifier(path, args, trained=True, offset=1)
+    models = [script.PolicyModel(model, args), value_model]
     optimizers = []
     for i, model in enumerate(models):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -81,7 +83,7 @@ def main():
     print(f"{parameters / 1e6:.1f} million parameters of policy and value model")
 
     os.makedirs(given.output_dir, exist_ok=True)
-    rollout = script.pack_rollout(make_rollout(), args)
+    rollout = make_rollout()
     seconds = {"least": [], "save": [], "load": []}
     with tempfile.TemporaryDirectory(dir=given.output_dir) as folder:
         for step in range(1, TIMES + 1):
@@ -89,14 +91,17 @@ def main():
             least = write_tensors(models, optimizers, Path(folder, "least"))
             seconds["least"].append(time.perf_counter() - start)
 
-            state = script.RunState(completed_steps=step, beta=0.0, seconds=0.0, wandb_id=None)
+            state = script.RunState(
+                completed_steps=step, beta=0.0, seconds=0.0, wandb_id="", policy_version=0
+            )
             start = time.perf_counter()
-            size = script.save_checkpoint(accelerator, None, Path(folder), state, rollout, args)
+            script.save_checkpoint(accelerator, Path(folder), state, rollout, args)
             seconds["save"].append(time.perf_counter() - start)
 
-            args.resume_from_checkpoint = str(Path(folder, "checkpoints", f"step_{step}"))
+            checkpoint_dir = Path(folder, "checkpoints", f"step_{step}")
+            size = sum(path.stat().st_size for path in checkpoint_dir.iterdir())
             start = time.perf_counter()
-            script.load_checkpoint(accelerator, None, args)
+            accelerator.load_state(checkpoint_dir, map_location="cpu")
             seconds["load"].append(time.perf_counter() - start)
     for name, values in seconds.items():
         print(f"{name:6} {', '.join(f'{value:.2f}' for value in values)} s")

@@ -15,11 +15,13 @@ less than half of them were killed while they saved.
 import argparse
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -44,7 +46,7 @@ def start(script, folder, steps, flags):
         "learning_rate": 1e-3,
         "num_evals": 4,
         "save_freq": 1,
-        "keep_last_n": 2,
+        "keep_last_n": 0,  # so that what is unfinished is being written, and not removed
     }
     command = [sys.executable, script]
     for name, value in options.items():
@@ -62,14 +64,16 @@ def wait_for(condition, process, what):
     return result
 
 
-def steps_of(folder, pattern):
-    """The steps of the checkpoints whose folders have such names, in order."""
-    paths = (folder / "run" / "checkpoints").glob(pattern)
-    return sorted(int(path.name.split("_")[1].split(".")[0]) for path in paths)
-
-
 def complete_checkpoints(folder):
-    return steps_of(folder, "step_?")
+    """The steps of the checkpoints that are whole, in order."""
+    paths = (folder / "run" / "checkpoints").glob("step_?")
+    return sorted(int(path.name.removeprefix("step_")) for path in paths)
+
+
+def is_saving(folder, steps=1):
+    """Whether a checkpoint is unfinished, and so many others are there."""
+    unfinished = (folder / "run" / "checkpoints").glob("*unfinished")
+    return any(unfinished) and len(complete_checkpoints(folder)) >= steps
 
 
 def lines_of(folder):
@@ -99,8 +103,8 @@ def kill(process, folder, steps, choice, while_saving, seconds, checkpoint_secon
     try:
         if while_saving:
             step = choice.randrange(2, steps)
-            unfinished = folder / "run" / "checkpoints" / f"step_{step}.unfinished"
-            wait_for(unfinished.exists, process, f"the checkpoint of step {step}")
+            saving = partial(is_saving, folder, step - 1)
+            wait_for(saving, process, f"the checkpoint of step {step}")
             time.sleep(choice.uniform(0, checkpoint_seconds / 2))
         else:
             wait_for(lambda: complete_checkpoints(folder), process, "the first checkpoint")
@@ -120,7 +124,7 @@ def resume(script, folder, steps, flags, newest, whole):
     files = files_of(folder)
     problems = [f"{name} differs" for name, content in whole.items() if files[name] != content]
     text = (folder / "output.txt").read_text()
-    if f"resumes  {folder}/run/checkpoints/step_{newest}\n" not in text:
+    if not re.search(rf"[Rr]esum\w+ +{folder}/run/checkpoints/step_{newest}\n", text):
         problems.append(f"it did not resume step {newest}")
     return problems
 
@@ -162,7 +166,7 @@ def main():
 
             newest, lines = complete_checkpoints(folder)[-1], len(lines_of(folder))
             doing = f"with {lines} steps done"
-            if newest + 1 in steps_of(folder, "step_?.unfinished"):  # and not an old one, removed
+            if is_saving(folder):
                 killed_while_saving += 1
                 doing += " while it saved"
             problems = []

@@ -40,47 +40,62 @@ SLOW_REWARD = """
 import time
 
 def score(data_source, response, ground_truth, extra_info):
-    if response.endswith("0"):
-        time.sleep(float(ground_truth))
+    time.sleep(float(ground_truth))
     return 1.0
 """
 
 
-def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, grade=None):
+class StubVLLM:
+    """In the place of vLLM: so many seconds later, a response to each prompt."""
+
+    policy_version = 0
+
+    def __init__(self, script, seconds):
+        self.script, self.seconds = script, seconds
+
+    def sample(self, prompts, seeds, temperature, num_samples):
+        if seeds:
+            time.sleep(self.seconds)
+        return [self.script.Response(prompt, [], [], True) for prompt in prompts]
+
+
+def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, prompts=(), reward_fn=None):
     """The script's own thread and queues, with stubs of vLLM and of the update.
 
-    grade: a function that makes Answers, in the thread. Returns the seconds of each iteration; the
-    first contains a generation in any mode.
+    prompts: of each step, whose responses are scored by reward_fn. Returns the seconds of each
+    iteration; the first contains a generation in any mode.
     """
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
 
+    args = script.Args(reward_fn=reward_fn, reward_workers=8)
+    workers = queue.Queue()
+    for _ in range(8 if reward_fn else 0):
+        workers.put(script.start_reward_worker(reward_fn))
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-
-    def generate(request):
-        time.sleep(generation)
-        nothing = script.Answers([], [], [], [], [])
-        answers = grade() if grade else nothing
-        return script.Rollout(request, 0, answers, nothing, times={})
-
+    vllm = StubVLLM(script, generation)
     threading.Thread(
-        target=script.generation_thread, args=(generate, prompts_Q, response_Q), daemon=True
+        target=script.generation_thread,
+        args=(vllm, workers, tokenizer, prompts_Q, response_Q, args),
+        daemon=True,
     ).start()
 
     def ask_for(step):
-        prompts_Q.put(script.Request(step, [], [], [], []))
+        prompts_Q.put(script.Request(step, list(prompts), [1], [], []))
 
     ends = [time.perf_counter()]
     ask_for(1)
     for step in range(1, iterations + 1):
-        rollout = script.receive_rollout(None, response_Q)
-        assert rollout.request.training_step == step
+        rollout = script.receive_rollout(response_Q, None)
+        assert rollout.training_step == step
         if async_mode and step < iterations:
             ask_for(step + 1)
         time.sleep(training)
         if not async_mode and step < iterations:
             ask_for(step + 1)
         ends.append(time.perf_counter())
+    script.end_children()
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
@@ -95,22 +110,12 @@ def run_with_rewards(async_mode, seconds):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slow_reward.py"
         path.write_text(SLOW_REWARD)
-        args = script.Args(reward_fn=f"{path}:score", reward_workers=8)
-        workers = script.start_reward_workers(args)
-        prompts = [script.Prompt("", "", [], [], "any", str(seconds), None)] * 128
-        texts = [str(i) for i in range(128)]
-
-        def grade():
-            tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: texts)
-            return script.grade_answers(workers, tokenizer, prompts, texts, [], args)
-
-        try:
-            grade()  # the workers import the file
-            _, *others = run_toy(async_mode, generation=0.4, training=1.0, grade=grade)
-            return sum(others)
-        finally:
-            for worker in workers:
-                worker.stop()
+        durations = [seconds if i % 10 == 0 else 0.0 for i in range(128)]
+        prompts = [script.Prompt("", "", [], [], "any", str(time), None) for time in durations]
+        _, *others = run_toy(
+            async_mode, generation=0.4, training=1.0, prompts=prompts, reward_fn=f"{path}:score"
+        )
+        return sum(others)
 
 
 def run_real(async_mode, threads, steps, flags):
