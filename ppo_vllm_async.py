@@ -471,10 +471,12 @@ def end_at_once(error):
     The launcher ends the other ranks.
     """
     ending.acquire()  # for good: the first error is the cause, and others wait here for the end
-    traceback.print_exception(error)
-    sys.stdout.flush()
-    end_children()
-    os._exit(1)
+    try:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+    finally:  # also where nobody reads what is printed
+        end_children()
+        os._exit(1)
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -1393,7 +1395,7 @@ class VLLM:
                 info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
             if self.nccl is not None:
-                self.nccl.broadcast(tensor, src=0)
+                self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
         self.sync_call("finish_weight_update")
         torch.cuda.ipc_collect()  # memory that vLLM has read

@@ -1,7 +1,7 @@
 """Odd input of every kind: one printable line, exit status 2, nothing written.
 
 test_bad_input.py has what users get wrong; this file what disks, downloads, editors, launchers and
-hubs do to them.
+hubs do to them. ppo_vllm_async.py refuses less, by exceptions: test_mistakes.py.
 """
 
 import datetime
@@ -29,9 +29,8 @@ from safetensors.torch import load_file, save_file
 
 import grpo_vllm_async
 import ppo_sync
-import ppo_vllm_async
 
-SCRIPTS = [ppo_sync, ppo_vllm_async, grpo_vllm_async]
+SCRIPTS = [ppo_sync, grpo_vllm_async]
 ROW = {
     "prompt": "53812=",
     "data_source": "debug/sorting",

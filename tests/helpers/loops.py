@@ -9,14 +9,17 @@ import copy
 import importlib
 import io
 import multiprocessing
+import queue
 import signal
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import tyro
 from transformers import AutoModelForCausalLM
 
 from helpers import PPO, REPO, hooks
@@ -27,12 +30,76 @@ from helpers.rollouts import STOP
 STEPS, EPISODES = 3, 16
 
 
-def make_stub(script):
-    """A class for script.VLLM that samples digits, one in four responses without an end.
+def sample_digits(seed, args):
+    """Token ids of a response, of which one in four has no end."""
+    generator = torch.Generator().manual_seed(seed)
+    size = int(torch.randint(1, args.response_length, (1,), generator=generator))
+    digits = torch.randint(5, 15, (args.response_length,), generator=generator)
+    if seed % 4 == 0:
+        return digits.tolist()
+    return [*digits[: size - 1].tolist(), STOP]
 
-    The log-probabilities that it reports are those of the weights that it was given last, and a
-    little off; but for an older policy's batches, which need not agree: there they are far off.
+
+def report_logprobs(policy, inputs, mask, seed, is_old):
+    """What a stub says that it sampled with, a row of numbers for each response.
+
+    It is a little off; but for an older policy's batches, which need not agree: there it is far
+    off.
     """
+    with torch.no_grad():
+        logprobs, _ = policy(inputs, mask.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    error = torch.randn(logprobs.shape, generator=generator)
+    logprobs += error if is_old else 1e-4 * error
+    sizes = mask.sum(1).tolist()
+    return [row[:size].tolist() for row, size in zip(logprobs, sizes, strict=True)]
+
+
+def make_stub(script):
+    """A class for script.VLLM that samples digits with the weights that it was given last."""
+    return make_small_stub(script) if hasattr(script.VLLM, "sample") else make_old_stub(script)
+
+
+def make_small_stub(script):
+    """For ppo_vllm_async.py."""
+
+    class StubVLLM:
+        made = []  # noqa: RUF012
+
+        def __init__(self, placement, config, max_length, args):
+            assert placement == (0, 1, ())
+            self.args, self.max_length, self.policy_version = args, max_length, None
+            self.policy = script.PolicyModel(AutoModelForCausalLM.from_config(config).eval(), args)
+            self.synced, self.seeds, self.requests = [], [], 0
+            self.order = []  # of weight syncs and requests
+            self.made.append(self)
+
+        def sync_weights(self, model, version):
+            self.policy.model.load_state_dict(model.state_dict())
+            self.policy_version = version
+            self.synced.append(version)
+            self.order.append(f"weights {version}")
+
+        def sample(self, prompts, seeds, temperature, num_samples):
+            self.seeds += seeds
+            if not prompts:
+                return []
+            self.requests += 1
+            assert len(prompts) % num_samples == 0
+            rows = [sample_digits(seed, self.args) for seed in seeds]
+            sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
+            assert max(len(prompt + row) for prompt, row in sequences) <= self.max_length
+            batch = script.collate(range(len(rows)), sequences, "cpu")
+            is_old = self.args.async_mode and self.synced != [0]
+            logprobs = report_logprobs(self.policy, batch.inputs, batch.mask, seeds[0], is_old)
+            parts = zip(prompts, rows, logprobs, strict=True)
+            return [script.Response(*part, stopped=part[1][-1] == STOP) for part in parts]
+
+    return StubVLLM
+
+
+def make_old_stub(script):
+    """For the scripts that have not been rewritten."""
 
     class StubVLLM:
         made = []  # noqa: RUF012
@@ -84,27 +151,68 @@ def make_stub(script):
             if not prompt_ids:
                 return [], [], self.synced[-1]
             self.requests += 1
-            responses = [self.sample(seed) for seed in seeds]
+            responses = [sample_digits(seed, self.args) for seed in seeds]
             inputs, mask = script.collate(prompt_ids, responses, 0, "cpu")
-            with torch.no_grad():
-                logprobs, _ = self.policy(inputs, mask.shape[1])
-            generator = torch.Generator().manual_seed(seeds[0])
             is_old = getattr(self.args, "async_mode", False) and self.synced != [0]
-            error = torch.randn(logprobs.shape, generator=generator)
-            logprobs += error if is_old else 1e-4 * error
-            sizes = mask.sum(1).tolist()
-            rows = [row[:size].tolist() for row, size in zip(logprobs, sizes, strict=True)]
+            rows = report_logprobs(self.policy, inputs, mask, seeds[0], is_old)
             return responses, rows, self.synced[-1]
 
-        def sample(self, seed):
-            generator = torch.Generator().manual_seed(seed)
-            size = int(torch.randint(1, self.args.response_length, (1,), generator=generator))
-            digits = torch.randint(5, 15, (self.args.response_length,), generator=generator)
-            if seed % 4 == 0:
-                return digits.tolist()
-            return [*digits[: size - 1].tolist(), STOP]
-
     return StubVLLM
+
+
+class GenerationThread:
+    """What main() of ppo_vllm_async.py starts: an error in it is raised by main().
+
+    Without this it would end the process, and with it the tests; and the thread would wait for
+    prompts for ever.
+    """
+
+    def __init__(self, script, put):
+        self.ended, self.thread = threading.Event(), None
+        hooks.around(script, "generation_thread", self.run, put=put)
+        hooks.around(script, "receive_rollout", self.receive, put=put)
+        put(script, "end_at_once", self.note)
+
+    def run(self, call, given):
+        self.thread, self.response_Q = threading.current_thread(), given["response_Q"]
+        self.prompts_Q, given["prompts_Q"] = given["prompts_Q"], self
+        call()
+
+    def get(self):
+        """A request, as from prompts_Q."""
+        while not self.ended.is_set():
+            with contextlib.suppress(queue.Empty):
+                return self.prompts_Q.get(timeout=0.1)
+        raise SystemExit
+
+    def note(self, error):
+        if not self.ended.is_set():
+            self.response_Q.put(error)
+
+    def receive(self, call, given):
+        rollout = call()
+        if isinstance(rollout, BaseException):
+            raise rollout
+        return rollout
+
+    def end(self):
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join()
+
+
+def reward_in_this_process(script, score, put):
+    """Has --reward_fn call score(data_source, response, ground_truth), without workers."""
+
+    def reward_fn(data_source, response, ground_truth, extra_info):
+        return score(data_source, response, ground_truth)
+
+    def call_worker(workers, prompt, text, args):
+        return script.call_reward_fn(args.reward_fn, prompt, text)
+
+    put(script, "load_reward_fn", lambda name: reward_fn)
+    put(script, "start_reward_worker", lambda name: None)
+    put(script, "call_worker", call_worker)
 
 
 def run_loop(name, files, folder, score=None, fails_at=None, **changes):
@@ -121,7 +229,8 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the optimizer steps of each model
     seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
-    output = io.StringIO()
+    output = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    is_small = not hasattr(script, "bad_input")
 
     def note_rows(rows, *_):
         seen.mini_batches.append(rows)
@@ -152,11 +261,18 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):  # main() has handlers of its own
             stack.callback(signal.signal, number, signal.getsignal(number))
-        stack.callback(atexit.unregister, script.print_resume_command)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(script, "VLLM", stub)
-        if score is not None:
-            patch.setattr(script, "compute_score", score)
+        if is_small:
+            thread = GenerationThread(script, patch.setattr)
+            stack.callback(thread.end)
+            if score is not None:
+                options["reward_fn"] = "of the test"
+                reward_in_this_process(script, score, patch.setattr)
+        else:
+            stack.callback(atexit.unregister, script.print_resume_command)
+            if score is not None:
+                patch.setattr(script, "compute_score", score)
         hooks.with_each_batch(
             script,
             lambda batch, _: seen.batches.append(copy.deepcopy(batch)),
@@ -171,11 +287,11 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         patch.setattr("subprocess.run", lambda *_, **__: None)  # no pictures
         patch.setattr(sys, "argv", [name, *flags_of(options)])
         try:
-            script.main()
+            script.main(*([tyro.cli(script.Args)] if is_small else []))
         except RuntimeError as error:
             seen.error = error
     seen.vllm = stub.made[0] if stub.made else None
-    seen.output = output.getvalue()
+    seen.output = output.buffer.getvalue().decode()
     if seen.batches:
         seen.metrics = read_json_lines(seen.run_dir / "metrics.jsonl")
     return seen

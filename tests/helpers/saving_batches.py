@@ -11,7 +11,7 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import torch
 
-from helpers import hooks
+from helpers import async_hooks, hooks
 
 
 def run_dir_of(args):
@@ -42,4 +42,4 @@ if __name__ == "__main__":  # vLLM's processes import this file too
     name = sys.argv.pop(1)
     module = importlib.import_module(Path(name).stem)
     save_batches(module)
-    module.main()
+    async_hooks.run_as_main(module)
