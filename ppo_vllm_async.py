@@ -4,7 +4,7 @@ No GPU needed, sets itself up, learns in minutes:
 
     bash scripts/train/debug/ppo.sh
 
-One GPU, shared by the learner and a vLLM engine; --num_processes 8 uses eight GPUs like this:
+One GPU, shared by the learner and a vLLM engine (--num_processes 8: eight GPUs, each shared so):
 
     accelerate launch --quiet --num_processes 1 ppo_vllm_async.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
@@ -46,24 +46,30 @@ Deliberate simplifications:
     distribution that is sampled from.
  3. One reward per response, on its last token; one turn, no tools; prompts are padded, not packed.
  4. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
-    Nothing is repaired while running: resume from the newest checkpoint.
+    Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
+    it samples is waited for.
  5. Few inputs are checked, those that would go wrong in silence. scripts/preflight.py checks more.
 
-Map of this file:
-    Args, data              what a run is told; the rows and tensors that travel    look up
-    data, rewards, models   a row of the dataset, its reward, the models' wrappers  skim
-    mathematics             whitening, KL, GAE, losses, with examples               read
-    vLLM                    its process, weight sync, the generation thread         read
-    forward and backward    micro-batches; the gradient of one optimizer batch      read
-    metrics, checkpoints    what is written                                         skip at first
-    main                    set-up, then the loop: the algorithm, step by step      read first
+Map of this file, section by section; main, at its end, is what to read first:
+    Args and dataclasses      what a run is told; the rows and tensors that travel    look up
+    small helpers             how a process ends                                      skim
+    data, rewards             from a row of a dataset to a Request; to a score        skim
+    models                    wrappers that give log-probabilities and values         read
+    mathematics               whitening, KL, GAE, losses, with examples               read
+    vLLM                      its process, weight sync, the generation thread         read
+    forward and backward      micro-batches; the gradient of one optimizer batch      read
+    metrics, checkpoints      what is written                                         skip at first
+    arguments                 what must fit together                                  skip at first
+    main                      set-up, then the loop: the algorithm, step by step      read
+
+"Collective" in a docstring: every rank must call the function, in the same order.
 
 arXiv: asynchronous RLHF 2410.18252; PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325;
 PPO's implementation details 2403.17031.
 """
 
 import contextlib
-import ctypes
+import fcntl
 import hashlib
 import importlib
 import itertools
@@ -82,8 +88,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections import Counter, defaultdict
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -120,8 +126,8 @@ FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a c
 
 # Logits whose softmax is taken at once: 64 MiB in float32, or one row where that is more
 SOFTMAX_CHUNK = 2**24
-# Seconds that vLLM may take to start, and for each message of a weight sync
-VLLM_START_TIMEOUT = 1800
+# Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
+START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
 
 
@@ -161,7 +167,8 @@ class Args:
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
     value_model_path: str | None = None
-    """what the value model starts from; None: the reward model, or without one the policy"""
+    """what the value model starts from, with the policy's tokenizer; None: the reward model, or
+    without one the policy"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """precision of forward passes and of vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
@@ -267,7 +274,7 @@ class Args:
     kl_horizon: int = 10_000
     """with kl_target: episodes in which beta changes by a fifth where the KL is far off"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
-    """estimator of that penalty; kl2 and kl3 in a reward give almost no gradient (2510.01555)"""
+    """estimator of the KL penalty; kl2 and kl3 in a reward give almost no gradient (2510.01555)"""
     whiten_rewards: bool = False
     """scale rewards to unit variance, keeping their mean"""
     cliprange: float = 0.2
@@ -296,7 +303,8 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume, or "latest": the newest of run_name; the run continues in its folder"""
+    """checkpoint to resume, or "latest": the newest of run_name; the run continues in its folder,
+    where all that is newer is removed"""
 
     # -- Output
     with_tracking: bool = False
@@ -322,7 +330,7 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """completed steps at which an evaluation is requested, beside the one after the last"""
+    """how many steps come before those whose requests have an evaluation, the last one apart"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -483,7 +491,7 @@ def end_at_once(error):
 
 
 def load_rows(path, split):
-    """The rows of a .parquet or .jsonl file, or of a dataset on the hub."""
+    """The rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
     file_format = {".parquet": "parquet", ".jsonl": "json"}.get(Path(path).suffix)
     if file_format is None:
         return datasets.load_dataset(path, split=split).to_list()
@@ -491,7 +499,7 @@ def load_rows(path, split):
 
 
 def tokenize_prompt(prompt, tokenizer):
-    """The text of a prompt and its token ids.
+    """The text of a prompt (a string, or messages) and its token ids.
 
     Messages are rendered with the chat template; an answer that ends them is left out.
     """
@@ -567,12 +575,6 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
     return prompts
 
 
-def hash_prompts(prompts):
-    """A hash of what the prompts say, in this order, whatever file they come from."""
-    hashes = [stable_hash(p.text, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
-    return stable_hash(hashes)
-
-
 def draw_prompts(num_prompts, start, count, seed):
     """Indices of the prompts from `start` to `start + count`, counted over the whole run.
 
@@ -596,15 +598,15 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     It is a function of the step alone. The samples of a prompt stand side by side. Each response
     has a seed of its own, a hash: neighbouring seeds would repeat one another's samples.
     """
-    completed_steps = training_step - 1
+    steps_before = training_step - 1
     count = args.rollout_batch_size
-    if completed_steps == args.num_training_steps:
+    if steps_before == args.num_training_steps:
         count = 0
-    drawn = draw_prompts(len(train_prompts), completed_steps * count, count, args.seed)
+    drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
-    first_episode = completed_steps * args.episodes_per_step
+    first_episode = steps_before * args.episodes_per_step
     seeds = [stable_hash(args.seed, "episode", first_episode + i) for i in range(len(prompts))]
-    if completed_steps not in (*args.eval_steps, args.num_training_steps):
+    if steps_before not in (*args.eval_steps, args.num_training_steps):
         eval_prompts = []
     eval_seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_prompts))]
     return Request(training_step, prompts, seeds, eval_prompts, eval_seeds)
@@ -659,11 +661,13 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    It can be ended with all its children. And Linux ends it when its parent ends: that is
-    multiprocessing's fork server, which ends with the script.
+    Linux kills it when the script ends, in whatever way, even if its code holds Python's lock.
     """
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    # A pipe whose other end closes with the script. Linux sends SIGIO then, which nobody handles
+    sentinel = mp.parent_process().sentinel
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, os.O_ASYNC)
     load_reward_fn(reward_fn)
     return os.getpid()
 
@@ -675,15 +679,15 @@ def call_reward_fn(reward_fn, prompt, text):
         score = load_reward_fn(reward_fn)(
             prompt.data_source, text, prompt.ground_truth, extra_info=prompt.extra_info
         )
-        score, failure = float(score), None
+        answer = float(score), None
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        score, failure = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
+        answer = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
-    return score, failure
+    return answer
 
 
 # The rest runs in the script's process.
@@ -694,7 +698,7 @@ def start_reward_worker(reward_fn):
     # What takes long to import is imported once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
-    process_group = executor.submit(start_reward_process, reward_fn).result()
+    process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
     process_groups.append(process_group)
     return executor, process_group
 
@@ -708,19 +712,22 @@ def call_worker(workers, prompt, text, args):
     executor, process_group = workers.get()
     try:
         call = executor.submit(call_reward_fn, args.reward_fn, prompt, text)
-        score, failure = call.result(args.reward_timeout)
-    except (TimeoutError, BrokenExecutor) as error:
-        score, failure = None, f"{type(error).__name__}: no answer in {args.reward_timeout:g} s"
+        return call.result(args.reward_timeout)
+    except Exception as error:
         process_groups.remove(process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-    workers.put((executor, process_group))
-    return score, failure
+        return None, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+    finally:
+        workers.put((executor, process_group))
 
 
 def grade_responses(responses, tokenizer, workers, args):
-    """The responses with their texts and verifiable rewards; all workers work at a time."""
+    """Copies of the responses with their texts and verifiable rewards, on all workers at once.
+
+    workers: what start_reward_worker returns, one for each.
+    """
 
     def grade(response):
         prompt, verifiable, failure = response.prompt, None, None
@@ -757,11 +764,14 @@ def has_r1_format(prompt, response):
 
 
 def score_responses(accelerator, reward_model, responses, args):
-    """The responses of all ranks with their scores: the sum of all rewards, or the penalty."""
+    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty.
+
+    reward_model: a ValueModel, or None.
+    """
     model_scores = [None] * len(responses)
     if reward_model is not None:
         model_scores = reward_model_scores(accelerator, reward_model, responses, args)
-    scored = []
+    with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
         has_format = has_r1_format(response.prompt.text, response.text)
         too_short = len(response.token_ids) < args.min_response_length
@@ -778,7 +788,7 @@ def score_responses(accelerator, reward_model, responses, args):
         if penalized:
             score = args.penalty_reward_value
         parts = {"model_score": model_score, "has_format": has_format, "penalized": penalized}
-        scored.append(replace(response, score=score, **parts))
+        with_scores.append(replace(response, score=score, **parts))
 
     failed = [response for response in responses if response.failure is not None]
     if failed and is_rank_0():
@@ -786,7 +796,7 @@ def score_responses(accelerator, reward_model, responses, args):
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
             f"{failed[0].prompt.row}: {failed[0].failure}"
         )
-    return scored
+    return with_scores
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -805,7 +815,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
     A trained model is float32 and needs gradients; a frozen one is of args.dtype. ValueError: its
-    checkpoint lacks a tensor, other than the head of a value model. That head is zeros, so the
+    checkpoint lacks a tensor. A value model may lack its head, which then is zeros, so that the
     first advantages are rewards to come; with random values they would be noise.
     """
     revision = revision_of(path, args)
@@ -837,9 +847,9 @@ def load_model(auto_class, path, args, trained, **config_options):
 
 
 def token_logprobs(logits, labels, temperature):
-    """Log-probabilities of the labels, and entropies: each (batch, response_length), in float32.
+    """Log-probabilities of the labels, and entropies: each (batch, width), in float32.
 
-    logits: (batch, response_length, vocabulary); labels: (batch, response_length), token ids.
+    logits: (batch, width, vocabulary); labels: (batch, width), token ids.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -848,9 +858,9 @@ def token_logprobs(logits, labels, temperature):
     return label_logprobs, entropies
 
 
-def autocast(model, dtype):
-    """Forward passes compute in this dtype."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+def autocast(model, args):
+    """Forward passes compute in args.dtype."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 class PolicyModel(nn.Module):
@@ -859,24 +869,23 @@ class PolicyModel(nn.Module):
     def __init__(self, model, args):
         super().__init__()
         self.model = model
-        self.dtype = args.dtype
-        self.temperature = args.temperature
+        self.args = args
 
-    def forward(self, inputs, response_length):
-        """Log-probabilities of the response tokens and entropies: (batch, response_length).
+    def forward(self, inputs, width):
+        """Log-probabilities of the response tokens and entropies: (batch, width).
 
         Both can be trained on. Only the logits of the response exist. Their softmax is taken a
         few rows at a time, and computed again in the backward pass: it would be the largest thing
         in memory.
         """
-        with autocast(self.model, self.dtype):
-            output = self.model(**inputs, logits_to_keep=response_length + 1)
-        # The logits at a position predict the token after it: (batch, response_length, vocabulary)
+        with autocast(self.model, self.args):
+            output = self.model(**inputs, logits_to_keep=width + 1)
+        # The logits at a position predict the token after it: (batch, width, vocabulary)
         logits = output.logits[:, :-1]
-        labels = inputs["input_ids"][:, -response_length:]  # (batch, response_length)
+        labels = inputs["input_ids"][:, -width:]  # (batch, width)
         rows = max(1, SOFTMAX_CHUNK // logits[0].numel())
         chunks = [
-            checkpoint(token_logprobs, *chunk, self.temperature, use_reentrant=False)
+            checkpoint(token_logprobs, *chunk, self.args.temperature, use_reentrant=False)
             for chunk in zip(logits.split(rows), labels.split(rows), strict=True)
         ]
         logprobs, entropies = zip(*chunks, strict=True)
@@ -886,22 +895,22 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every response token.
 
-    offset: 1 reads values, of the states in which the tokens were chosen, one position earlier;
-    0 reads scores of the sequences that end with the tokens, as a reward model gives them.
+    offset 1: the value before each token, which is read one position earlier. offset 0: the score
+    of the sequence up to and with each token, as a reward model gives it.
     """
 
     def __init__(self, model, offset, args):
         super().__init__()
         self.model = model
-        self.dtype = args.dtype
+        self.args = args
         self.offset = offset
 
-    def forward(self, inputs, response_length):
-        """Values of the response tokens: (batch, response_length)."""
-        with autocast(self.model, self.dtype):
+    def forward(self, inputs, width):
+        """Values of the response tokens: (batch, width)."""
+        with autocast(self.model, self.args):
             hidden = self.model.base_model(**inputs).last_hidden_state
         end = hidden.shape[1] - self.offset
-        hidden = hidden[:, end - response_length : end]  # (batch, response_length, hidden_size)
+        hidden = hidden[:, end - width : end]  # (batch, width, hidden_size)
         # The head computes in float32
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
@@ -969,7 +978,7 @@ def masked_mean(values, mask):
 
 
 def sequence_mean(values, mask):
-    """Each token gets the mean over its response: (batch, response_length), like values.
+    """Each token gets the mean over its response: (batch, width), like values.
 
     Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
 
@@ -1030,7 +1039,7 @@ def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438).
 
     Gives the advantages (not whitened) and the returns (advantages + values). All tensors are
-    (batch, response_length), padded on the right; both results are 0 outside the mask. The last
+    (batch, width), padded on the right; both results are 0 outside the mask. The last
     token of a response is terminal.
 
     >>> advantages, returns = compute_gae(
@@ -1059,7 +1068,7 @@ def compute_gae(rewards, values, mask, gamma, lam):
 def mismatch_mask(log_ratio, mask, args):
     """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
 
-    log_ratio: learner - sampler log-probabilities. All are (batch, response_length).
+    log_ratio: learner - sampler log-probabilities. All are (batch, width).
 
     >>> log_ratio, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
     >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
@@ -1082,7 +1091,7 @@ def policy_loss(
 ):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher], of which PPO has one value. For
+    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; in PPO both are one value. For
     negative advantages a dual_clip above 0 is another upper limit (1912.09729).
     log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
 
@@ -1184,7 +1193,7 @@ def call_llm(method, *args, **kwargs):
 
 
 def sample_responses(prompt_ids, seeds, temperature, args):
-    """Samples a response to each prompt: its token ids with the stop token, and their logprobs.
+    """Samples a response to each prompt: [(its token ids with the stop token, their logprobs)].
 
     Each response is a request of its own with its own seed, so that a run can be repeated.
     """
@@ -1249,8 +1258,8 @@ def share_of(num_items, index, count, group):
     [['a', 'a', 'b', 'b'], ['c', 'c']]
     """
     num_groups = num_items // group
-    first, end = (math.ceil(i * num_groups / count) for i in (index, index + 1))
-    return slice(first * group, end * group)
+    first, end = (math.ceil(i * num_groups / count) * group for i in (index, index + 1))
+    return slice(first, end)
 
 
 def vllm_settings(gpus, folder, max_length, args):
@@ -1258,14 +1267,13 @@ def vllm_settings(gpus, folder, max_length, args):
 
     It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
     """
-    # The engine is a world of its own: the learners' ranks and ports are not for it
+    # The engine is a world of its own: the learners' RANK, MASTER_PORT, ... are not for it
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     inherited = {name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)}
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,
@@ -1283,6 +1291,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
+        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -1331,7 +1340,7 @@ class VLLM:
         # it; patch.dict gives ours back afterwards
         with mock.patch.dict(os.environ, environment, clear=True):
             start = self.submit(start_llm, options, config)
-        process_groups.append(start.result(VLLM_START_TIMEOUT))
+        process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
         """Makes vLLM's process run a function. If it fails, this process ends at once."""
@@ -1344,7 +1353,7 @@ class VLLM:
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
     def sample(self, prompts, seeds, temperature, num_samples):
-        """Samples the responses to this engine's share of some prompts.
+        """Samples the Responses to this engine's share of some Prompts.
 
         num_samples: samples of a prompt; equal prompts are adjacent.
         """
@@ -1358,7 +1367,10 @@ class VLLM:
         ]
 
     def sync_weights(self, model, version):
-        """Gives vLLM the weights of a model; it must be idle. version: of the policy."""
+        """Gives vLLM the weights of the model inside a PolicyModel; it must be idle.
+
+        version: of the policy.
+        """
         dtype = getattr(torch, self.args.dtype)
         # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
         named = model.named_parameters(remove_duplicate=bool(self.gpus))
@@ -1456,7 +1468,7 @@ def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
 
 
 def receive_rollout(response_Q, cpu_group):
-    """Takes this rank's share from response_Q, and returns the shares of all ranks as one rollout.
+    """Collective. Takes this rank's share from response_Q; returns all shares as one Rollout.
 
     cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
     share after the other is in the order of the request.
@@ -1467,8 +1479,8 @@ def receive_rollout(response_Q, cpu_group):
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, own_share, group=cpu_group)
     shares = [share for share in shares if share.policy_version is not None]
-    versions = {(share.training_step, share.policy_version) for share in shares}
-    assert len(versions) == 1, f"ranks are at different steps or versions: {versions}"
+    versions = {share.policy_version for share in shares}
+    assert len(versions) == 1, f"engines have weights of different versions: {versions}"
     return replace(
         shares[0],  # rank 0 owns an engine
         responses=[response for share in shares for response in share.responses],
@@ -1494,8 +1506,9 @@ def draw_mini_batches(training_step, args):
 
 
 def cut_micro_batches(accelerator, mini_batches, sequences, size):
-    """This rank's share of each mini-batch, cut into micro-batches of `size` rows.
+    """This rank's share of each mini-batch, as a list of MicroBatches of `size` rows.
 
+    mini_batches: lists of rows; sequences: as in Batch.
     A micro-batch is padded to its longest row, so it gets rows of like length.
     """
     lengths = [(len(response), len(prompt)) for prompt, response in sequences]
@@ -1511,7 +1524,7 @@ def cut_micro_batches(accelerator, mini_batches, sequences, size):
 
 @torch.no_grad()
 def forward_all(accelerator, model, micro_batches, mask):
-    """Runs a PolicyModel or a ValueModel over the micro-batches of all ranks.
+    """Collective. Runs a PolicyModel or a ValueModel over the micro-batches of all ranks.
 
     Returns log-probabilities or values on every rank: like the mask of the whole batch, (episodes,
     width), 0 outside responses.
@@ -1528,7 +1541,7 @@ def forward_all(accelerator, model, micro_batches, mask):
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
-    """The reward model's scores: its head at the last token of each response, found by length."""
+    """Collective. The reward model's scores at the last token of each response, as floats."""
     sequences = [(r.prompt.reward_model_token_ids, r.token_ids) for r in responses]
     rows = list(range(len(sequences)))
     mask = pad([1.0] * len(response) for _, response in sequences).to(accelerator.device)
@@ -1539,8 +1552,9 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 
 
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
-    """Forward and backward passes of one optimizer batch, of which this rank takes its share.
+    """Collective. Forward and backward of one optimizer batch, of which this rank takes its share.
 
+    mini_batch: rows of the batch.
     Each loss is the mean over the mini-batch's tokens in the loss, on all ranks together, so the
     gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped.
     Returns sums over this rank's tokens, which update_metrics turns into metrics. Without
@@ -1551,20 +1565,20 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
     micro_batches = cut_micro_batches(accelerator, [mini_batch], batch.sequences, size)
     sums = defaultdict(float)
     for i, micro_batch in enumerate(micro_batches):
-        inputs = micro_batch.inputs
+        # All that follows is (micro_batch, width)
+        rows, inputs = micro_batch.rows, micro_batch.inputs
         width = micro_batch.mask.shape[1]
-
-        def of_rows(tensor):  # (micro_batch, width), as all that follows
-            return tensor[micro_batch.rows, :width]  # noqa: B023
-
-        loss_mask = of_rows(batch.loss_mask)
+        loss_mask = batch.loss_mask[rows, :width]
         with contextlib.ExitStack() as stack:
             if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
                 for model in (policy, value_model):
                     stack.enter_context(accelerator.no_sync(model))
             values = value_model(inputs, width)
             vf_loss, vf_clipped = value_loss(
-                values, of_rows(batch.values), of_rows(batch.returns), args.cliprange_value
+                values,
+                batch.values[rows, :width],
+                batch.returns[rows, :width],
+                args.cliprange_value,
             )
             loss = (vf_loss * loss_mask).sum() / num_tokens
             # Ranks average their gradients; times the number of ranks, that is their sum
@@ -1573,11 +1587,11 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
 
             if trains_policy:
                 logprobs, entropies = policy(inputs, width)
-                log_ratio = (logprobs - of_rows(batch.logprobs)) * loss_mask
+                log_ratio = (logprobs - batch.logprobs[rows, :width]) * loss_mask
                 pg_loss, pg_clipped = policy_loss(
                     log_ratio,
-                    of_rows(batch.advantages),
-                    of_rows(batch.importance_weights),
+                    batch.advantages[rows, :width],
+                    batch.importance_weights[rows, :width],
                     cliprange=args.cliprange,
                     cliprange_higher=args.cliprange,
                     dual_clip=args.dual_clip,
@@ -1606,7 +1620,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Clips a model's gradients and steps its optimizer; returns their norm before that.
+    """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
 
     FloatingPointError: the norm is not finite. All ranks see the same one; the batch is saved.
     """
@@ -1643,7 +1657,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
 
 
 def update_metrics(accelerator, sums):
-    """The metrics of a step's updates, from each rank's sums over its tokens."""
+    """Collective. Metrics of a step's updates, as floats, from each rank's sums over its tokens."""
     totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum")
     sums = dict(zip(sums, totals.tolist(), strict=True))
     tokens = max(1, sums.pop("tokens"))
@@ -1740,7 +1754,7 @@ def describe(response, policy_version):
 
 
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
-    """Scores a rollout's responses to the held-out prompts, writes them down, returns eval/*."""
+    """Collective. Scores a rollout's responses to held-out prompts, writes them, returns eval/*."""
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
     append_lines(run_dir / "samples.jsonl", samples)
@@ -1749,16 +1763,18 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", columns, cells, commit=False)
     if is_rank_0():
-        title = f"Responses to held-out prompts, policy version {rollout.policy_version}"
-        table = Table(*columns[:4], title=title)
+        version = rollout.policy_version
+        table = Table(
+            *columns[:4], title=f"Responses to held-out prompts, policy version {version}"
+        )
         for row in cells[:4]:
-            table.add_row(*[repr(cell)[1:-1][:300] for cell in row[:4]])
+            table.add_row(*[repr(cell)[:300] for cell in row[:4]])
         Console(markup=False, emoji=False).print(table)
-    metrics = score_metrics("eval", responses, args)
-    metrics["eval/policy_version"] = rollout.policy_version
-    metrics["eval/sequence_lengths"] = sum(len(r.token_ids) for r in responses) / len(responses)
-    metrics["eval/stop_rate"] = sum(r.stopped for r in responses) / len(responses)
-    return metrics
+    return score_metrics("eval", responses, args) | {
+        "eval/policy_version": rollout.policy_version,
+        "eval/sequence_lengths": sum(len(r.token_ids) for r in responses) / len(responses),
+        "eval/stop_rate": sum(r.stopped for r in responses) / len(responses),
+    }
 
 
 def write_metrics(accelerator, metrics, run_dir, args):
@@ -1828,8 +1844,9 @@ def use_plain_names(accelerator):
 
 
 def save_checkpoint(accelerator, run_dir, state, rollout, args):
-    """Writes checkpoints/step_N: models, optimizers, state, the next rollout, the run's .jsonl.
+    """Collective. Writes checkpoints/step_N: models, optimizers, state, rollout, the run's .jsonl.
 
+    rollout: of step N + 1.
     The disk must be one that all nodes share. Only the newest keep_last_n checkpoints are kept.
     """
     folder = run_dir / "checkpoints" / "unfinished"
@@ -1838,7 +1855,7 @@ def save_checkpoint(accelerator, run_dir, state, rollout, args):
     if not accelerator.is_main_process:
         return
     responses = rollout.responses + rollout.eval_responses
-    rows = [vars(replace(response, prompt=None)) for response in responses]  # the step's
+    rows = [vars(replace(response, prompt=None)) for response in responses]  # drawn again on resume
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "next_rollout.parquet")
     (folder / "state.json").write_text(json.dumps(vars(state)))
     for path in run_dir.glob("*.jsonl"):
@@ -1849,22 +1866,18 @@ def save_checkpoint(accelerator, run_dir, state, rollout, args):
 
 
 def load_rollout(checkpoint_dir, state, request):
-    """The rollout in a checkpoint, which answers a request. Rank 0 gets all, others an empty share.
+    """The rollout in a checkpoint, which answers a request; state: the checkpoint's RunState.
 
-    state: the checkpoint's RunState.
+    Rank 0 alone gives it a version: other ranks' shares count as empty (see receive_rollout).
     """
     rows = parquet.read_table(checkpoint_dir / "next_rollout.parquet").to_pylist()
     prompts = request.prompts + request.eval_prompts
     responses = [
         Response(**row | {"prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)
     ]
-    return Rollout(
-        training_step=request.training_step,
-        policy_version=state.policy_version if is_rank_0() else None,
-        responses=responses[: len(request.prompts)],
-        eval_responses=responses[len(request.prompts) :],
-        times={},
-    )
+    count = len(request.prompts)
+    version = state.policy_version if is_rank_0() else None
+    return Rollout(request.training_step, version, responses[:count], responses[count:], times={})
 
 
 def find_run(args):
@@ -1873,7 +1886,7 @@ def find_run(args):
     if args.resume_from_checkpoint == "latest":
         checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
-            raise ValueError(f"--resume_from_checkpoint latest: {run_dir} has no checkpoint")
+            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint)
@@ -1886,15 +1899,13 @@ def find_run(args):
 def rewind_run(run_dir, checkpoint_dir):
     """Takes the folder of a run back to a checkpoint."""
     shutil.rmtree(run_dir / "checkpoints" / "unfinished", ignore_errors=True)
-    for path in run_dir.glob("*.jsonl"):
-        path.unlink()
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     checkpoints = list_checkpoints(run_dir)
     remove_checkpoints([p for p in checkpoints if step_of(p) > step_of(checkpoint_dir)])
 
 
-# ------------------------------------------------------------------------- checks and the set-up
+# -------------------------------------------------------------------------------------- arguments
 
 
 def fill_in(args, world_size):
@@ -1912,8 +1923,6 @@ def fill_in(args, world_size):
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
     if args.run_name is None:
-        if args.resume_from_checkpoint == "latest":
-            raise ValueError("--resume_from_checkpoint latest: of which run? Give its --run_name")
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
     # Batches
@@ -1945,7 +1954,8 @@ def fill_in(args, world_size):
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
     num_engines = len(gpus) // size
     are_free = all(gpu >= local_world_size for gpu in gpus)
-    if not are_free or num_engines * size != len(args.vllm_gpus) or num_engines > local_world_size:
+    fit = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
+    if not are_free or not fit or (size > 1 and not gpus):
         raise ValueError(
             f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
             f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
@@ -2004,6 +2014,7 @@ def main(args):
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -2016,15 +2027,16 @@ def main(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    device, world_size = accelerator.device, accelerator.num_processes
+    device = accelerator.device
     cpu_group = None
-    if world_size > 1:
+    if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
-    args = fill_in(args, world_size)
+    args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
+    args.run_name = run_dir.name
     state = RunState(0, args.beta, seconds=0.0, wandb_id=uuid.uuid4().hex, policy_version=0)
     if checkpoint_dir is not None:
         state = RunState(**json.loads((checkpoint_dir / "state.json").read_text()))
@@ -2051,12 +2063,15 @@ def main(args):
     all_prompts = train_prompts + eval_prompts
     prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
     max_length = max(prompt_lengths) + args.response_length
-    args.data_hash = hash_prompts(all_prompts)
+    # What the prompts say, whatever file they come from
+    facts = [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in all_prompts]
+    args.data_hash = stable_hash([stable_hash(fact) for fact in facts])
     if checkpoint_dir is not None:
         # Under other arguments or data the steps until the checkpoint would have been others
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
             "seed",
+            "beta",
             "episodes_per_step",
             "number_samples_per_prompt",
             "mini_batch_size",
@@ -2104,8 +2119,7 @@ def main(args):
     def sync_weights(version):
         if vllm is not None:
             # Without the PolicyModel around it, and what accelerate may have put around that
-            unwrapped = accelerator.unwrap_model(policy, keep_torch_compile=False)
-            vllm.sync_weights(unwrapped.model, version)
+            vllm.sync_weights(accelerator.unwrap_model(policy).model, version)
 
     def next_request(training_step):
         return make_request(training_step, train_prompts, eval_prompts, args)
@@ -2126,13 +2140,19 @@ def main(args):
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
+        for path in run_dir.glob("*.jsonl"):
+            path.unlink()
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
-    options = {"name": args.run_name, "entity": args.wandb_entity}
-    options |= {"id": state.wandb_id, "resume": "allow"}
-    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": options})
+    wandb_run = {
+        "name": args.run_name,
+        "entity": args.wandb_entity,
+        "id": state.wandb_id,
+        "resume": "allow",
+    }
+    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_run})
     for tracker in accelerator.trackers:
         import wandb
 
@@ -2144,8 +2164,8 @@ def main(args):
         sync_weights(version=0)
         prompts_Q.put(next_request(1))
     else:
-        # The weights that sampled it are gone, so the checkpoint has it. vLLM has random weights
-        # until the loop sends it others
+        # The weights that sampled this rollout are gone, so the checkpoint has it. vLLM has random
+        # weights until the loop sends it others
         response_Q.put(load_rollout(checkpoint_dir, state, next_request(first_step)))
 
     # ---- The loop
@@ -2154,6 +2174,7 @@ def main(args):
         step_start = time.perf_counter()
         times = {"weight_sync": 0.0, "evaluation_scoring": 0.0}
         version = training_step - 1  # of the policy, until this step's updates
+        is_last = training_step == args.num_training_steps
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
 
         # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
@@ -2162,7 +2183,7 @@ def main(args):
         assert rollout.training_step == training_step, "a rollout of another step"
 
         # 2. The current weights and then the next prompts go to vLLM. It generates while we train.
-        if args.async_mode and training_step < args.num_training_steps:
+        if args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(version)
             prompts_Q.put(next_request(training_step + 1))
@@ -2255,32 +2276,32 @@ def main(args):
 
         # 8. Updates. The schedule of each learning rate starts at the model's own first update.
         trains_policy = training_step > args.value_warmup_steps
-        sums = Counter()
+        sums = defaultdict(float)
         grad_norms = defaultdict(list)
         update = version * updates_per_step  # counted over the run; the value model has all
+        lr = 0.0  # while only the value model learns
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
-                # Adds
-                sums.update(
-                    accumulate_gradients(
-                        accelerator, policy, value_model, batch, mini_batch, trains_policy, args
-                    )
+                update_sums = accumulate_gradients(
+                    accelerator, policy, value_model, batch, mini_batch, trains_policy, args
                 )
-                lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
+                for name, total in update_sums.items():
+                    sums[name] += total
+                value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
-                    accelerator, value_model, value_optimizer, lr, batch, run_dir, args
+                    accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
                 )
                 grad_norms["optim/value_grad_norm"].append(norm)
-                lr = 0.0  # of the policy, while only the value model learns
                 if trains_policy:
-                    policy_update = update - value_warmup_updates
-                    lr = args.learning_rate * lr_multiplier(policy_update, num_policy_updates, args)
+                    lr = args.learning_rate * lr_multiplier(
+                        update - value_warmup_updates, num_policy_updates, args
+                    )
                     norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                     grad_norms["optim/grad_norm"].append(norm)
                 update += 1
 
         # 9. With --no-async_mode this is the moment for weights and prompts
-        if not args.async_mode and training_step < args.num_training_steps:
+        if not args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(training_step)
             prompts_Q.put(next_request(training_step + 1))
@@ -2320,7 +2341,7 @@ def main(args):
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
         # 11. After the last update the model is saved, and then comes the last evaluation
-        if training_step == args.num_training_steps:
+        if is_last:
             if accelerator.is_main_process:
                 trained_model = accelerator.unwrap_model(policy).model
                 save_model(trained_model, tokenizer, run_dir / "model", args)
