@@ -69,13 +69,14 @@ PPO's implementation details 2403.17031.
 """
 
 import contextlib
-import fcntl
+import ctypes
 import hashlib
 import importlib
 import itertools
 import json
 import math
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import queue
 import re
@@ -492,10 +493,14 @@ def end_at_once(error):
 
 def load_rows(path, split):
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
-    file_format = {".parquet": "parquet", ".jsonl": "json"}.get(Path(path).suffix)
-    if file_format is None:
-        return datasets.load_dataset(path, split=split).to_list()
-    return datasets.load_dataset(file_format, data_files=path, split="train").to_list()
+    suffix = Path(path).suffix
+    if suffix == ".jsonl":
+        # datasets would give each column one type: "01" beside 2 becomes 1
+        with open(path) as file:
+            return [json.loads(line) for line in file]
+    if suffix == ".parquet":
+        return parquet.read_table(path).to_pylist()
+    return datasets.load_dataset(path, split=split).to_list()
 
 
 def tokenize_prompt(prompt, tokenizer):
@@ -661,13 +666,12 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    Linux kills it when the script ends, in whatever way, even if its code holds Python's lock.
+    It is killed when its parent ends, in whatever state it is: multiprocessing's fork server, which
+    ends with the script, unless somebody holds the other end of its pipe, as this process does.
     """
     os.setsid()
-    # A pipe whose other end closes with the script. Linux sends SIGIO then, which nobody handles
-    sentinel = mp.parent_process().sentinel
-    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    os.close(mp.forkserver._forkserver._forkserver_alive_fd)
     load_reward_fn(reward_fn)
     return os.getpid()
 
@@ -1371,10 +1375,9 @@ class VLLM:
 
         version: of the policy.
         """
-        dtype = getattr(torch, self.args.dtype)
         # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
         named = model.named_parameters(remove_duplicate=bool(self.gpus))
-        weights = ((name, parameter.detach().to(dtype)) for name, parameter in named)
+        weights = ((name, p.detach().to(getattr(torch, self.args.dtype))) for name, p in named)
         if self.gpus:
             self.send_weights(weights)
         else:
@@ -1727,9 +1730,8 @@ def score_metrics(group, responses, args):
                 values[f"{group}/{name}"].append(value)
                 if len(sources) > 1:
                     values[f"{group}/{name}/{response.prompt.data_source}"].append(value)
-    metrics = {name: sum(some_values) / len(some_values) for name, some_values in values.items()}
-    metrics[f"{group}/reward_failures"] = sum(r.failure is not None for r in responses)
-    return metrics
+    means = {name: sum(some_values) / len(some_values) for name, some_values in values.items()}
+    return {**means, f"{group}/reward_failures": sum(r.failure is not None for r in responses)}
 
 
 def append_lines(path, lines):
@@ -1763,10 +1765,8 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", columns, cells, commit=False)
     if is_rank_0():
-        version = rollout.policy_version
-        table = Table(
-            *columns[:4], title=f"Responses to held-out prompts, policy version {version}"
-        )
+        title = f"Responses to held-out prompts, policy version {rollout.policy_version}"
+        table = Table(*columns[:4], title=title)
         for row in cells[:4]:
             table.add_row(*[repr(cell)[:300] for cell in row[:4]])
         Console(markup=False, emoji=False).print(table)
@@ -1789,11 +1789,13 @@ def write_metrics(accelerator, metrics, run_dir, args):
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
 
-def save_model(model, tokenizer, path, args):
-    """Writes a model and its tokenizer in Hugging Face format, under another name at first.
+def save_model(policy, tokenizer, path, args):
+    """Writes the model in a PolicyModel, and its tokenizer, in Hugging Face format.
 
-    Its generation config is the one that it came with, but for the end tokens, which are the run's.
+    They get their name when they are whole. The generation config is the one that the model came
+    with, but for the end tokens, which are the run's.
     """
+    model = policy.model
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
     # transformers refuses to save what a model may have come with, such as a temperature without
@@ -1802,8 +1804,9 @@ def save_model(model, tokenizer, path, args):
     unfinished = path.with_name("model.unfinished")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    text = generation_config.to_json_string(keys_to_pop=["compile_config"])
-    (unfinished / "generation_config.json").write_text(text)
+    (unfinished / "generation_config.json").write_text(
+        generation_config.to_json_string(keys_to_pop=["compile_config"])
+    )
     shutil.rmtree(path, ignore_errors=True)  # of a run that had come to its end, and was resumed
     unfinished.rename(path)
 
@@ -1846,16 +1849,17 @@ def use_plain_names(accelerator):
 def save_checkpoint(accelerator, run_dir, state, rollout, args):
     """Collective. Writes checkpoints/step_N: models, optimizers, state, rollout, the run's .jsonl.
 
-    rollout: of step N + 1.
-    The disk must be one that all nodes share. Only the newest keep_last_n checkpoints are kept.
+    rollout: of step N + 1. The disk must be one that all nodes share. Only the newest keep_last_n
+    checkpoints are kept.
     """
     folder = run_dir / "checkpoints" / "unfinished"
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
+    # Prompts are drawn again on resume
     responses = rollout.responses + rollout.eval_responses
-    rows = [vars(replace(response, prompt=None)) for response in responses]  # drawn again on resume
+    rows = [vars(replace(response, prompt=None)) for response in responses]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "next_rollout.parquet")
     (folder / "state.json").write_text(json.dumps(vars(state)))
     for path in run_dir.glob("*.jsonl"):
@@ -1901,8 +1905,8 @@ def rewind_run(run_dir, checkpoint_dir):
     shutil.rmtree(run_dir / "checkpoints" / "unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
-    checkpoints = list_checkpoints(run_dir)
-    remove_checkpoints([p for p in checkpoints if step_of(p) > step_of(checkpoint_dir)])
+    step = step_of(checkpoint_dir)
+    remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
 
 
 # -------------------------------------------------------------------------------------- arguments
@@ -1921,6 +1925,8 @@ def fill_in(args, world_size):
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if world_size < local_world_size:
+        raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
     if args.run_name is None:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
@@ -2018,7 +2024,6 @@ def main(args):
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
 
     # ---- Ranks and arguments
     timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
@@ -2092,8 +2097,8 @@ def main(args):
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = PolicyModel(model, args)
     ref_policy = PolicyModel(ref_model, args).to(device)
-    value_path = args.value_model_path or args.reward_model_path or args.model_name_or_path
-    value_model = load_classifier(value_path, args, trained=True, offset=1)
+    path = args.value_model_path or args.reward_model_path or args.model_name_or_path
+    value_model = load_classifier(path, args, trained=True, offset=1)
     reward_model = None
     if uses_reward_model(args):
         reward_model = load_classifier(args.reward_model_path, args, trained=False, offset=0)
@@ -2153,11 +2158,10 @@ def main(args):
         "resume": "allow",
     }
     accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_run})
-    for tracker in accelerator.trackers:
+    if args.with_tracking and checkpoint_dir is None:
         import wandb
 
-        if checkpoint_dir is None:
-            tracker.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
+        accelerator.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
     beta = state.beta
     first_step = state.completed_steps + 1
     if checkpoint_dir is None:
@@ -2343,8 +2347,7 @@ def main(args):
         # 11. After the last update the model is saved, and then comes the last evaluation
         if is_last:
             if accelerator.is_main_process:
-                trained_model = accelerator.unwrap_model(policy).model
-                save_model(trained_model, tokenizer, run_dir / "model", args)
+                save_model(accelerator.unwrap_model(policy), tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(training_step)
                 prompts_Q.put(next_request(training_step + 1))

@@ -14,6 +14,8 @@ test_scripts_agree.py holds the other scripts to the same text. What the scripts
 order of the steps in main(), is tested in each of them in test_loop.py, with a stub in place of
 vLLM, in seconds. What vLLM and a process of its own add to that is shown for real in test_runs_*.py
 and test_faults.py, by one script, or by a synchronous and an asynchronous one.
+Until the other two follow, ppo_vllm_async.py has another text: what has changed in its functions is
+tested in test_async_parts.py, and what it refuses in test_mistakes.py.
 
 Which file.
     test_losses         masked statistics, GAE, losses, KL, learning rate, group advantages
@@ -35,10 +37,12 @@ Which file.
     test_gpu_check      scripts/gpu_check.sh: its first parts on this machine, and a part that fails
     test_bad_input      one line and status 2 for what a user gets wrong
     test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
+    test_mistakes       what ppo_vllm_async.py refuses, by exceptions
+    test_async_parts    its functions, where ppo_sync.py's are others
     test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
                         a script of scripts/ each
     test_pictures       the curves and the last lines of a run
-    test_scripts_agree, test_doctests
+    test_scripts_agree, test_doctests, test_budget
     test_docs           README.md and docs/: what they point at is there
 
 Helpers, in tests/helpers.

@@ -15,7 +15,7 @@ import ppo_vllm_async
 # At least so many examples in each
 MODULES = [
     (ppo_sync, 11),
-    (ppo_vllm_async, 11),
+    (ppo_vllm_async, 30),
     (grpo_vllm_async, 11),
     (graders, 3),
     (summarize_run, 5),

@@ -428,7 +428,7 @@ def test_killed_script_leaves_no_folder_of_vllm(start_script, tmp_path):
     process = start_script(
         "none",
         tmp_path,
-        launcher=(wrapped, "ppo_vllm_async.py"),
+        launcher=(wrapped, "grpo_vllm_async.py"),
         env={"TMPDIR": str(tmp_path / "temporary")},
         total_episodes=32_000,
     )

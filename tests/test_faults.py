@@ -1,4 +1,8 @@
-"""How a run can end: what goes wrong in it, what is sent to it, and what is left behind."""
+"""How a run can end: what goes wrong in it, what is sent to it, and what is left behind.
+
+Of ppo_sync.py and grpo_vllm_async.py; test_ends_async.py and test_rewards_async.py have the same of
+ppo_vllm_async.py, which ends otherwise.
+"""
 
 import contextlib
 import os
@@ -15,7 +19,7 @@ import datasets
 import psutil
 import pytest
 import torch
-from helpers import ASYNC, GRPO, REPO, SCRIPTS
+from helpers import GRPO, OLD, REPO
 from helpers.files import write_text
 from helpers.processes import TWO_RANKS, alive, descendants, finish, shared_memory_of, wait_until
 from helpers.runs import batch_of
@@ -534,7 +538,7 @@ def test_run_outlives_its_reward_workers(start_script, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "launcher"),
-    [("ppo_vllm_async.py", TWO_RANKS), ("grpo_vllm_async.py", ())],
+    [("grpo_vllm_async.py", TWO_RANKS), ("grpo_vllm_async.py", ())],
     ids=["two ranks", "one process"],
 )
 def test_dead_generator_stops_every_rank(script, launcher, run_wrapped_script, tmp_path):
@@ -565,7 +569,7 @@ def test_dead_generator_stops_every_rank(script, launcher, run_wrapped_script, t
 @pytest.mark.slow
 def test_infinite_loss_stops_the_run_and_keeps_the_batch(run_wrapped_script, tmp_path):
     run = run_wrapped_script(
-        "ppo_vllm_async.py", "explosion", tmp_path, total_episodes=320, save_freq=1, timeout=120
+        "grpo_vllm_async.py", "explosion", tmp_path, total_episodes=320, save_freq=1, timeout=120
     )
     assert run.returncode not in (0, 2)
     *_, cause, last = run.stderr.strip().splitlines()
@@ -594,7 +598,7 @@ def tireless_model(assets, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=SCRIPTS)
+@pytest.fixture(params=OLD)
 def generating(request, start_script, tireless_model, tmp_path):
     """A run that has made a step and generates for the next, which takes it most of its time."""
     before = set(Path("/dev/shm").glob("tandem_*"))
@@ -634,7 +638,7 @@ def check_nothing_left(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generating", [SCRIPTS[0], SCRIPTS[2]], indirect=True)
+@pytest.mark.parametrize("generating", OLD, indirect=True)
 def test_dead_engine_ends_the_run(generating):
     started_at = time.monotonic()
     generating.engine.kill()
@@ -647,7 +651,7 @@ def test_dead_engine_ends_the_run(generating):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generating", ASYNC[:1], indirect=True)
+@pytest.mark.parametrize("generating", GRPO, indirect=True)
 def test_killed_script_leaves_no_engine(generating):
     generating.kill()
     generating.wait()
@@ -659,7 +663,7 @@ def test_killed_script_leaves_no_engine(generating):
     ("generating", "kill"),
     # A terminal sends it to everyone in the foreground, vLLM's processes too; others to the script
     # alone.
-    [(SCRIPTS[0], os.kill), (SCRIPTS[1], os.killpg)],
+    [(OLD[0], os.kill), (OLD[1], os.killpg)],
     indirect=["generating"],
 )
 def test_ctrl_c_leaves_no_engine(generating, kill):

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from helpers.rollouts import (
     groups_of_equals,
     make_rollout,
     near_policy,
+    one_of_ranks,
     tiny_args,
     tiny_classifier,
     tiny_policy,
@@ -60,18 +60,6 @@ def every_row_alone(forward, batch):
         assert mask.all() and inputs["attention_mask"].all()
         results.append(forward(inputs, mask.shape[1])[0])
     return results
-
-
-def one_of_ranks(rank, world_size):
-    """An accelerator of a rank that meets no others: what it would add up is its own share."""
-    return SimpleNamespace(
-        process_index=rank,
-        num_processes=world_size,
-        device=torch.device("cpu"),
-        no_sync=lambda model: torch.no_grad() if model is None else torch.enable_grad(),
-        backward=lambda loss: loss.backward(),
-        reduce=lambda tensor, reduction: tensor,
-    )
 
 
 # ------------------------------------------------------------------------------- log-probabilities

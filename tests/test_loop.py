@@ -527,7 +527,7 @@ def test_full_disk_at_the_final_save_keeps_the_metrics(name, run_main, tmp_path,
 def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_path, monkeypatch):
     script = importlib.import_module(name.removesuffix(".py"))
     hooks.multiply_learning_rate(script, 1e33, put=monkeypatch.setattr)
-    with pytest.raises(FloatingPointError, match="gradient (is )?not finite"):
+    with pytest.raises(FloatingPointError, match=r"gradient (is )?not finite"):
         run_main(name, output_dir=tmp_path, local_mini_batch_size=EPISODES)
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == 1
     assert len(read_json_lines(tmp_path / "run" / "rollouts.jsonl")) == 4  # of the step before

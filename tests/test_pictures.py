@@ -51,7 +51,8 @@ def say(monkeypatch, tmp_path, capsys):
     """say(metrics) -> the last lines that the run prints."""
 
     def say(metrics):
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+        lines = [json.dumps({"val/stop_rate": 1.0} | line) for line in metrics]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         monkeypatch.setattr(sys, "argv", ["summarize_run.py", str(tmp_path)])
         summarize_run.main()
         *lines, last = capsys.readouterr().out.splitlines()

@@ -128,7 +128,7 @@ def test_metrics_of_the_queues_are_there(watched_run):
 
 def test_no_folder_of_vllm_is_left(watched_run):
     folders = folders_of_vllm(watched_run.stdout)
-    assert len(folders) == 2 and not any(folder.exists() for folder in folders)
+    assert folders and not any(folder.exists() for folder in folders)
 
 
 # test_loop.py and test_resume.py have the same of every script, with a stub of vLLM

@@ -1,23 +1,15 @@
-"""Several ranks, several engines, several nodes: they compute what one does, and they end together.
-
-Runs that are compared have real engines. Those that are broken have stubs of vLLM, in processes of
-their own as always.
-"""
+"""Several ranks and several nodes compute what one does. How they end: test_ends_async.py."""
 
 import json
-import re
 import shutil
 import socket
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from helpers import REPO
-from helpers.files import write_text
-from helpers.processes import TWO_RANKS, alive, descendants, finish, wait_until
-from helpers.runs import VLLM_OPTIONS, batch_of, without_clock
+from helpers.processes import TWO_RANKS, finish
+from helpers.runs import batch_of, without_clock
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +35,6 @@ def check_equal_to_the_bit(one, other, done=0):
                 assert value == theirs[name], name
     weights = [run.run_dir / "model" / "model.safetensors" for run in (one, other)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-# ----------------------------------------------------------------------------------- they are equal
-
-
-def test_two_engines_of_a_rank_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
-    options = VLLM_OPTIONS | {"eval_dataset": small_eval, "save_batches": False}
-    run = run_script("ppo_sync.py", tmp_path, launcher=(ON_RANKS,), env={"ENGINES": "2"}, **options)
-    assert run.returncode == 0, run.output
-    check_equal_to_the_bit(vllm_run, run)
 
 
 HALF = {
@@ -132,106 +114,3 @@ def test_resumed_ranks_do_what_they_would_have_done(ranks, one_node, run_script,
     assert torch.equal(batch["scores"], expected["scores"])
     for name in ("objective/kl", "objective/loss", "optim/grad_norm", "loss/value_avg", "lr"):
         assert run.metrics[3][name] == pytest.approx(one_node.metrics[3][name], rel=1e-5, abs=1e-6)
-
-
-# ------------------------------------------------------------------------------- they end together
-
-SLOW_REWARD = """
-def score(data_source, response, ground_truth, extra_info):
-    return 0.5
-"""
-
-
-@pytest.fixture
-def two_ranks(start_script, tmp_path):
-    """two_ranks("ppo_vllm_async.py", FAULT="raises") -> a process, whose family fills up later.
-
-    Each rank has a stub of vLLM and two reward workers.
-    """
-    reward = write_text(tmp_path / "reward.py", SLOW_REWARD)
-
-    def start(script, **variables):
-        env = {
-            **CPU,
-            "PYTHONPATH": str(REPO / "tests" / "helpers" / "stub_vllm"),
-            "STUB": "1",
-            "STUB_FOLDER": str(tmp_path),
-            **variables,
-        }
-        process = start_script(
-            script,
-            tmp_path,
-            launcher=(*TWO_RANKS, ON_RANKS),
-            env=env,
-            **HALF | {"total_episodes": 32_000},
-            reward_fn=f"{reward}:score",
-            reward_workers=2,
-        )
-        process.family = set()
-        return process
-
-    return start
-
-
-def wait_until_both_generate(process):
-    """Returns the ranks' engines, by rank, when both of them hang in a request."""
-
-    def engines():
-        process.family.update(descendants(process))
-        assert process.poll() is None, (process.folder / "stderr").read_text()
-        found = [path for path in process.folder.iterdir() if path.name.isdecimal()]
-        return found if len(found) == 2 else None
-
-    pids = [int(path.name) for path in wait_until(engines, 120, "two engines that generate")]
-    engines = {}
-    for pid in pids:
-        engine = psutil.Process(pid)
-        engines[int(engine.parent().environ()["RANK"])] = engine
-    assert engines.keys() == {0, 1}
-    return engines
-
-
-def check_end(process, *causes):
-    """Both ranks end within 30 s, by a cause that is told, and leave nothing behind."""
-    started_at = time.monotonic()
-    process.family.update(descendants(process))
-    run = finish(process, 30, started_at)
-    assert run.returncode not in (0, 2)
-    for cause in causes:
-        assert cause in run.output
-    wait_until(lambda: not alive(process.family), 10, f"the end of {process.family}")
-    lines = re.findall(r"Folders of vLLM: (.*)", run.stdout)
-    folders = [Path(folder) for line in lines for folder in line.split()]
-    assert len(folders) == 4  # of two engines
-    wait_until(lambda: not any(folder.exists() for folder in folders), 10, f"the end of {folders}")
-    assert not (run.run_dir / "model").exists()
-    return run
-
-
-def test_engine_that_dies_ends_both_ranks_while_the_other_engine_generates(two_ranks):
-    process = two_ranks("ppo_vllm_async.py", STUB_HANGS_AT="3")
-    engines = wait_until_both_generate(process)
-    engines[1].kill()
-    cause = "RuntimeError: vLLM's process died with exit code -9"
-    check_end(process, cause, f"RuntimeError: rank 1 failed: {cause}")
-
-
-def test_rank_that_is_killed_ends_the_other(two_ranks):
-    process = two_ranks("ppo_vllm_async.py", STUB_HANGS_AT="3")
-    engines = wait_until_both_generate(process)
-    engines[1].parent().kill()
-    check_end(process)
-
-
-def test_rank_that_raises_ends_the_other(two_ranks):
-    process = two_ranks("ppo_vllm_async.py", FAULT="raises")
-    wait_until(
-        lambda: (
-            process.family.update(descendants(process))
-            or "out of luck" in (process.folder / "stderr").read_text()
-        ),
-        120,
-        "the fault",
-    )
-    run = check_end(process, "OSError: rank 1 is out of luck")
-    assert not (run.run_dir / "metrics.jsonl").exists()  # it was in the first step

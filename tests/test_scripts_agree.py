@@ -1,4 +1,4 @@
-"""Three scripts, one text: what has the same name in two scripts is the same, word for word.
+"""Scripts of one text: what has the same name in two of them is the same, word for word.
 
 And so it is with the functions that scripts of scripts/ have in common.
 """
@@ -7,7 +7,7 @@ import ast
 import itertools
 
 import pytest
-from helpers import GRPO, REPO, SCRIPTS
+from helpers import OLD, REPO, SCRIPTS
 
 # What may differ, and why. Anything else of the same name must not.
 ALLOWED = {
@@ -22,8 +22,6 @@ ALLOWED = {
     "Args.lr_scheduler_type": "PPO's learning rate falls, GRPO's stays",
     "Args.penalty_reward_value": "in a group a large penalty makes wrong answers look good",
 }
-# Where only GRPO differs: between the PPO scripts these are the same text too.
-ALLOWED_IN_PPO = {"main"}
 
 
 def definitions(script):
@@ -64,24 +62,24 @@ def fields_of(args_class, lines):
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SCRIPTS, 2)))
-def test_same_name_is_same_text(one, other):
-    mine, theirs = definitions(one), definitions(other)
-    allowed = ALLOWED if GRPO[0] in (one, other) else ALLOWED_IN_PPO
-    shared = (mine.keys() & theirs.keys()) - set(allowed)
+# ppo_vllm_async.py has been rewritten; the other two scripts follow in the next order, and then all
+# three are compared again
+def test_same_name_is_same_text():
+    mine, theirs = (definitions(script) for script in OLD)
+    shared = (mine.keys() & theirs.keys()) - set(ALLOWED)
     assert len(shared) > 140
     assert [name for name in sorted(shared) if mine[name] != theirs[name]] == []
 
 
 def test_what_may_differ_does():
-    texts = [definitions(script) for script in SCRIPTS]
+    texts = [definitions(script) for script in OLD]
     for name in ALLOWED:
         assert len({text[name] for text in texts if name in text}) > 1, f"{name} is no exception"
 
 
 def test_scripts_are_started_alike():
     """What follows main(): test_faults.py presses Ctrl-C in some of them alone."""
-    ends = [(REPO / script).read_text().rpartition("\nif __name__")[2] for script in SCRIPTS]
+    ends = [(REPO / script).read_text().rpartition("\nif __name__")[2] for script in OLD]
     assert "KeyboardInterrupt" in ends[0]
     assert len(set(ends)) == 1
 
@@ -90,7 +88,10 @@ def test_every_argument_has_a_line_of_help():
     for script in SCRIPTS:
         tree = ast.parse((REPO / script).read_text())
         (args_class,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-        fields, others = args_class.body[::2], args_class.body[1::2]
+        body = args_class.body
+        if not isinstance(body[0], ast.AnnAssign):  # the docstring of the class
+            body = body[1:]
+        fields, others = body[::2], body[1::2]
         assert all(isinstance(field, ast.AnnAssign) for field in fields)
         assert all(isinstance(help_line.value.value, str) for help_line in others)
         assert len(fields) == len(others) > 60

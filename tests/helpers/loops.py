@@ -264,6 +264,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(script, "VLLM", stub)
         if is_small:
+            patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
             thread = GenerationThread(script, patch.setattr)
             stack.callback(thread.end)
             if score is not None:

@@ -1,6 +1,7 @@
 """Tiny models and a made-up rollout of unequal lengths, for tests and two_rank_gradient.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
@@ -106,6 +107,18 @@ def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
         advantages=advantages,
         returns=returns,
         importance_weights=weights,
+    )
+
+
+def one_of_ranks(rank, world_size):
+    """An accelerator of a rank that meets no others: what it would add up is its own share."""
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world_size,
+        device=torch.device("cpu"),
+        no_sync=lambda model: torch.no_grad() if model is None else torch.enable_grad(),
+        backward=lambda loss: loss.backward(),
+        reduce=lambda tensor, reduction: tensor,
     )
 
 

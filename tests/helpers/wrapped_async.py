@@ -20,11 +20,11 @@ import importlib
 import itertools
 import os
 import queue
-import re
 import signal
 import sys
 import threading
 import time
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
@@ -166,9 +166,19 @@ def watch_calls(script):
 
 def tell():
     """Says when a fault came, and what this process shares with those that it has started."""
-    maps = Path("/proc/self/maps").read_text()
-    names = sorted(set(re.findall(r"/dev/shm/sem\.\S+", maps)))
-    print(f"Fault at {time.monotonic()} with", *names, flush=True)
+    print(f"Fault at {time.monotonic()} with", *semaphores, flush=True)
+
+
+semaphores = []  # that were made, as paths
+
+
+def note_semaphores(make_name=SemLock._make_name):
+    def make():
+        name = make_name()
+        semaphores.append("/dev/shm/sem." + name.removeprefix("/"))
+        return name
+
+    SemLock._make_name = staticmethod(make)
 
 
 def happens_here():
@@ -199,16 +209,15 @@ def raise_in_update(script):
     hooks.before_update(script, at_call(2, raise_error))
 
 
-def raise_in_update_without_output(script):
-    """As where a pipe was closed, or a disk is full; stderr is what a test reads."""
+def raise_in_generation_without_output(script):
+    """As where a pipe was closed, or a disk is full: what was printed cannot be written."""
 
     def fail(*_):
-        full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, sys.stdout.fileno())
+        sys.stdout = open("/dev/full", "w")  # noqa: SIM115
         print("this cannot be flushed")
         raise_error()
 
-    hooks.before_update(script, at_call(2, fail))
+    async_hooks.before_each_sample(script, at_call(5, fail))
 
 
 def at_submit(number, script, is_meant, do):
@@ -299,7 +308,7 @@ FAULTS = {
     "vllm lacks a tensor": lose_a_tensor,
     "generation thread raises": raise_in_generation,
     "update raises": raise_in_update,
-    "update raises, stdout is full": raise_in_update_without_output,
+    "generation thread raises, stdout is full": raise_in_generation_without_output,
     "killed in a checkpoint": kill_in_checkpoint,
     "SIGKILL": functools.partial(signal_script, signal.SIGKILL),
     "SIGTERM": functools.partial(signal_script, signal.SIGTERM),
@@ -324,6 +333,7 @@ def main():
     else:
         assert fault == "none", fault
     (watch_calls if is_new else watch)(script)
+    note_semaphores()
     if "KEEP_VERSIONS" in os.environ:
         keep_versions(script, Path(os.environ["KEEP_VERSIONS"]))
     try:

@@ -1,13 +1,6 @@
-"""In place of vLLM, for tests of faults: an engine that is up at once and samples nonsense.
+"""In place of vLLM, for tests of faults: an engine that is up at once and samples nonsense."""
 
-Of two requests a rollout, it never answers request number STUB_HANGS_AT, and before it hangs it
-makes a file in the folder STUB_FOLDER that has the name of its process id.
-"""
-
-import os
 import random
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 
@@ -20,13 +13,9 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **options):
-        self.requests = 0
+        pass
 
     def generate(self, requests, sampling, use_tqdm):
-        self.requests += 1
-        if str(self.requests) == os.environ.get("STUB_HANGS_AT"):
-            (Path(os.environ["STUB_FOLDER"]) / str(os.getpid())).touch()
-            time.sleep(1000)
         return [
             SimpleNamespace(
                 prompt_token_ids=request["prompt_token_ids"],

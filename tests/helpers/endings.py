@@ -1,0 +1,44 @@
+"""What a process that has ended must not have left, whatever ended it."""
+
+import contextlib
+import os
+import re
+import time
+import uuid
+
+import psutil
+
+from helpers.processes import folders_of_vllm, wait_until
+
+
+def new_mark():
+    """What to put into the environment of a process, to know it and all that it starts."""
+    return {"TANDEM_TEST": uuid.uuid4().hex}
+
+
+def processes_with(mark):
+    """The processes that have a mark; there are others on this machine."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TANDEM_TEST") == mark["TANDEM_TEST"]:
+                found.append(process)
+    return found
+
+
+def check_end(stdout, mark, within):
+    """Now, at its end: it came soon after the fault, and nothing is left.
+
+    stdout: what wrapped_async.py or faked_cuda_async.py has told.
+    """
+    ((fault, names),) = re.findall(r"^Fault at (\S+) with(.*)$", stdout, re.MULTILINE)
+    assert time.monotonic() - float(fault) < within
+    try:
+        wait_until(lambda: not processes_with(mark), 10, f"the end of {processes_with(mark)}")
+    finally:
+        for process in processes_with(mark):
+            process.kill()
+    folders = folders_of_vllm(stdout)
+    assert folders
+    for path in (*folders, *names.split()):
+        assert not os.path.exists(path)

@@ -1,0 +1,288 @@
+"""What ppo_vllm_async.py refuses: mistakes that nobody would see in the results.
+
+All else is left to the libraries, whose own exceptions end the run. test_loop.py has what is only
+seen while a run trains: a whole batch of failed rewards, a gradient that is not finite.
+"""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from helpers.files import write_rows
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import ppo_vllm_async as script
+from ppo_vllm_async import Args
+
+ROW = {
+    "prompt": "53812=",
+    "data_source": "debug/sorting",
+    "reward_model": {"style": "rule", "ground_truth": "12358"},
+}
+
+# --------------------------------------------------------------------------------------- arguments
+
+# name: (arguments, fragments of the message)
+MISTAKES = {
+    "a rest of responses": ({"local_mini_batch_size": 48}, ["(64)", "local_mini_batch_size (48)"]),
+    "mini-batch above the batch": ({"local_mini_batch_size": 128}, ["local_mini_batch_size (128)"]),
+    "a rest of a mini-batch": (
+        {"per_device_train_batch_size": 24},
+        ["local_mini_batch_size (64)", "per_device_train_batch_size (24)"],
+    ),
+    "no reward": (
+        {"apply_verifiable_reward": False},
+        ["--apply_verifiable_reward", "--add_r1_style_format_reward", "--reward_model_path"],
+    ),
+    "a reward model of weight 0": (
+        {"apply_verifiable_reward": False, "reward_model_path": "m", "reward_model_multiplier": 0},
+        ["--reward_model_multiplier is above 0"],
+    ),
+    # On a node with two learners
+    "a learner's GPU": ({"vllm_gpus": (1, 2)}, ["--vllm_gpus (1, 2)", "not the first 2"]),
+    "one twice": ({"vllm_gpus": (2, 2)}, ["--vllm_gpus (2, 2)", "each named once"]),
+    "one twice for an engine of two": (
+        {"vllm_gpus": (2, 2), "vllm_tensor_parallel_size": 2},
+        ["--vllm_gpus (2, 2)", "each named once"],
+    ),
+    "half an engine": (
+        {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
+        ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
+    ),
+    "fewer than an engine": (
+        {"vllm_gpus": (2, 3), "vllm_tensor_parallel_size": 4},
+        ["--vllm_gpus (2, 3)", "--vllm_tensor_parallel_size (4)"],
+    ),
+    "an engine without a learner": (
+        {"vllm_gpus": (2, 3, 4)},
+        ["--vllm_gpus (2, 3, 4)", "no more engines than learners"],
+    ),
+    "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_arguments_that_do_not_fit_together_are_refused(name, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    changes, fragments = MISTAKES[name]
+    with pytest.raises(ValueError) as refused:
+        script.fill_in(Args(**changes), world_size=2)
+    assert [part for part in fragments if part not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vllm_gpus": (7,)},
+        {"vllm_gpus": (2, 5)},
+        {"vllm_gpus": (2, 5, 3, 4), "vllm_tensor_parallel_size": 2},
+        {"local_mini_batch_size": 32, "per_device_train_batch_size": 32},
+        {"apply_verifiable_reward": False, "add_r1_style_format_reward": True},
+        {"apply_verifiable_reward": False, "reward_model_path": "m"},
+    ],
+    ids=str,
+)
+def test_arguments_that_fit_are_not(changes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    filled_in = script.fill_in(Args(**changes), world_size=2)
+    assert {name: getattr(filled_in, name) for name in changes} == changes
+
+
+# Six updates in three steps
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"warm_up_steps": 6},
+        {"value_warmup_steps": 3},
+        {"value_warmup_steps": 2, "warm_up_steps": 2},
+        {"total_episodes": 15},  # less than a step's
+    ],
+    ids=str,
+)
+def test_policy_that_would_only_warm_up_is_refused(changes, run_main, tmp_path):
+    with pytest.raises(ValueError, match=r"--total_episodes.*--value_warmup_steps.*warm_up_steps"):
+        run_main("ppo_vllm_async.py", **changes, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------- tokens, tokenizers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+def stop_tokens(tokenizer, eos=None, **changes):
+    """Those of a model with these end tokens, and a vocabulary of 20."""
+    text_config = SimpleNamespace(vocab_size=20)
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=eos),
+        config=SimpleNamespace(get_text_config=lambda: text_config),
+    )
+    return script.find_stop_tokens(Args(**changes), tokenizer, model)
+
+
+@pytest.mark.parametrize(
+    ("eos", "changes", "message"),
+    [
+        (None, {}, "--stop_token"),
+        (1, {"stop_token": "<end>"}, "--stop_token '<end>'"),
+        (1, {"stop_token_id": 20}, "--stop_token_id"),
+        (20, {}, "model"),
+    ],
+)
+def test_stop_tokens_that_no_response_can_end_with_are_refused(eos, changes, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        stop_tokens(tokenizer, eos, **changes)
+
+
+def test_stop_tokens_are_the_models_and_the_users(tokenizer):
+    nine = tokenizer.convert_tokens_to_ids("9")
+    assert stop_tokens(tokenizer, eos=[3, 1]) == (1, 3)
+    assert stop_tokens(tokenizer, eos=3, stop_token="9", stop_token_id=19) == (3, nine, 19)
+    assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (tokenizer.eos_token_id,)
+
+
+def swap_digits(vocabulary):
+    vocabulary["2"], vocabulary["4"] = vocabulary["4"], vocabulary["2"]
+
+
+@pytest.mark.parametrize("change", [swap_digits, lambda vocabulary: vocabulary.update(new=99)])
+def test_reward_model_of_another_tokenizer_is_refused(change, assets, tmp_path):
+    shutil.copytree(assets / "model", tmp_path / "reward")
+    args = Args(
+        model_name_or_path=str(assets / "model"), reward_model_path=str(tmp_path / "reward")
+    )
+    script.load_tokenizers(args)
+    path = tmp_path / "reward" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content["model"]["vocab"])
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"--reward_model_path .* the policy's tokenizer"):
+        script.load_tokenizers(args)
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def load(folder, rows, tokenizer, is_eval=False, **changes):
+    path = write_rows(folder / "data.jsonl", rows)
+    return script.load_prompts(str(path), "train", tokenizer, tokenizer, Args(**changes), is_eval)
+
+
+# name: (a row, arguments, the exception, fragments of its message)
+BAD_ROWS = {
+    "no ground truth": (ROW | {"reward_model": None}, {}, ValueError, ["ground_truth"]),
+    "one for a reward model": (
+        ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}},
+        {},
+        ValueError,
+        ["ground_truth"],
+    ),
+    "no prompt": ({"data_source": "debug/sorting"}, {"reward_fn": "f"}, KeyError, ["prompt"]),
+    "unknown source": (
+        ROW | {"data_source": "mine"},
+        {},
+        NotImplementedError,
+        ["'mine'", "debug/sorting", "gsm8k", "--reward_fn"],
+    ),
+    "no number": (
+        ROW | {"data_source": "gsm8k"} | {"reward_model": {"ground_truth": "twelve"}},
+        {},
+        ValueError,
+        ["twelve"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tmp_path):
+    row, changes, kind, fragments = BAD_ROWS[name]
+    with pytest.raises(kind) as refused:
+        load(tmp_path, [row | {"extra_info": None}] * 2, tokenizer, **changes)
+    message = "\n".join([str(refused.value), *refused.value.__notes__])
+    fragments = [*fragments, "data.jsonl, row 0, whose columns are", *row]
+    assert [part for part in fragments if part not in message] == []
+
+
+def test_row_is_named_by_its_number(tokenizer, tmp_path):
+    with pytest.raises(NotImplementedError) as refused:
+        load(tmp_path, [ROW, ROW, ROW | {"data_source": "mine"}], tokenizer)
+    assert "row 2" in refused.value.__notes__[0]
+
+
+def test_prompts_that_are_all_too_long_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length"):
+        load(tmp_path, [ROW], tokenizer, max_prompt_token_length=5)
+
+
+def test_characters_that_the_tokenizer_loses_are_told(tokenizer, tmp_path, capsys):
+    load(tmp_path, [ROW, ROW | {"prompt": "5\u00e94="}], tokenizer)
+    assert "data.jsonl the tokenizer loses '\u00e9'" in capsys.readouterr().out
+    load(tmp_path, [ROW], tokenizer)
+    assert "loses" not in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------- run and models
+
+
+def test_folder_of_another_run_is_refused(tmp_path):
+    args = Args(output_dir=str(tmp_path), run_name="mine")
+    assert script.find_run(args) == (tmp_path / "mine", None)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"another run.*--run_name"):
+        script.find_run(args)
+
+
+def test_latest_of_a_run_without_checkpoints_is_refused(tmp_path):
+    """An unfinished one is none."""
+    (tmp_path / "mine" / "checkpoints" / "unfinished").mkdir(parents=True)
+    args = Args(output_dir=str(tmp_path), run_name="mine", resume_from_checkpoint="latest")
+    with pytest.raises(ValueError, match=r"no checkpoint.*--run_name"):
+        script.find_run(args)
+
+
+def without_tensor(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def classifier(assets, tmp_path):
+    """The folder of a one-label classifier."""
+    config = AutoConfig.from_pretrained(assets / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_policy_that_lacks_a_tensor_is_refused(assets, tmp_path):
+    """transformers would make it random, and only warn."""
+    shutil.copytree(assets / "model", tmp_path / "model")
+    without_tensor(tmp_path / "model", Q_PROJ)
+    for trained in (True, False):
+        with pytest.raises(ValueError, match=f"model lacks {Q_PROJ}"):
+            script.load_model(
+                script.AutoModelForCausalLM, str(tmp_path / "model"), Args(), trained=trained
+            )
+
+
+def test_reward_model_without_a_head_is_refused_and_a_value_model_is_not(classifier):
+    args, path = Args(dtype="float32"), str(classifier)
+    assert script.load_classifier(path, args, trained=False, offset=0).model.score.weight.any()
+    without_tensor(classifier, "score.weight")
+    with pytest.raises(ValueError, match=r"lacks score\.weight"):
+        script.load_classifier(path, args, trained=False, offset=0)
+    head = script.load_classifier(path, args, trained=True, offset=1).model.score.weight
+    assert head.requires_grad and not head.any()
+    without_tensor(classifier, Q_PROJ)
+    with pytest.raises(ValueError, match=Q_PROJ):
+        script.load_classifier(path, args, trained=True, offset=1)
