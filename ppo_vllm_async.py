@@ -48,7 +48,7 @@ Deliberate simplifications:
  4. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
     Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
     it samples is waited for.
- 5. Few inputs are checked, those that would go wrong in silence. scripts/preflight.py checks more.
+ 5. Few inputs are checked: those that would go wrong in silence, or late.
 
 Map of this file, section by section; main, at its end, is what to read first:
     Args and dataclasses      what a run is told; the rows and tensors that travel    look up

@@ -39,6 +39,10 @@ Which file.
     test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
     test_mistakes       what ppo_vllm_async.py refuses, by exceptions
     test_async_parts    its functions, where ppo_sync.py's are others
+    test_ends_async     how its runs can end, and that nothing is left of them
+    test_rewards_async  its reward workers, and all that a reward can do to them
+    test_weight_sync_async
+                        its weights by CUDA's ways, on a device that is faked
     test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
                         a script of scripts/ each
     test_pictures       the curves and the last lines of a run
@@ -58,8 +62,10 @@ Helpers, in tests/helpers.
     saving_batches, wrapped_async, on_ranks, broken_sync, vllm_answers,
     two_rank_gradient, two_rank_waiting, two_rank_sync
                         programs that tests start
-    faked_cuda, stub_vllm
+    faked_cuda, faked_cuda_async, stub_vllm
                         in place of CUDA, and of vLLM
+    endings, async_hooks
+                        what is left of a run of ppo_vllm_async.py; where tests stand in its way
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
 folder) starts wrapped_async.py, which lays its fault into the script by a hook of hooks.py and then
