@@ -89,7 +89,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -100,7 +100,6 @@ from unittest import mock
 
 import datasets
 import psutil
-import pyarrow
 import torch
 import transformers
 import tyro
@@ -386,8 +385,7 @@ class Rollout:
     """What generation hands over: the responses to a Request, or a rank's share of them."""
 
     training_step: int
-    policy_version: int | None  # of the policy that sampled: the training steps before it; None:
-    # this share is empty, on a rank without an engine
+    policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
     times: dict[str, float]  # seconds of the generation thread, by part
@@ -422,17 +420,6 @@ class MicroBatch:
     rows: list[int]
     inputs: dict[str, Any]  # the model's; tensors (len(rows), prompt_length + width)
     mask: Tensor  # (len(rows), width)
-
-
-@dataclass
-class RunState:
-    """Where a run was at a checkpoint, which has this beside models, optimizers and a rollout."""
-
-    completed_steps: int  # training steps
-    beta: float  # with kl_target it changes
-    seconds: float  # that the run has taken
-    wandb_id: str  # of the run in Weights & Biases
-    policy_version: int  # of the rollout
 
 
 # ---------------------------------------------------------------------------------- small helpers
@@ -791,8 +778,15 @@ def score_responses(accelerator, reward_model, responses, args):
             score = None  # not known, which is not the same as wrong
         if penalized:
             score = args.penalty_reward_value
-        parts = {"model_score": model_score, "has_format": has_format, "penalized": penalized}
-        with_scores.append(replace(response, score=score, **parts))
+        with_scores.append(
+            replace(
+                response,
+                model_score=model_score,
+                has_format=has_format,
+                penalized=penalized,
+                score=score,
+            )
+        )
 
     failed = [response for response in responses if response.failure is not None]
     if failed and is_rank_0():
@@ -1437,53 +1431,52 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
-    """Answers each Request in prompts_Q with a Rollout in response_Q: this rank's share of it.
+def generate_rollout(vllm, workers, tokenizer, request, args):
+    """This rank's share of the responses to a Request, with their verifiable rewards: a Rollout.
 
-    It touches no weights. vllm: None where this rank owns no engine; its share is empty then.
+    It touches no weights. vllm: None where this rank owns no engine; then there is no share: None.
     """
+    if vllm is None:
+        return None
+    rollout = Rollout(request.training_step, vllm.policy_version, [], [], times={})
+    with timed(rollout.times, "generation"):
+        responses = vllm.sample(
+            request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
+        )
+    with timed(rollout.times, "reward"):
+        rollout.responses = grade_responses(responses, tokenizer, workers, args)
+    with timed(rollout.times, "evaluation"):
+        responses = vllm.sample(request.eval_prompts, request.eval_seeds, args.eval_temperature, 1)
+        rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
+    return rollout
 
+
+def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
+    """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q."""
     try:
         while True:
             times = {}
             with timed(times, "wait_for_prompts"):
                 request = prompts_Q.get()
-            rollout = Rollout(request.training_step, None, [], [], times)
-            if vllm is not None:
-                rollout.policy_version = vllm.policy_version
-                with timed(times, "generation"):
-                    responses = vllm.sample(
-                        request.prompts,
-                        request.seeds,
-                        args.temperature,
-                        args.number_samples_per_prompt,
-                    )
-                with timed(times, "reward"):
-                    rollout.responses = grade_responses(responses, tokenizer, workers, args)
-                with timed(times, "evaluation"):
-                    responses = vllm.sample(
-                        request.eval_prompts, request.eval_seeds, args.eval_temperature, 1
-                    )
-                    rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
+            rollout = generate_rollout(vllm, workers, tokenizer, request, args)
+            if rollout is not None:
+                rollout.times |= times
             response_Q.put(rollout)
     except BaseException as error:  # Python would end the thread alone
         end_at_once(error)
 
 
-def receive_rollout(response_Q, cpu_group):
-    """Collective. Takes this rank's share from response_Q; returns all shares as one Rollout.
+def gather_rollout(share, cpu_group):
+    """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
 
     cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
     share after the other is in the order of the request.
     """
-    own_share = response_Q.get()
     if cpu_group is None:
-        return own_share
+        return share
     shares = [None] * cpu_group.size()
-    torch.distributed.all_gather_object(shares, own_share, group=cpu_group)
-    shares = [share for share in shares if share.policy_version is not None]
-    versions = {share.policy_version for share in shares}
-    assert len(versions) == 1, f"engines have weights of different versions: {versions}"
+    torch.distributed.all_gather_object(shares, share, group=cpu_group)
+    shares = list(filter(None, shares))
     return replace(
         shares[0],  # rank 0 owns an engine
         responses=[response for share in shares for response in share.responses],
@@ -1551,7 +1544,10 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     size = args.local_rollout_forward_batch_size
     micro_batches = cut_micro_batches(accelerator, [rows], sequences, size)
     values = forward_all(accelerator, reward_model, micro_batches, mask)
-    return values[rows, mask.sum(1).long() - 1].tolist()
+    scores = values[rows, mask.sum(1).long() - 1].tolist()
+    # What else is in a micro-batch moves the last bits; equal sequences get one of their scores
+    score_of = dict(zip(map(str, sequences), scores, strict=True))
+    return [score_of[str(sequence)] for sequence in sequences]
 
 
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
@@ -1566,7 +1562,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
     num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
     size = args.per_device_train_batch_size
     micro_batches = cut_micro_batches(accelerator, [mini_batch], batch.sequences, size)
-    sums = defaultdict(float)
+    sums = Counter()
     for i, micro_batch in enumerate(micro_batches):
         # All that follows is (micro_batch, width)
         rows, inputs = micro_batch.rows, micro_batch.inputs
@@ -1619,7 +1615,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             attention_mask = inputs["attention_mask"]
             sums["positions"] += attention_mask.sum(dtype=torch.float64)
             sums["padded_positions"] += torch.ones_like(attention_mask).sum(dtype=torch.float64)
-    return dict(sums)
+    return sums
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -1669,7 +1665,6 @@ def update_metrics(accelerator, sums):
     if "val/ratio" in metrics:  # else the policy was not trained
         variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
         metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
-        metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
     metrics["perf/padding_fraction"] = 1 - share
     return metrics
 
@@ -1785,7 +1780,7 @@ def write_metrics(accelerator, metrics, run_dir, args):
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
         names = ("objective/scores", "objective/kl", "val/sequence_lengths", "loss/value_avg")
-        figures = [f"{name} {metrics[name]:.3g}" for name in names]
+        figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
 
@@ -1846,42 +1841,52 @@ def use_plain_names(accelerator):
     accelerator.register_load_state_pre_hook(before_loading)
 
 
-def save_checkpoint(accelerator, run_dir, state, rollout, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, state, rollout, the run's .jsonl.
+def save_checkpoint(accelerator, run_dir, step, state, args):
+    """Collective. Writes checkpoints/step_N: models, optimizers, the run's .jsonl files, state.
 
-    rollout: of step N + 1. The disk must be one that all nodes share. Only the newest keep_last_n
-    checkpoints are kept.
+    state: what else is to be remembered, as a dictionary. The disk must be one that all nodes
+    share. Only the newest keep_last_n checkpoints are kept.
     """
-    folder = run_dir / "checkpoints" / "unfinished"
+    folder = run_dir / "checkpoints/unfinished"
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
-    # Prompts are drawn again on resume
-    responses = rollout.responses + rollout.eval_responses
-    rows = [vars(replace(response, prompt=None)) for response in responses]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "next_rollout.parquet")
-    (folder / "state.json").write_text(json.dumps(vars(state)))
+    (folder / "state.json").write_text(json.dumps(state))
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
-    folder.rename(folder.with_name(f"step_{state.completed_steps}"))
+    folder.rename(folder.with_name(f"step_{step}"))
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
-def load_rollout(checkpoint_dir, state, request):
-    """The rollout in a checkpoint, which answers a request; state: the checkpoint's RunState.
+def save_rollout(run_dir, rollout):
+    """Writes a rollout to where save_checkpoint puts the rest of a checkpoint."""
+    folder = run_dir / "checkpoints/unfinished/next_rollout"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        vars(replace(response, prompt=None))  # prompts are drawn again on resume
+        for response in rollout.responses + rollout.eval_responses
+    ]
+    append_lines(folder / "responses.jsonl", rows)
 
-    Rank 0 alone gives it a version: other ranks' shares count as empty (see receive_rollout).
+
+def load_rollout(checkpoint_dir, policy_version, request):
+    """The rollout in a checkpoint, which answers a request; other ranks than 0 get None, no share.
+
+    policy_version: that sampled it.
     """
-    rows = parquet.read_table(checkpoint_dir / "next_rollout.parquet").to_pylist()
+    if not is_rank_0():
+        return None
+    rows = load_rows(checkpoint_dir / "next_rollout/responses.jsonl", split=None)
     prompts = request.prompts + request.eval_prompts
     responses = [
         Response(**row | {"prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)
     ]
     count = len(request.prompts)
-    version = state.policy_version if is_rank_0() else None
-    return Rollout(request.training_step, version, responses[:count], responses[count:], times={})
+    return Rollout(
+        request.training_step, policy_version, responses[:count], responses[count:], times={}
+    )
 
 
 def find_run(args):
@@ -1902,7 +1907,7 @@ def find_run(args):
 
 def rewind_run(run_dir, checkpoint_dir):
     """Takes the folder of a run back to a checkpoint."""
-    shutil.rmtree(run_dir / "checkpoints" / "unfinished", ignore_errors=True)
+    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     step = step_of(checkpoint_dir)
@@ -1975,7 +1980,7 @@ def fill_in(args, world_size):
 
 
 def load_tokenizers(args):
-    """The tokenizers of the policy and of the reward model. ValueError: they do not agree on text.
+    """The tokenizers of the policy and of the reward model. ValueError: their tokens differ.
 
     Without a reward model they are the same.
     """
@@ -1989,9 +1994,7 @@ def load_tokenizers(args):
     reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if reward_tokenizer.chat_template is None:
         reward_tokenizer.chat_template = tokenizer.chat_template
-    probe = "Is 2 + 2 = 4?\n Yes."
-    same_ids = tokenizer.encode(probe) == reward_tokenizer.encode(probe)
-    if not same_ids or len(tokenizer) != len(reward_tokenizer):
+    if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
         raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
     return tokenizer, reward_tokenizer
 
@@ -2042,12 +2045,8 @@ def main(args):
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
-    state = RunState(0, args.beta, seconds=0.0, wandb_id=uuid.uuid4().hex, policy_version=0)
-    if checkpoint_dir is not None:
-        state = RunState(**json.loads((checkpoint_dir / "state.json").read_text()))
-    start_time -= state.seconds
-    # What only PPO has
     updates_per_step = args.num_epochs * args.episodes_per_step // args.mini_batch_size
+    # What only PPO has
     value_warmup_updates = args.value_warmup_steps * updates_per_step
     num_policy_updates = args.num_updates - value_warmup_updates
     if args.warm_up_steps >= num_policy_updates:
@@ -2068,10 +2067,13 @@ def main(args):
     all_prompts = train_prompts + eval_prompts
     prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
     max_length = max(prompt_lengths) + args.response_length
-    # What the prompts say, whatever file they come from
-    facts = [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in all_prompts]
-    args.data_hash = stable_hash([stable_hash(fact) for fact in facts])
+    # Without the name of the file, which may change
+    args.data_hash = stable_hash([stable_hash(replace(prompt, row="")) for prompt in all_prompts])
+    first_step = 1
+    state = {"beta": args.beta, "seconds": 0.0, "wandb_id": uuid.uuid4().hex}
     if checkpoint_dir is not None:
+        first_step = step_of(checkpoint_dir) + 1
+        state = json.loads((checkpoint_dir / "state.json").read_text())
         # Under other arguments or data the steps until the checkpoint would have been others
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
@@ -2088,6 +2090,7 @@ def main(args):
         ):
             if saved_args[name] != getattr(args, name):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
         # The rest of a GPU that is shared is vLLM's; and a little for CUDA itself
@@ -2154,7 +2157,7 @@ def main(args):
     wandb_run = {
         "name": args.run_name,
         "entity": args.wandb_entity,
-        "id": state.wandb_id,
+        "id": state["wandb_id"],
         "resume": "allow",
     }
     accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_run})
@@ -2162,15 +2165,16 @@ def main(args):
         import wandb
 
         accelerator.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
-    beta = state.beta
-    first_step = state.completed_steps + 1
+    beta = state["beta"]  # with kl_target it changes
     if checkpoint_dir is None:
         sync_weights(version=0)
         prompts_Q.put(next_request(1))
     else:
         # The weights that sampled this rollout are gone, so the checkpoint has it. vLLM has random
         # weights until the loop sends it others
-        response_Q.put(load_rollout(checkpoint_dir, state, next_request(first_step)))
+        response_Q.put(
+            load_rollout(checkpoint_dir, state["policy_version"], next_request(first_step))
+        )
 
     # ---- The loop
     steps = range(first_step, args.num_training_steps + 1)
@@ -2183,7 +2187,7 @@ def main(args):
 
         # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
         with timed(times, "wait_for_generation"):
-            rollout = receive_rollout(response_Q, cpu_group)
+            rollout = gather_rollout(response_Q.get(), cpu_group)
         assert rollout.training_step == training_step, "a rollout of another step"
 
         # 2. The current weights and then the next prompts go to vLLM. It generates while we train.
@@ -2197,15 +2201,14 @@ def main(args):
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
         if is_due and training_step > first_step:
-            state = replace(
-                state,
-                completed_steps=version,
-                beta=beta,
-                seconds=time.time() - start_time,
-                policy_version=rollout.policy_version,
-            )
+            state |= {
+                "beta": beta,
+                "seconds": time.time() - start_time,
+                "policy_version": rollout.policy_version,
+            }
             with timed(times, "checkpoint"):
-                save_checkpoint(accelerator, run_dir, state, rollout, args)
+                save_rollout(run_dir, rollout)
+                save_checkpoint(accelerator, run_dir, version, state, args)
 
         # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, those of its responses too
@@ -2217,9 +2220,8 @@ def main(args):
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
         # A failed reward does not mean a wrong answer: the response is left out of the loss
-        is_known = [float(response.score is not None) for response in responses]
-        scored = torch.tensor(is_known, device=device)  # (episodes,)
-        scores = torch.tensor([response.score or 0.0 for response in responses], device=device)
+        scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
+        scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
         # 5. Log-probabilities and values before any update, (episodes, width). The policy and the
         # value model see the very micro-batches of the first epoch: other shapes would change the
@@ -2280,7 +2282,7 @@ def main(args):
 
         # 8. Updates. The schedule of each learning rate starts at the model's own first update.
         trains_policy = training_step > args.value_warmup_steps
-        sums = defaultdict(float)
+        sums = Counter()  # its update() adds
         grad_norms = defaultdict(list)
         update = version * updates_per_step  # counted over the run; the value model has all
         lr = 0.0  # while only the value model learns
@@ -2289,8 +2291,7 @@ def main(args):
                 update_sums = accumulate_gradients(
                     accelerator, policy, value_model, batch, mini_batch, trains_policy, args
                 )
-                for name, total in update_sums.items():
-                    sums[name] += total
+                sums.update(update_sums)
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
@@ -2313,12 +2314,13 @@ def main(args):
         # 10. Metrics
         num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-        times = {**rollout.times, **times}
         seconds = time.perf_counter() - step_start - times["evaluation_scoring"]
         metrics |= update_metrics(accelerator, sums)
+        if trains_policy:
+            metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
         metrics |= batch_metrics(batch, beta, args)
         metrics |= score_metrics("objective", responses, args)
-        metrics |= {f"time/{part}": value for part, value in times.items()}
+        metrics |= {f"time/{part}": value for part, value in (rollout.times | times).items()}
         metrics |= {name: torch.stack(norms).mean() for name, norms in grad_norms.items()}
         metrics |= {
             "training_step": training_step,
@@ -2351,15 +2353,15 @@ def main(args):
             if eval_prompts:
                 sync_weights(training_step)
                 prompts_Q.put(next_request(training_step + 1))
-                last = receive_rollout(response_Q, cpu_group)
+                last = gather_rollout(response_Q.get(), cpu_group)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
     # ---- The end: pictures and a summary, by programs that stand beside this script
     end_children()
     accelerator.end_training()
-    for tool in ("plot_runs.py", "summarize_run.py"):
-        path = Path(__file__).parent / "scripts" / tool
+    for tool in ("scripts/plot_runs.py", "scripts/summarize_run.py"):
+        path = Path(__file__).parent / tool
         if path.exists() and accelerator.is_main_process:
             subprocess.run([sys.executable, path, run_dir], check=False)
 
