@@ -43,12 +43,12 @@ def describe_speed(metrics: list[dict]) -> str | None:
     """Which side of an asynchronous run waited for the other, and what to do about it.
 
     >>> line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
-    >>> describe_speed([line, line])  # of ppo_sync.py: either side always waits for the other
+    >>> describe_speed([line, line])  # of a run in turns: either side always waits for the other
     >>> line["policy/staleness"] = 1
     >>> describe_speed([line, line])
     'training-bound: the other waited 50% of the time; more learners, shorter responses help'
     """
-    if "policy/staleness" not in metrics[0]:
+    if not any(line.get("policy/staleness") for line in metrics):
         return None
     seconds = sum(line["time/training"] for line in metrics)
     learner_waited = sum(line["time/wait_for_generation"] for line in metrics) / seconds

@@ -91,15 +91,15 @@ def main():
             least = write_tensors(models, optimizers, Path(folder, "least"))
             seconds["least"].append(time.perf_counter() - start)
 
-            state = script.RunState(
-                completed_steps=step, beta=0.0, seconds=0.0, wandb_id="", policy_version=0
-            )
+            state = {"beta": 0.0, "seconds": 0.0, "wandb_id": "", "policy_version": 0}
             start = time.perf_counter()
-            script.save_checkpoint(accelerator, Path(folder), state, rollout, args)
+            script.save_rollout(Path(folder), rollout)
+            script.save_checkpoint(accelerator, Path(folder), step, state, args)
             seconds["save"].append(time.perf_counter() - start)
 
             checkpoint_dir = Path(folder, "checkpoints", f"step_{step}")
-            size = sum(path.stat().st_size for path in checkpoint_dir.iterdir())
+            files = [path for path in checkpoint_dir.rglob("*") if path.is_file()]
+            size = sum(path.stat().st_size for path in files)
             start = time.perf_counter()
             accelerator.load_state(checkpoint_dir, map_location="cpu")
             seconds["load"].append(time.perf_counter() - start)

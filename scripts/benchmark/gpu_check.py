@@ -15,8 +15,6 @@ overlap
 size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
     Tokens a second, seconds of each phase of a step, and memory. Weights are random, in the shapes
     of Qwen2.5.
-transformers
-    ppo_sync.py learns with --generation_backend transformers.
 
 vLLM shares the GPU with the learner. A part that fails, out of memory for instance, has an "error"
 in its line instead of figures; the others still run, and the exit status is 1. Without a GPU the
@@ -281,12 +279,6 @@ def check_learning(name: str) -> dict:
     return learn(debug_command(name))
 
 
-def check_transformers() -> dict:
-    # A third of the debug command's episodes
-    options = {"generation_backend": "transformers", "total_episodes": 20_480}
-    return learn([*debug_command("ppo_sync"), *flags_of(options)])
-
-
 def check_overlap() -> dict:
     """Medians of seconds, asynchronous and not."""
     figures = {"model": "0.5B" if HAS_GPU else "debug"}
@@ -337,7 +329,6 @@ PARTS: dict[str, Callable[[], dict]] = {
     "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
     "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
     "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
-    "transformers": check_transformers,
 }
 
 

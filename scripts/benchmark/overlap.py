@@ -87,7 +87,7 @@ def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, prompts=(), 
     ends = [time.perf_counter()]
     ask_for(1)
     for step in range(1, iterations + 1):
-        rollout = script.receive_rollout(response_Q, None)
+        rollout = script.gather_rollout(response_Q.get(), None)
         assert rollout.training_step == step
         if async_mode and step < iterations:
             ask_for(step + 1)

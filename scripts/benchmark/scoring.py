@@ -1,4 +1,4 @@
-"""How long verifiable rewards take: responses through grade_answers, as in a run.
+"""How long verifiable rewards take: responses through grade_responses, as in a run.
 
 1,000 responses of GSM8K (in the script's process) and of MATH (in two workers); and 512 of a reward
 that takes 0.2 s on one response of ten, beside one that takes no time.
@@ -7,6 +7,7 @@ that takes 0.2 s on one response of ten, beside one that takes no time.
 """
 
 import math
+import queue
 import random
 import sys
 import tempfile
@@ -50,22 +51,26 @@ def slow(data_source, response, ground_truth, extra_info):
 
 
 def measure(script, source, reward_fn, truths, texts, num_workers):
-    """The seconds that it takes to grade the texts, and their Answers."""
-    tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
+    """The seconds that it takes to grade the texts, and the graded Responses."""
+    # Token ids are texts here
+    tokenizer = SimpleNamespace(decode=lambda text, skip_special_tokens: text)
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
-    prompts = [script.Prompt("", "", [], [], source, truth, None) for truth in truths]
-    workers = script.start_reward_workers(args)
+    responses = []
+    for truth, text in zip(truths, texts, strict=True):
+        prompt = script.Prompt("", "", [], [], source, truth, None)
+        responses.append(script.Response(prompt, text, [], stopped=True))
+    workers = queue.Queue()
+    for _ in range(num_workers if reward_fn else 0):
+        workers.put(script.start_reward_worker(reward_fn))
     try:
-        for worker in workers:
-            worker.wait_for_import()
         # The first call of each worker imports what the reward imports
-        script.grade_answers(workers, tokenizer, prompts[:10], texts[:10], [], args)
+        script.grade_responses(responses[:10], tokenizer, workers, args)
         start = time.perf_counter()
-        answers = script.grade_answers(workers, tokenizer, prompts, texts, [], args)
-        return time.perf_counter() - start, answers
+        graded = script.grade_responses(responses, tokenizer, workers, args)
+        return time.perf_counter() - start, graded
     finally:
-        for worker in workers:
-            worker.stop()
+        script.end_children()
+        script.process_groups.clear()
 
 
 def main():
@@ -75,9 +80,9 @@ def main():
     rng = random.Random(1)
     for source, reward_fn in (("gsm8k", None), ("math", f"{GRADERS}:compute_score")):
         truths, texts = zip(*(make(source, rng) for _ in range(1000)), strict=True)
-        seconds, answers = measure(script, source, reward_fn, truths, texts, num_workers=2)
-        right = sum(answers.verifiable)
-        failed = sum(cause is not None for cause in answers.failures)
+        seconds, graded = measure(script, source, reward_fn, truths, texts, num_workers=2)
+        right = sum(response.verifiable or 0.0 for response in graded)
+        failed = sum(response.failure is not None for response in graded)
         print(f"{source}: 1,000 responses in {seconds:.2f} s, {right:.0f} right, {failed} failed")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
 
 Weights to vLLM are 2 bytes a parameter for each engine (bfloat16). Gradients are 4 bytes a
 parameter, of which a ring of n ranks sends 2 (n - 1) / n from each. What ranks tell one another of
-a batch is pickled: the bytes of a token are measured here, by pickling made-up answers.
+a batch is pickled: the bytes of a token are measured here, by pickling made-up responses.
 """
 
 import pickle
@@ -15,28 +15,31 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from ppo_sync import Answers
+from ppo_sync import Response
 
 PARAMETERS = 0.5e9
 PROMPTS, SAMPLES = 64, 8  # of a rank: the defaults of grpo_vllm_async.py
 
 
-def make_answers(count: int, length: int) -> Answers:
-    """Answers of so many tokens each, with ids of a vocabulary of 151,936."""
+def make_responses(count: int, length: int) -> list[Response]:
+    """Responses of so many tokens each, with ids of a vocabulary of 151,936."""
     choice = random.Random(1)
-    return Answers(
-        responses=[[choice.randrange(151_936) for _ in range(length)] for _ in range(count)],
-        sampler_logprobs=[[-choice.random() for _ in range(length)] for _ in range(count)],
-        texts=["word" * length for _ in range(count)],  # a token has about four letters
-        verifiable=[1.0] * count,
-        failures=[None] * count,
-    )
+    return [
+        Response(
+            prompt=None,
+            token_ids=[choice.randrange(151_936) for _ in range(length)],
+            logprobs=[-choice.random() for _ in range(length)],
+            stopped=True,
+            text="word" * length,  # a token has about four letters
+            verifiable=1.0,
+        )
+        for _ in range(count)
+    ]
 
 
 def main() -> None:
     length = 256
-    answers = make_answers(PROMPTS, length)
-    pickled = pickle.dumps(answers)
+    pickled = pickle.dumps(make_responses(PROMPTS, length))
     start = time.perf_counter()
     pickle.loads(pickled)
     tokens = PROMPTS * length
