@@ -25,20 +25,24 @@ Training step g, on every rank:
        share it with the other ranks      verifiable rewards
     2. [vLLM is idle] sync weights ---------------------------------->  weights of version g - 1
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
-    3. checkpoint, reward model,          ...                            ...
-       forward passes, updates          verifiable rewards
+    3. checkpoint                         ...                            ...
+    4. reward model; then forward         ...
+       passes, advantages, updates      verifiable rewards
 
 Before step 1, weights of version 0 and prompts 1 go out. Weights travel between the receipt of
-one batch and the request for the next: vLLM is idle then and the learner does not update, so
-nothing has to be locked. A version is the number of completed training steps, and batch g comes
-from the policy of version max(0, g - 2): from batch 2 on one step older than the policy that trains
-on it (2410.18252). Two things keep that sound. The learner itself computes the log-probabilities
-that the PPO ratio divides by; and a truncated importance weight accounts for the older policy that
-sampled. With --no-async_mode weights and prompts go out after the update, and every batch is
+one batch and the request for the next: vLLM is idle then, since its thread waits for that request,
+and the learner does not update, so nothing has to be locked. A version is the number of completed
+training steps, and batch g comes from the policy of version max(0, g - 2): from batch 2 on one step
+older than the policy that trains on it (2410.18252), and never more, since one request at a time is
+under way. Two things keep that sound. The learner itself computes the log-probabilities that the
+PPO ratio divides by; and a truncated importance weight accounts for the older policy that sampled.
+An evaluation travels with a request, so its policy is that of the batch; the last one has a request
+of its own. With --no-async_mode weights and prompts go out after the update, and every batch is
 on-policy.
 
-Every rank holds the whole batch (token ids and a few floats per token: small). So advantages and
-minibatches are the same for one rank and for eight; forward and backward passes are shared out.
+Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
+for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
+backward passes are shared out.
 
 There is no value model: each prompt is answered several times, and the advantage of a response is
 how much better it scored than the others of its group. The KL to the reference policy is a term of
@@ -57,7 +61,7 @@ Map of this file, section by section; main, at its end, is what to read first:
     Args and dataclasses      what a run is told; the rows and tensors that travel    look up
     small helpers             how a process ends                                      skim
     data, rewards             from a row of a dataset to a Request; to a score        skim
-    models                    wrappers that give log-probabilities and scores         read
+    models                    wrappers that give log-probabilities, values or scores  read
     mathematics               KL, group advantages, loss, with examples               read
     vLLM                      its process, weight sync, the generation thread         read
     forward and backward      micro-batches; the gradient of one optimizer batch      read
@@ -67,9 +71,9 @@ Map of this file, section by section; main, at its end, is what to read first:
 
 "Collective" in a docstring: every rank must call the function, in the same order.
 
-arXiv: GRPO 2402.03300; asynchronous RLHF 2410.18252; PPO 1707.06347. Options: DAPO 2503.14476
-(cliprange_higher, mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO
-2507.18071 (sequence).
+arXiv: GRPO 2402.03300; PPO 1707.06347; options of DAPO 2503.14476 (cliprange_higher,
+mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence);
+asynchronous RLHF 2410.18252.
 """
 
 import contextlib
@@ -137,7 +141,7 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 @dataclass
 class Args:
-    """GRPO for language models, asynchronous: vLLM generates the next batch while we train."""
+    """GRPO for language models."""
 
     # -- The run
     exp_name: str = Path(__file__).stem
@@ -187,7 +191,7 @@ class Args:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
     """how the learning rate changes after its warm-up"""
     warm_up_steps: int = 0
-    """optimizer updates in which a model's learning rate rises, from its own first update"""
+    """optimizer updates (not steps) in which a learning rate rises, from its model's first on"""
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
@@ -219,7 +223,7 @@ class Args:
 
     # -- Generation
     async_mode: bool = True
-    """generate the next batch while training on the last; --no-async_mode: on-policy"""
+    """generate the next batch while training on the last; --no-async_mode: on-policy, to compare"""
     response_length: int = 256
     """most tokens in a response"""
     stop_token: str | None = None
@@ -270,7 +274,8 @@ class Args:
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
     """estimator of that KL (http://joschu.net/blog/kl-approx.html)"""
     cliprange: float = 0.2
-    """the policy ratio is clipped to 1 +- cliprange"""
+    """the policy ratio is clipped from below to 1 - this, from above to 1 + this (GRPO: to 1 +
+    cliprange_higher)"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
     dual_clip: float = 0.0
@@ -278,13 +283,13 @@ class Args:
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """level of ratios and importance weights; sequence: GSPO, which has --cliprange 3e-4
-    --cliprange_higher 4e-4"""
+    """level of ratios and importance weights; sequence: GSPO, which has --loss_aggregation sequence
+    --cliprange 3e-4 --cliprange_higher 4e-4"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """the loss is a mean over tokens, over responses of their token means, or over
     responses x response_length (Dr. GRPO)"""
     mask_truncated_completions: bool = False
-    """leave responses without a stop token out of the loss (DAPO)"""
+    """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler on the policy's loss terms; 0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
@@ -326,7 +331,7 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """how many steps come before those whose requests have an evaluation, the last one apart"""
+    """policy versions at which a request has an evaluation, but for the one after the last step"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -354,7 +359,7 @@ class Response:
     token_ids: list[int]  # as sampled; a stop token is the last one
     logprobs: list[float]  # the sampler's, one for each of those ids
     stopped: bool  # whether it ends with a stop token; else it was cut
-    # From the generation thread
+    # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
     failure: str | None = None  # why that call failed
@@ -384,7 +389,7 @@ class Rollout:
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
-    times: dict[str, float]  # seconds of the generation thread, by part
+    times: dict[str, float]  # seconds that generate_rollout took, by part
 
 
 @dataclass
@@ -434,7 +439,7 @@ def timed(times, name):
     """Notes the seconds spent inside as times[name]."""
     start = time.perf_counter()
     yield
-    # The generation thread has nothing to do with the learner's kernels, so it does not wait
+    # Kernels run behind the Python code. Only the main thread starts any, so only it waits for them
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     times[name] = time.perf_counter() - start
@@ -518,7 +523,7 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
             ground_truth = rule.get("ground_truth")
     # Rows without a ground truth may stand among the others where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("there is no `reward_model.ground_truth`, which the reward needs")
+        raise ValueError("there is no `ground_truth`, which the reward needs")
     # Held-out prompts are always scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
@@ -555,7 +560,7 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
             f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or too long"
         )
     lost_characters = "".join(sorted(lost)).strip()
-    if lost_characters and is_rank_0():
+    if lost_characters and is_rank_0():  # they are not in its vocabulary
         print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
     return prompts
 
@@ -586,7 +591,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     steps_before = training_step - 1
     count = args.rollout_batch_size
     if steps_before == args.num_training_steps:
-        count = 0
+        count = 0  # there is only an evaluation then
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
     first_episode = steps_before * args.episodes_per_step
@@ -646,8 +651,9 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    It is killed when its parent ends, in whatever state it is: multiprocessing's fork server, which
-    ends with the script, unless somebody holds the other end of its pipe, as this process does.
+    The script must not leave it behind, whatever it does. Its parent is multiprocessing's fork
+    server: when that ends, the kernel kills this process. The fork server ends when nobody holds
+    the other end of its pipe any more. This process has inherited that end, and closes it.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -663,9 +669,9 @@ def call_reward_fn(reward_fn, prompt, text):
         score = load_reward_fn(reward_fn)(
             prompt.data_source, text, prompt.ground_truth, extra_info=prompt.extra_info
         )
-        answer = float(score), None
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
+        answer = float(score), None
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
         answer = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
@@ -806,7 +812,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
     A trained model is float32 and needs gradients; a frozen one is of args.dtype. ValueError: its
-    checkpoint lacks a tensor. A value model may lack its head, which then is zeros, so that the
+    checkpoint lacks a tensor. PPO's value model may lack its head, which then is zeros, so that the
     first advantages are rewards to come; with random values they would be noise.
     """
     revision = revision_of(path, args)
@@ -828,7 +834,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     if missing:
         model.score.weight.data.zero_()
     if auto_class is AutoModelForCausalLM:
-        # A head that the checkpoint has of its own is not tied, even if its config says so
+        # A head that the checkpoint has of its own is not tied, even if its config says so. vLLM
+        # starts from this config
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
@@ -998,25 +1005,25 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     return torch.expm1(-d) + d
 
 
-def mismatch_mask(log_ratio, mask, args):
+def mismatch_mask(mismatch, mask, args):
     """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
 
-    log_ratio: learner - sampler log-probabilities. All are (batch, width).
+    mismatch: learner - sampler log-probabilities. All are (batch, width).
 
-    >>> log_ratio, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
+    >>> mismatch, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
     >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
-    >>> mismatch_mask(log_ratio, mask, args)
+    >>> mismatch_mask(mismatch, mask, args)
     tensor([[1., 0.],
             [0., 1.]])
-    >>> mismatch_mask(log_ratio, mask, replace(args, mismatch_mask="sequence"))
+    >>> mismatch_mask(mismatch, mask, replace(args, mismatch_mask="sequence"))
     tensor([[0., 0.],
             [1., 1.]])
     """
     if args.mismatch_mask == "none":
         return mask
     if args.mismatch_mask == "sequence":
-        log_ratio = sequence_mean(log_ratio, mask)
-    return mask * (log_ratio.abs() <= math.log(args.mismatch_mask_range))
+        mismatch = sequence_mean(mismatch, mask)
+    return mask * (mismatch.abs() <= math.log(args.mismatch_mask_range))
 
 
 def group_advantages(scores, scored, number_samples_per_prompt, normalization):
@@ -1087,7 +1094,7 @@ def policy_loss(
 
 
 def lr_multiplier(update, num_updates, args):
-    """A model's learning rate in its own update number `update`, as a share of the base rate.
+    """The learning rate of a model's update number `update`, as a share of the base rate.
 
     Updates count from 0. The rate is above 0 to the last of num_updates.
 
@@ -1175,11 +1182,11 @@ def sample_responses(prompt_ids, seeds, temperature, args):
 
 
 def place_engine(rank, num_gpus, args):
-    """A rank's engine, or None: its number, how many there are on all ranks, and its GPUs.
+    """Number of a rank's engine, how many there are on all ranks, its GPUs; None: it owns none.
 
-    GPUs are indices into the visible ones of the node, of which there are num_gpus; () is the CPU.
     Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
-    node do.
+    node do. GPUs are indices into the visible ones of the node, of which there are num_gpus; () is
+    the CPU.
 
     >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
@@ -1387,7 +1394,7 @@ class VLLM:
 def generate_rollout(vllm, workers, tokenizer, request, args):
     """This rank's share of the responses to a Request, with their verifiable rewards: a Rollout.
 
-    It touches no weights. vllm: None where this rank owns no engine; then there is no share: None.
+    vllm: None where this rank owns no engine; then there is no share: None.
     """
     if vllm is None:
         return None
@@ -1405,7 +1412,11 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
 
 
 def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
-    """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q."""
+    """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q.
+
+    It touches no weights, and mostly waits for vLLM's process. It takes part in nothing collective:
+    from two threads, ranks would get into different orders.
+    """
     try:
         while True:
             times = {}
@@ -1498,7 +1509,8 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     micro_batches = cut_micro_batches(accelerator, [rows], sequences, size)
     values = forward_all(accelerator, reward_model, micro_batches, mask)
     scores = values[rows, mask.sum(1).long() - 1].tolist()
-    # What else is in a micro-batch moves the last bits; equal sequences get one of their scores
+    # What else is in a micro-batch moves the last bits, and GRPO's advantages make much of that. So
+    # equal sequences get one of their scores
     score_of = dict(zip(map(str, sequences), scores, strict=True))
     return [score_of[str(sequence)] for sequence in sequences]
 
@@ -1512,7 +1524,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
     is stepped. Returns sums over this rank's tokens, which update_metrics turns into metrics.
     """
     mini_batch_mask = batch.loss_mask[mini_batch]
-    num_responses = int(mini_batch_mask[:, 0].sum())
+    num_responses = int(mini_batch_mask[:, 0].sum())  # each has a first token
     normalizers = {
         "token": int(mini_batch_mask.sum()),
         "sequence": num_responses,
@@ -1549,10 +1561,10 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
             if args.beta > 0:
                 ref_logprobs = batch.ref_logprobs[rows, :width]
                 kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
-                # This KL is a mean over the policy's own tokens, and these are older: the token's
-                # ratio (new/old) and its weight (old/sampler) make up for that. The gradient is
-                # the reverse KL's where kl1 and kl3 differentiate the ratio and kl2 does not
-                # (2510.01555).
+                # The estimate holds for tokens of this policy, and an older one sampled these. The
+                # token's ratio (new/old) and the weight (old/sampler) make up for that. For the
+                # gradient of KL(policy || reference) kl1 and kl3 differentiate the ratio, and kl2
+                # does not (2510.01555).
                 token_ratio = token_log_ratio.exp()
                 if args.kl_estimator == "kl2":
                     token_ratio = token_ratio.detach()
@@ -1602,15 +1614,15 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
-    """Only for on-policy batches: vLLM must have sampled them with exactly the learner's weights.
+    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
     All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
-    # GPUs may compute float32 with TF32; dividing by a low temperature makes rounding larger
+    # GPUs may compute float32 with TF32
     limit = 1e-2 if mask.is_cuda else 1e-3
-    if args.dtype == "bfloat16":
+    if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
     if limit < difference < math.inf:
         raise RuntimeError(
@@ -1618,7 +1630,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
         )
 
 
-# ---------------------------------------------------------------------------- metrics and files
+# ------------------------------------------------------------------------------ metrics and files
 
 
 def update_metrics(accelerator, sums):
@@ -1628,7 +1640,7 @@ def update_metrics(accelerator, sums):
     tokens = max(1, sums.pop("tokens"))
     share = sums.pop("positions") / sums.pop("padded_positions")
     metrics = {name: total / tokens for name, total in sums.items()}
-    if "val/ratio" in metrics:  # else the policy was not trained
+    if "val/ratio" in metrics:  # not while PPO trains the value model alone
         variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
         metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
     metrics["perf/padding_fraction"] = 1 - share
@@ -1678,7 +1690,7 @@ def score_metrics(group, responses, args):
     With several data sources there is each mean for each of them as well.
     """
     sources = {response.prompt.data_source for response in responses}
-    values = defaultdict(list)
+    collected = defaultdict(list)
     for response in responses:
         parts = {
             "scores": response.score,
@@ -1694,10 +1706,10 @@ def score_metrics(group, responses, args):
             parts["penalty_rate"] = response.penalized
         for name, value in parts.items():
             if value is not None:
-                values[f"{group}/{name}"].append(value)
+                collected[f"{group}/{name}"].append(value)
                 if len(sources) > 1:
-                    values[f"{group}/{name}/{response.prompt.data_source}"].append(value)
-    means = {name: sum(some_values) / len(some_values) for name, some_values in values.items()}
+                    collected[f"{group}/{name}/{response.prompt.data_source}"].append(value)
+    means = {name: sum(values) / len(values) for name, values in collected.items()}
     return {**means, f"{group}/reward_failures": sum(r.failure is not None for r in responses)}
 
 
@@ -1751,7 +1763,7 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "loss/value_avg")
+        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "policy/entropy_avg")
         figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
@@ -1833,7 +1845,7 @@ def save_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def save_rollout(run_dir, rollout):
-    """Writes a rollout to where save_checkpoint puts the rest of a checkpoint."""
+    """Writes a rollout, on rank 0, to the folder that save_checkpoint then fills and names."""
     folder = run_dir / "checkpoints/unfinished/next_rollout"
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
@@ -2018,16 +2030,16 @@ def main(args):
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
     updates_per_step = args.num_epochs * args.episodes_per_step // args.mini_batch_size
-    # What only GRPO has
-    if args.number_samples_per_prompt < 2:
-        raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
-    if args.importance_sampling_level == "sequence" and args.mismatch_mask == "token":
-        raise ValueError("--mismatch_mask token: by GSPO all tokens of a response have one ratio")
     if args.warm_up_steps >= args.num_updates:
         raise ValueError(
             f"the policy has {args.num_updates} updates by --total_episodes; that must be more "
             f"than warm_up_steps ({args.warm_up_steps})"
         )
+    # What only GRPO has
+    if args.number_samples_per_prompt < 2:
+        raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
+    if args.importance_sampling_level == "sequence" and args.mismatch_mask == "token":
+        raise ValueError("--mismatch_mask token: by GSPO all tokens of a response have one ratio")
 
     # ---- Data and models
     tokenizers = load_tokenizers(args)
@@ -2059,7 +2071,7 @@ def main(args):
             "num_epochs",
             "num_updates",
             "data_hash",
-            "num_evals",
+            "num_evals",  # and so would answers to an evaluation that the checkpoint has
             "eval_temperature",
         ):
             if saved_args[name] != getattr(args, name):
@@ -2080,7 +2092,7 @@ def main(args):
         reward_model = load_classifier(args.reward_model_path, args, trained=False, offset=0)
         reward_model.to(device)
 
-    # Its learning rate is set before each update
+    # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
     policy, optimizer = accelerator.prepare(policy, optimizer)
@@ -2119,7 +2131,7 @@ def main(args):
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in run_dir.glob("*.jsonl"):
+        for path in run_dir.glob("*.jsonl"):  # also of a run that ended in its first step
             path.unlink()
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
@@ -2150,7 +2162,7 @@ def main(args):
     steps = range(first_step, args.num_training_steps + 1)
     for training_step in tqdm(steps, disable=None if is_rank_0() else True):
         step_start = time.perf_counter()
-        times = {"weight_sync": 0.0, "evaluation_scoring": 0.0}
+        times = {"evaluation_scoring": 0.0}
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
@@ -2167,7 +2179,8 @@ def main(args):
             prompts_Q.put(next_request(training_step + 1))
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
-        # responses, since the weights that sampled them are older. The first step of a process
+        # responses, since the weights that sampled them are older. What vLLM samples meanwhile is
+        # not in it: it would be sampled again, from these weights. The first step of a process
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
         if is_due and training_step > first_step:
@@ -2213,16 +2226,16 @@ def main(args):
         if rollout.policy_version == version:
             check_sampler(logprobs, sampler_logprobs, mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
-        # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl).
+        # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
+        mismatch = logprobs - sampler_logprobs
         # With weight 0 the policy does not train on a token, but the token counts in the mean
-        log_ratio = logprobs - sampler_logprobs
-        importance_weights = mismatch_mask(log_ratio, mask, args)
+        importance_weights = mismatch_mask(mismatch, mask, args)
         if args.importance_sampling_level == "sequence":
-            log_ratio = sequence_mean(log_ratio, mask)
+            mismatch = sequence_mean(mismatch, mask)
         if args.tis_cap > 0:
-            importance_weights = importance_weights * log_ratio.exp().clamp(max=args.tis_cap)
+            importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
-        # 6. Responses that were cut may be left out of the loss
+        # 6. Responses that were cut may be left out of the loss; in their group they count
         if args.mask_truncated_completions:
             stopped = torch.tensor([float(r.stopped) for r in responses], device=device)
             loss_mask = loss_mask * stopped[:, None]
@@ -2248,7 +2261,7 @@ def main(args):
 
         # 8. Updates
         sums = Counter()  # its update() adds
-        grad_norms = []
+        grad_norms = defaultdict(list)
         update = version * updates_per_step  # counted over the run
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
@@ -2256,16 +2269,16 @@ def main(args):
                 sums.update(update_sums)
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
-                grad_norms.append(norm)
+                grad_norms["optim/grad_norm"].append(norm)
                 update += 1
 
-        # 9. With --no-async_mode this is the moment for weights and prompts
+        # With --no-async_mode this is the moment for weights and prompts
         if not args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(training_step)
             prompts_Q.put(next_request(training_step + 1))
 
-        # 10. Metrics
+        # 9. Metrics
         num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
         seconds = time.perf_counter() - step_start - times["evaluation_scoring"]
@@ -2276,12 +2289,12 @@ def main(args):
         metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
         metrics |= {f"time/{part}": value for part, value in (rollout.times | times).items()}
+        metrics |= {name: torch.stack(norms).mean() for name, norms in grad_norms.items()}
         metrics |= {
             "training_step": training_step,
             "episode": training_step * args.episodes_per_step,
             "epoch": training_step * args.rollout_batch_size / len(train_prompts),
             "lr": lr,
-            "optim/grad_norm": torch.stack(grad_norms).mean(),
             "policy/version": version,
             "policy/staleness": version - rollout.policy_version,
             "val/num_stop_token_ids": num_stopped,
@@ -2298,7 +2311,7 @@ def main(args):
             sample["advantage"] = row.sum().item() / sample["length"]  # the mean over its tokens
         append_lines(run_dir / "rollouts.jsonl", samples)
 
-        # 11. After the last update the model is saved, and then comes the last evaluation
+        # 10. After the last update the model is saved, and then comes the last evaluation
         if is_last:
             if accelerator.is_main_process:
                 save_model(accelerator.unwrap_model(policy), tokenizer, run_dir / "model", args)

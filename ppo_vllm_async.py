@@ -25,36 +25,40 @@ Training step g, on every rank:
        share it with the other ranks      verifiable rewards
     2. [vLLM is idle] sync weights ---------------------------------->  weights of version g - 1
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
-    3. checkpoint, reward model,          ...                            ...
-       forward passes, updates          verifiable rewards
+    3. checkpoint                         ...                            ...
+    4. reward model; then forward         ...
+       passes, advantages, updates      verifiable rewards
 
 Before step 1, weights of version 0 and prompts 1 go out. Weights travel between the receipt of
-one batch and the request for the next: vLLM is idle then and the learner does not update, so
-nothing has to be locked. A version is the number of completed training steps, and batch g comes
-from the policy of version max(0, g - 2): from batch 2 on one step older than the policy that trains
-on it (2410.18252). Two things keep that sound. The learner itself computes the log-probabilities
-that the PPO ratio divides by; and a truncated importance weight accounts for the older policy that
-sampled. With --no-async_mode weights and prompts go out after the update, and every batch is
+one batch and the request for the next: vLLM is idle then, since its thread waits for that request,
+and the learner does not update, so nothing has to be locked. A version is the number of completed
+training steps, and batch g comes from the policy of version max(0, g - 2): from batch 2 on one step
+older than the policy that trains on it (2410.18252), and never more, since one request at a time is
+under way. Two things keep that sound. The learner itself computes the log-probabilities that the
+PPO ratio divides by; and a truncated importance weight accounts for the older policy that sampled.
+An evaluation travels with a request, so its policy is that of the batch; the last one has a request
+of its own. With --no-async_mode weights and prompts go out after the update, and every batch is
 on-policy.
 
-Every rank holds the whole batch (token ids and a few floats per token: small). So advantages and
-minibatches are the same for one rank and for eight; forward and backward passes are shared out.
+Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
+for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
+backward passes are shared out.
 
 Deliberate simplifications:
- 1. A response cut at `response_length` counts as finished: no bootstrap from its last value.
- 2. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
+ 1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
- 3. One reward per response, on its last token; one turn, no tools; prompts are padded, not packed.
- 4. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
+ 2. One reward per response; one turn, no tools; prompts are padded, not packed.
+ 3. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
     Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
     it samples is waited for.
- 5. Few inputs are checked: those that would go wrong in silence, or late.
+ 4. Few inputs are checked: those that would go wrong in silence, or late.
+ 5. A response cut at `response_length` counts as finished: no bootstrap from its last value.
 
 Map of this file, section by section; main, at its end, is what to read first:
     Args and dataclasses      what a run is told; the rows and tensors that travel    look up
     small helpers             how a process ends                                      skim
     data, rewards             from a row of a dataset to a Request; to a score        skim
-    models                    wrappers that give log-probabilities and values         read
+    models                    wrappers that give log-probabilities, values or scores  read
     mathematics               whitening, KL, GAE, losses, with examples               read
     vLLM                      its process, weight sync, the generation thread         read
     forward and backward      micro-batches; the gradient of one optimizer batch      read
@@ -64,8 +68,8 @@ Map of this file, section by section; main, at its end, is what to read first:
 
 "Collective" in a docstring: every rank must call the function, in the same order.
 
-arXiv: asynchronous RLHF 2410.18252; PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325;
-PPO's implementation details 2403.17031.
+arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's implementation details
+2403.17031; asynchronous RLHF 2410.18252.
 """
 
 import contextlib
@@ -133,7 +137,7 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 @dataclass
 class Args:
-    """PPO for language models, asynchronous: vLLM generates the next batch while we train."""
+    """PPO for language models."""
 
     # -- The run
     exp_name: str = Path(__file__).stem
@@ -190,7 +194,7 @@ class Args:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """how the learning rate changes after its warm-up"""
     warm_up_steps: int = 0
-    """optimizer updates in which a model's learning rate rises, from its own first update"""
+    """optimizer updates (not steps) in which a learning rate rises, from its model's first on"""
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
@@ -222,7 +226,7 @@ class Args:
 
     # -- Generation
     async_mode: bool = True
-    """generate the next batch while training on the last; --no-async_mode: on-policy"""
+    """generate the next batch while training on the last; --no-async_mode: on-policy, to compare"""
     response_length: int = 256
     """most tokens in a response"""
     stop_token: str | None = None
@@ -278,7 +282,8 @@ class Args:
     whiten_rewards: bool = False
     """scale rewards to unit variance, keeping their mean"""
     cliprange: float = 0.2
-    """the policy ratio is clipped to 1 +- cliprange"""
+    """the policy ratio is clipped from below to 1 - this, from above to 1 + this (GRPO: to 1 +
+    cliprange_higher)"""
     dual_clip: float = 0.0
     """for negative advantages the ratio is clipped to this as well (1912.09729: 3.0); 0: off"""
     cliprange_value: float = 0.0
@@ -330,7 +335,7 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """how many steps come before those whose requests have an evaluation, the last one apart"""
+    """policy versions at which a request has an evaluation, but for the one after the last step"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -358,7 +363,7 @@ class Response:
     token_ids: list[int]  # as sampled; a stop token is the last one
     logprobs: list[float]  # the sampler's, one for each of those ids
     stopped: bool  # whether it ends with a stop token; else it was cut
-    # From the generation thread
+    # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
     failure: str | None = None  # why that call failed
@@ -388,7 +393,7 @@ class Rollout:
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
-    times: dict[str, float]  # seconds of the generation thread, by part
+    times: dict[str, float]  # seconds that generate_rollout took, by part
 
 
 @dataclass
@@ -402,7 +407,7 @@ class Batch:
     mask: Tensor  # (episodes, width), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
-    loss_mask: Tensor  # (episodes, width), the mask without the responses whose score is not known
+    loss_mask: Tensor  # (episodes, width), the mask without responses that are left out of the loss
     sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, width), by the policy before this step's updates
     ref_logprobs: Tensor  # (episodes, width), by the reference policy
@@ -441,7 +446,7 @@ def timed(times, name):
     """Notes the seconds spent inside as times[name]."""
     start = time.perf_counter()
     yield
-    # The generation thread has nothing to do with the learner's kernels, so it does not wait
+    # Kernels run behind the Python code. Only the main thread starts any, so only it waits for them
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     times[name] = time.perf_counter() - start
@@ -525,7 +530,7 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
             ground_truth = rule.get("ground_truth")
     # Rows without a ground truth may stand among the others where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("there is no `reward_model.ground_truth`, which the reward needs")
+        raise ValueError("there is no `ground_truth`, which the reward needs")
     # Held-out prompts are always scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
@@ -562,7 +567,7 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
             f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or too long"
         )
     lost_characters = "".join(sorted(lost)).strip()
-    if lost_characters and is_rank_0():
+    if lost_characters and is_rank_0():  # they are not in its vocabulary
         print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
     return prompts
 
@@ -593,7 +598,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     steps_before = training_step - 1
     count = args.rollout_batch_size
     if steps_before == args.num_training_steps:
-        count = 0
+        count = 0  # there is only an evaluation then
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
     first_episode = steps_before * args.episodes_per_step
@@ -653,8 +658,9 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    It is killed when its parent ends, in whatever state it is: multiprocessing's fork server, which
-    ends with the script, unless somebody holds the other end of its pipe, as this process does.
+    The script must not leave it behind, whatever it does. Its parent is multiprocessing's fork
+    server: when that ends, the kernel kills this process. The fork server ends when nobody holds
+    the other end of its pipe any more. This process has inherited that end, and closes it.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -670,9 +676,9 @@ def call_reward_fn(reward_fn, prompt, text):
         score = load_reward_fn(reward_fn)(
             prompt.data_source, text, prompt.ground_truth, extra_info=prompt.extra_info
         )
-        answer = float(score), None
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
+        answer = float(score), None
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
         answer = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
@@ -813,7 +819,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
     A trained model is float32 and needs gradients; a frozen one is of args.dtype. ValueError: its
-    checkpoint lacks a tensor. A value model may lack its head, which then is zeros, so that the
+    checkpoint lacks a tensor. PPO's value model may lack its head, which then is zeros, so that the
     first advantages are rewards to come; with random values they would be noise.
     """
     revision = revision_of(path, args)
@@ -835,7 +841,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     if missing:
         model.score.weight.data.zero_()
     if auto_class is AutoModelForCausalLM:
-        # A head that the checkpoint has of its own is not tied, even if its config says so
+        # A head that the checkpoint has of its own is not tied, even if its config says so. vLLM
+        # starts from this config
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
@@ -1063,25 +1070,25 @@ def compute_gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 
-def mismatch_mask(log_ratio, mask, args):
+def mismatch_mask(mismatch, mask, args):
     """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
 
-    log_ratio: learner - sampler log-probabilities. All are (batch, width).
+    mismatch: learner - sampler log-probabilities. All are (batch, width).
 
-    >>> log_ratio, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
+    >>> mismatch, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
     >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
-    >>> mismatch_mask(log_ratio, mask, args)
+    >>> mismatch_mask(mismatch, mask, args)
     tensor([[1., 0.],
             [0., 1.]])
-    >>> mismatch_mask(log_ratio, mask, replace(args, mismatch_mask="sequence"))
+    >>> mismatch_mask(mismatch, mask, replace(args, mismatch_mask="sequence"))
     tensor([[0., 0.],
             [1., 1.]])
     """
     if args.mismatch_mask == "none":
         return mask
     if args.mismatch_mask == "sequence":
-        log_ratio = sequence_mean(log_ratio, mask)
-    return mask * (log_ratio.abs() <= math.log(args.mismatch_mask_range))
+        mismatch = sequence_mean(mismatch, mask)
+    return mask * (mismatch.abs() <= math.log(args.mismatch_mask_range))
 
 
 def policy_loss(
@@ -1134,7 +1141,7 @@ def value_loss(values, old_values, returns, cliprange_value):
 
 
 def lr_multiplier(update, num_updates, args):
-    """A model's learning rate in its own update number `update`, as a share of the base rate.
+    """The learning rate of a model's update number `update`, as a share of the base rate.
 
     Updates count from 0. The rate is above 0 to the last of num_updates.
 
@@ -1222,11 +1229,11 @@ def sample_responses(prompt_ids, seeds, temperature, args):
 
 
 def place_engine(rank, num_gpus, args):
-    """A rank's engine, or None: its number, how many there are on all ranks, and its GPUs.
+    """Number of a rank's engine, how many there are on all ranks, its GPUs; None: it owns none.
 
-    GPUs are indices into the visible ones of the node, of which there are num_gpus; () is the CPU.
     Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
-    node do.
+    node do. GPUs are indices into the visible ones of the node, of which there are num_gpus; () is
+    the CPU.
 
     >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
@@ -1434,7 +1441,7 @@ class VLLM:
 def generate_rollout(vllm, workers, tokenizer, request, args):
     """This rank's share of the responses to a Request, with their verifiable rewards: a Rollout.
 
-    It touches no weights. vllm: None where this rank owns no engine; then there is no share: None.
+    vllm: None where this rank owns no engine; then there is no share: None.
     """
     if vllm is None:
         return None
@@ -1452,7 +1459,11 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
 
 
 def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
-    """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q."""
+    """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q.
+
+    It touches no weights, and mostly waits for vLLM's process. It takes part in nothing collective:
+    from two threads, ranks would get into different orders.
+    """
     try:
         while True:
             times = {}
@@ -1545,7 +1556,8 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     micro_batches = cut_micro_batches(accelerator, [rows], sequences, size)
     values = forward_all(accelerator, reward_model, micro_batches, mask)
     scores = values[rows, mask.sum(1).long() - 1].tolist()
-    # What else is in a micro-batch moves the last bits; equal sequences get one of their scores
+    # What else is in a micro-batch moves the last bits, and GRPO's advantages make much of that. So
+    # equal sequences get one of their scores
     score_of = dict(zip(map(str, sequences), scores, strict=True))
     return [score_of[str(sequence)] for sequence in sequences]
 
@@ -1597,18 +1609,18 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
                 )
                 loss = (pg_loss * loss_mask).sum() / num_tokens
                 accelerator.backward(loss * accelerator.num_processes)
-                log_ratio = log_ratio.detach()
+                per_token["loss/policy_avg"] = pg_loss
+
+        with torch.no_grad():
+            if trains_policy:
                 ratio = log_ratio.exp()
                 per_token |= {
-                    "loss/policy_avg": pg_loss,
                     "policy/approxkl_avg": log_ratio**2 / 2,
                     "policy/clipfrac_avg": pg_clipped,
                     "policy/entropy_avg": entropies,
                     "val/ratio": ratio,
                     "val/ratio_squared": ratio**2,
                 }
-
-        with torch.no_grad():
             for name, tensor in per_token.items():
                 sums[name] += (tensor * loss_mask).sum(dtype=torch.float64)
             sums["tokens"] += loss_mask.sum(dtype=torch.float64)
@@ -1636,15 +1648,15 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
-    """Only for on-policy batches: vLLM must have sampled them with exactly the learner's weights.
+    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
     All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
-    # GPUs may compute float32 with TF32; dividing by a low temperature makes rounding larger
+    # GPUs may compute float32 with TF32
     limit = 1e-2 if mask.is_cuda else 1e-3
-    if args.dtype == "bfloat16":
+    if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
     if limit < difference < math.inf:
         raise RuntimeError(
@@ -1652,7 +1664,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
         )
 
 
-# ---------------------------------------------------------------------------- metrics and files
+# ------------------------------------------------------------------------------ metrics and files
 
 
 def update_metrics(accelerator, sums):
@@ -1662,7 +1674,7 @@ def update_metrics(accelerator, sums):
     tokens = max(1, sums.pop("tokens"))
     share = sums.pop("positions") / sums.pop("padded_positions")
     metrics = {name: total / tokens for name, total in sums.items()}
-    if "val/ratio" in metrics:  # else the policy was not trained
+    if "val/ratio" in metrics:  # not while PPO trains the value model alone
         variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
         metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
     metrics["perf/padding_fraction"] = 1 - share
@@ -1706,7 +1718,7 @@ def score_metrics(group, responses, args):
     With several data sources there is each mean for each of them as well.
     """
     sources = {response.prompt.data_source for response in responses}
-    values = defaultdict(list)
+    collected = defaultdict(list)
     for response in responses:
         parts = {
             "scores": response.score,
@@ -1722,10 +1734,10 @@ def score_metrics(group, responses, args):
             parts["penalty_rate"] = response.penalized
         for name, value in parts.items():
             if value is not None:
-                values[f"{group}/{name}"].append(value)
+                collected[f"{group}/{name}"].append(value)
                 if len(sources) > 1:
-                    values[f"{group}/{name}/{response.prompt.data_source}"].append(value)
-    means = {name: sum(some_values) / len(some_values) for name, some_values in values.items()}
+                    collected[f"{group}/{name}/{response.prompt.data_source}"].append(value)
+    means = {name: sum(values) / len(values) for name, values in collected.items()}
     return {**means, f"{group}/reward_failures": sum(r.failure is not None for r in responses)}
 
 
@@ -1779,7 +1791,7 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "loss/value_avg")
+        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "policy/entropy_avg")
         figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
@@ -1861,7 +1873,7 @@ def save_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def save_rollout(run_dir, rollout):
-    """Writes a rollout to where save_checkpoint puts the rest of a checkpoint."""
+    """Writes a rollout, on rank 0, to the folder that save_checkpoint then fills and names."""
     folder = run_dir / "checkpoints/unfinished/next_rollout"
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
@@ -2046,7 +2058,7 @@ def main(args):
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
     updates_per_step = args.num_epochs * args.episodes_per_step // args.mini_batch_size
-    # What only PPO has
+    # The policy learns after the value model's warm-up
     value_warmup_updates = args.value_warmup_steps * updates_per_step
     num_policy_updates = args.num_updates - value_warmup_updates
     if args.warm_up_steps >= num_policy_updates:
@@ -2085,7 +2097,7 @@ def main(args):
             "num_epochs",
             "num_updates",
             "data_hash",
-            "num_evals",
+            "num_evals",  # and so would answers to an evaluation that the checkpoint has
             "eval_temperature",
         ):
             if saved_args[name] != getattr(args, name):
@@ -2107,7 +2119,7 @@ def main(args):
         reward_model = load_classifier(args.reward_model_path, args, trained=False, offset=0)
         reward_model.to(device)
 
-    # Their learning rates are set before each update
+    # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
     value_optimizer = torch.optim.AdamW(value_model.parameters(), **options)
@@ -2148,7 +2160,7 @@ def main(args):
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in run_dir.glob("*.jsonl"):
+        for path in run_dir.glob("*.jsonl"):  # also of a run that ended in its first step
             path.unlink()
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
@@ -2180,7 +2192,7 @@ def main(args):
     steps = range(first_step, args.num_training_steps + 1)
     for training_step in tqdm(steps, disable=None if is_rank_0() else True):
         step_start = time.perf_counter()
-        times = {"weight_sync": 0.0, "evaluation_scoring": 0.0}
+        times = {"evaluation_scoring": 0.0}
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
@@ -2197,7 +2209,8 @@ def main(args):
             prompts_Q.put(next_request(training_step + 1))
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
-        # responses, since the weights that sampled them are older. The first step of a process
+        # responses, since the weights that sampled them are older. What vLLM samples meanwhile is
+        # not in it: it would be sampled again, from these weights. The first step of a process
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
         if is_due and training_step > first_step:
@@ -2243,13 +2256,13 @@ def main(args):
         if rollout.policy_version == version:
             check_sampler(logprobs, sampler_logprobs, mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
-        # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl).
+        # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
+        mismatch = logprobs - sampler_logprobs
         # With weight 0 the policy does not train on a token, but the value model does, and the
         # token counts in the mean
-        log_ratio = logprobs - sampler_logprobs
-        importance_weights = mismatch_mask(log_ratio, mask, args)
+        importance_weights = mismatch_mask(mismatch, mask, args)
         if args.tis_cap > 0:
-            importance_weights = importance_weights * log_ratio.exp().clamp(max=args.tis_cap)
+            importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
         # 6. Rewards per token: the KL penalty everywhere, the score on the last token
         rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
@@ -2305,13 +2318,13 @@ def main(args):
                     grad_norms["optim/grad_norm"].append(norm)
                 update += 1
 
-        # 9. With --no-async_mode this is the moment for weights and prompts
+        # With --no-async_mode this is the moment for weights and prompts
         if not args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(training_step)
             prompts_Q.put(next_request(training_step + 1))
 
-        # 10. Metrics
+        # 9. Metrics
         num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
         seconds = time.perf_counter() - step_start - times["evaluation_scoring"]
@@ -2346,7 +2359,7 @@ def main(args):
         if args.kl_target > 0 and trains_policy:
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
-        # 11. After the last update the model is saved, and then comes the last evaluation
+        # 10. After the last update the model is saved, and then comes the last evaluation
         if is_last:
             if accelerator.is_main_process:
                 save_model(accelerator.unwrap_model(policy), tokenizer, run_dir / "model", args)

@@ -26,7 +26,8 @@ Deliberate simplifications:
  3. What is left of the pairs when the last optimizer batch is full is not trained on.
 
 `Pair` is the data, the loop in main(), at the end of the file, is the algorithm; everything else is
-called from there. Functions of the same name as in the PPO and GRPO scripts are the same.
+called from there. Functions that the PPO and GRPO scripts have, too, are the same text, but for
+main and accumulate_gradients.
 
 "Collective" in a docstring: every rank must call the function, in the same order.
 
@@ -98,8 +99,8 @@ class Args:
     """tokenizer; None: the model's"""
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
-    stop_token: str | None = None
-    """token that ends every response, as the policy's do; None: the tokenizer's end token"""
+    stop_token: str = "eos"
+    """token that ends every response, as the policy's do; "eos" means the tokenizer's end token"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """precision of forward passes; trained weights stay float32"""
     attn_implementation: str = "sdpa"
@@ -163,7 +164,6 @@ class Args:
 class Pair:
     """A row of the dataset: two responses to a prompt, of which one is preferred."""
 
-    row: int  # of the dataset, for messages
     chosen_ids: list[int]  # token ids of prompt, response and stop token
     rejected_ids: list[int]
     length: int  # of the longer one
@@ -201,8 +201,8 @@ def tokenize_prompt(prompt, tokenizer):
 def split_row(prompt, response):
     """What comes before a response (a string, or messages), and its text.
 
-    The response is a text that follows the prompt, or messages that end with it; those may begin
-    with the prompt's, or be the whole dialogue.
+    The response is a text that follows the prompt, or messages that end with it. What comes before
+    it there is the whole dialogue; where nothing does, it is the prompt.
 
     >>> question = {"role": "user", "content": "?"}
     >>> answer = {"role": "assistant", "content": "yes"}
@@ -218,15 +218,14 @@ def split_row(prompt, response):
     *context, answer = response
     if answer["role"] != "assistant":
         raise ValueError(f"the last message is of the {answer['role']}")
-    if isinstance(prompt, list) and context[: len(prompt)] != prompt:
-        context = prompt + context
     return context or prompt, answer["content"]
 
 
 def load_pairs(accelerator, path, split, tokenizer, args):
     """The Pairs of a dataset. ValueError: none is left of them.
 
-    Its columns are `chosen`, `rejected`, and `prompt` unless they hold it.
+    Its columns are `chosen`, `rejected`, and `prompt` unless they hold it. Responses come without
+    the stop token.
     """
     rows = load_rows(path, split)
     pairs = []
@@ -241,7 +240,7 @@ def load_pairs(accelerator, path, split, tokenizer, args):
         except Exception as error:
             error.add_note(f"in {path}, row {index}, whose columns are {', '.join(row)}")
             raise
-        pair = Pair(index, *token_ids, length=max(map(len, token_ids)))
+        pair = Pair(*token_ids, length=max(map(len, token_ids)))
         if pair.length <= args.max_token_length and pair.chosen_ids != pair.rejected_ids:
             pairs.append(pair)
     dropped = len(rows) - len(pairs)
@@ -279,7 +278,7 @@ class RewardModel(nn.Module):
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
-def load_reward_model(args, tokenizer):
+def load_reward_model(args, pad_token_id):
     """The model without dropout (1909.08593, p. 3), with a new head where the checkpoint has none.
 
     The new head's standard deviation is 1/sqrt(hidden_size + 1) (2009.01325, p. 11). ValueError:
@@ -290,11 +289,8 @@ def load_reward_model(args, tokenizer):
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
-    # transformers reads the last token that is not the pad token, and that must be the stop token
-    config.pad_token_id = tokenizer.pad_token_id
-    if config.pad_token_id in (None, args.stop_token_id):
-        config.pad_token_id = (args.stop_token_id + 1) % len(tokenizer)
-    config.get_text_config().pad_token_id = config.pad_token_id
+    config.pad_token_id = pad_token_id
+    config.get_text_config().pad_token_id = pad_token_id
     model, report = AutoModelForSequenceClassification.from_pretrained(
         path,
         config=config,
@@ -335,9 +331,9 @@ def preference_loss(chosen, rejected, center_rewards_coefficient):
 def calibration_error(margins, num_bins=10):
     """Expected calibration error (1706.04599): how far right answers are from as many as claimed.
 
-    margins: chosen - rejected, (pairs,). By Bradley-Terry the model is sigmoid(|margin|) sure, at
-    least 0.5, that the response it prefers is the chosen one, whichever of them stands first; how
-    often it is (margin > 0) should be just that, among the pairs of which it is about equally sure.
+    margins: chosen - rejected, (pairs,). By Bradley-Terry the model claims a probability of
+    sigmoid(|margin|), at least 0.5, for the response that it prefers. Pairs are binned by that. In
+    each bin the share of right ones should be the mean claim.
 
     >>> margins = torch.tensor([1.0, 1.0, 1.0, -1.0]) * math.log(4)  # 80% sure, 75% right
     >>> round(calibration_error(margins), 6)
@@ -389,7 +385,7 @@ def collate_pairs(pairs, device):
     Returns the model's inputs, with tensors (2 * pairs, length), and the index of each row's last
     token, (2 * pairs,). Both come from lengths, so any id will do for padding. It is 0.
 
-    >>> inputs, last_token = collate_pairs([Pair(0, [5, 6, 9], [7, 9], 3)], device="cpu")
+    >>> inputs, last_token = collate_pairs([Pair([5, 6, 9], [7, 9], 3)], device="cpu")
     >>> inputs["input_ids"].tolist()
     [[5, 6, 9], [7, 9, 0]]
     >>> inputs["attention_mask"].tolist()
@@ -459,7 +455,10 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
 
 
 def evaluation_metrics(scores):
-    """The eval/* metrics of held-out pairs. scores: what score_all returns, (2, pairs)."""
+    """The eval/* metrics of held-out pairs, the loss without its term that centers scores.
+
+    scores: what score_all returns, (2, pairs).
+    """
     scores = scores.double()
     chosen, rejected = scores
     return {
@@ -561,6 +560,8 @@ def main(args):
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
     )
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
     if accelerator.num_processes < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
@@ -575,7 +576,12 @@ def main(args):
     tokenizer = AutoTokenizer.from_pretrained(path, revision=args.model_revision)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-    args.stop_token_id = tokenizer.get_vocab()[args.stop_token or tokenizer.eos_token]
+    stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+    args.stop_token_id = tokenizer.get_vocab()[stop_token]
+    # transformers' own forward pass reads the last token that is not padding, so the stop token,
+    # which is the last one, must be another
+    if tokenizer.pad_token_id in (None, args.stop_token_id):
+        tokenizer.pad_token_id = (args.stop_token_id + 1) % len(tokenizer)
     train_pairs = load_pairs(accelerator, args.dataset, args.dataset_split, tokenizer, args)
     eval_pairs = []
     if args.eval_dataset:
@@ -605,7 +611,7 @@ def main(args):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
     start_time -= state["seconds"]
 
-    reward_model = load_reward_model(args, tokenizer)
+    reward_model = load_reward_model(args, tokenizer.pad_token_id)
     # Its learning rate is set before each update
     optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
     reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
@@ -649,14 +655,13 @@ def main(args):
             state["seconds"] = time.time() - start_time
             save_checkpoint(accelerator, run_dir, training_step - 1, state, args)
 
-        # 2. The gradient of this step's pairs, and metrics of the model before the update
+        # 2. The gradient of this update's pairs, and metrics of the model before it
         start = (training_step - 1) * args.mini_batch_size
         mini_batch = order[start : start + args.mini_batch_size]
         metrics = accumulate_gradients(accelerator, reward_model, train_pairs, mini_batch, args)
         grad_norm = accelerator.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
         if not grad_norm.isfinite():  # the same on every rank
-            rows = [train_pairs[index].row for index in mini_batch]
-            raise FloatingPointError(f"gradient not finite, with rows {rows} of {args.dataset}")
+            raise FloatingPointError(f"the gradient of update {training_step} is not finite")
 
         # 3. The update
         lr = lr_multiplier(training_step - 1, args.num_updates, args) * args.learning_rate
