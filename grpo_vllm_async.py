@@ -1768,13 +1768,12 @@ def write_metrics(accelerator, metrics, run_dir, args):
         tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
 
 
-def save_model(policy, tokenizer, path, args):
-    """Writes the model in a PolicyModel, and its tokenizer, in Hugging Face format.
+def save_model(model, tokenizer, path, args):
+    """Writes a model and its tokenizer in Hugging Face format.
 
     They get their name when they are whole. The generation config is the one that the model came
     with, but for the end tokens, which are the run's.
     """
-    model = policy.model
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
     # transformers refuses to save what a model may have come with, such as a temperature without
@@ -1815,11 +1814,15 @@ def remove_checkpoints(checkpoints):
 def use_plain_names(accelerator):
     """Makes checkpoints independent of the number of ranks: DDP would prefix names of weights."""
 
+    def unwrap(model):
+        # By default accelerate would take DDP out of a compiled model, for good
+        return accelerator.unwrap_model(model, keep_torch_compile=False)
+
     def before_saving(models, weights, folder):
-        weights[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
+        weights[:] = [unwrap(model).state_dict() for model in models]
 
     def before_loading(models, folder):
-        models[:] = [accelerator.unwrap_model(model) for model in models]
+        models[:] = [unwrap(model) for model in models]
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)
@@ -2110,7 +2113,7 @@ def main(args):
     def sync_weights(version):
         if vllm is not None:
             # Without the PolicyModel around it, and what accelerate may have put around that
-            vllm.sync_weights(accelerator.unwrap_model(policy).model, version)
+            vllm.sync_weights(model, version)
 
     def next_request(training_step):
         return make_request(training_step, train_prompts, eval_prompts, args)
@@ -2314,7 +2317,7 @@ def main(args):
         # 10. After the last update the model is saved, and then comes the last evaluation
         if is_last:
             if accelerator.is_main_process:
-                save_model(accelerator.unwrap_model(policy), tokenizer, run_dir / "model", args)
+                save_model(model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(training_step)
                 prompts_Q.put(next_request(training_step + 1))

@@ -347,7 +347,7 @@ def calibration_error(margins, num_bins=10):
 
 
 def lr_multiplier(update, num_updates, args):
-    """A model's learning rate in its own update number `update`, as a share of the base rate.
+    """The learning rate of a model's update number `update`, as a share of the base rate.
 
     Updates count from 0. The rate is above 0 to the last of num_updates.
 
@@ -416,7 +416,7 @@ def score_all(accelerator, reward_model, pairs, args):
     for indices in cut_pairs(accelerator, pairs, all_indices, args.per_device_train_batch_size):
         whole[:, indices] = score_pairs(accelerator, reward_model, pairs, indices)
     # A pair is 0 on all ranks but one, so the sum is exact
-    return accelerator.reduce(whole)
+    return accelerator.reduce(whole, reduction="sum")
 
 
 def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
@@ -678,7 +678,7 @@ def main(args):
 
         # 4. After the last update the model is saved, and then comes the evaluation
         if training_step == args.num_updates:
-            model = accelerator.unwrap_model(reward_model)
+            model = accelerator.unwrap_model(reward_model, keep_torch_compile=False)
             if is_main:
                 save_reward_model(model, tokenizer, run_dir / "model")
             if eval_pairs:
