@@ -1577,6 +1577,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
             loss = (token_loss * scale).sum() / normalizer
             # Ranks average their gradients; times the number of ranks, that is their sum
             accelerator.backward(loss * accelerator.num_processes)
+            entropies = entropies.detach()  # its graph would last through the next forward pass
 
         with torch.no_grad():
             ratio = log_ratio.exp()

@@ -1609,6 +1609,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
                 )
                 loss = (pg_loss * loss_mask).sum() / num_tokens
                 accelerator.backward(loss * accelerator.num_processes)
+                entropies = entropies.detach()  # its graph would last through the next forward pass
                 per_token["loss/policy_avg"] = pg_loss
 
         with torch.no_grad():
