@@ -201,8 +201,8 @@ def tokenize_prompt(prompt, tokenizer):
 def split_row(prompt, response):
     """What comes before a response (a string, or messages), and its text.
 
-    The response is a text that follows the prompt, or messages that end with it. What comes before
-    it there is the whole dialogue; where nothing does, it is the prompt.
+    The response is a text that follows the prompt, or messages that end with it; those may begin
+    with the prompt's, or be the whole dialogue.
 
     >>> question = {"role": "user", "content": "?"}
     >>> answer = {"role": "assistant", "content": "yes"}
@@ -218,6 +218,8 @@ def split_row(prompt, response):
     *context, answer = response
     if answer["role"] != "assistant":
         raise ValueError(f"the last message is of the {answer['role']}")
+    if isinstance(prompt, list) and context[: len(prompt)] != prompt:
+        context = prompt + context
     return context or prompt, answer["content"]
 
 
@@ -611,10 +613,11 @@ def main(args):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
     start_time -= state["seconds"]
 
-    reward_model = load_reward_model(args, tokenizer.pad_token_id)
+    model = load_reward_model(args, tokenizer.pad_token_id)
     # Its learning rate is set before each update
-    optimizer = torch.optim.AdamW(reward_model.parameters(), weight_decay=args.weight_decay)
-    reward_model, optimizer = accelerator.prepare(reward_model, optimizer)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay)
+    # The same model, with what accelerate may put around it to train it
+    reward_model, optimizer = accelerator.prepare(model, optimizer)
 
     # ---- The run's folder
     if checkpoint_dir is not None:
@@ -678,7 +681,6 @@ def main(args):
 
         # 4. After the last update the model is saved, and then comes the evaluation
         if training_step == args.num_updates:
-            model = accelerator.unwrap_model(reward_model, keep_torch_compile=False)
             if is_main:
                 save_reward_model(model, tokenizer, run_dir / "model")
             if eval_pairs:

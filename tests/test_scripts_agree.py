@@ -7,14 +7,15 @@ import ast
 import itertools
 
 import pytest
-from helpers import OLD, REPO, SCRIPTS
+from helpers import PPO, REPO, SCRIPTS
 
-# What may differ, and why. Anything else of the same name must not.
+REWARD_MODEL = "scripts/train_reward_model.py"
+# What GRPO may have otherwise, and why. Anything else of the same name must not.
 ALLOWED = {
-    "main": "the order of the steps is what the scripts are about",
+    "main": "the order of the steps is what the scripts are about; PPO's two have it alone",
     "Batch": "GRPO has neither values nor returns",
     "accumulate_gradients": "GRPO's loss is another one",
-    "compute_metrics": "GRPO has no value model to report on, but groups",
+    "batch_metrics": "GRPO has no value model to report on, but groups",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
     "Args.kl_estimator": "likewise",
     "Args.number_samples_per_prompt": "GRPO needs a group",
@@ -62,59 +63,55 @@ def fields_of(args_class, lines):
     return found
 
 
-# ppo_vllm_async.py has been rewritten; the other two scripts follow in the next order, and then all
-# three are compared again
-def test_same_name_is_same_text():
-    mine, theirs = (definitions(script) for script in OLD)
-    shared = (mine.keys() & theirs.keys()) - set(ALLOWED)
-    assert len(shared) > 140
-    assert [name for name in sorted(shared) if mine[name] != theirs[name]] == []
+def differing(texts):
+    """Names that some of these have, but not in the same words."""
+    names = sorted(set().union(*texts))
+    return [name for name in names if len({text[name] for text in texts if name in text}) > 1]
 
 
-def test_what_may_differ_does():
-    texts = [definitions(script) for script in OLD]
-    for name in ALLOWED:
-        assert len({text[name] for text in texts if name in text}) > 1, f"{name} is no exception"
+def test_same_name_is_same_text_but_for_what_grpo_has_otherwise():
+    texts = [definitions(script) for script in SCRIPTS]
+    assert len(set.intersection(*map(set, texts))) > 140
+    assert differing(texts) == sorted(ALLOWED)
+
+
+def test_synchronous_and_asynchronous_ppo_differ_in_main_alone():
+    assert differing([definitions(script) for script in PPO]) == ["main"]
 
 
 def test_scripts_are_started_alike():
-    """What follows main(): test_faults.py presses Ctrl-C in some of them alone."""
-    ends = [(REPO / script).read_text().rpartition("\nif __name__")[2] for script in OLD]
-    assert "KeyboardInterrupt" in ends[0]
+    ends = [(REPO / script).read_text().rpartition("\nif __name__")[2] for script in SCRIPTS]
+    assert "end_at_once(error)" in ends[0]
     assert len(set(ends)) == 1
 
 
-def test_every_argument_has_a_line_of_help():
-    for script in SCRIPTS:
-        tree = ast.parse((REPO / script).read_text())
-        (args_class,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-        body = args_class.body
-        if not isinstance(body[0], ast.AnnAssign):  # the docstring of the class
-            body = body[1:]
-        fields, others = body[::2], body[1::2]
-        assert all(isinstance(field, ast.AnnAssign) for field in fields)
-        assert all(isinstance(help_line.value.value, str) for help_line in others)
-        assert len(fields) == len(others) > 60
+@pytest.mark.parametrize("script", [*SCRIPTS, REWARD_MODEL])
+def test_every_argument_has_a_line_of_help(script):
+    tree = ast.parse((REPO / script).read_text())
+    (args_class,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    fields, others = args_class.body[1::2], args_class.body[2::2]  # after the class's docstring
+    assert all(isinstance(field, ast.AnnAssign) for field in fields)
+    assert all(isinstance(help_line.value.value, str) for help_line in others)
+    assert len(fields) == len(others) > 30
 
 
 def test_graders_that_stand_twice_are_one_text():
-    grader = functions_of("scripts/rewards/graders.py")["grade_gsm8k"]
-    assert functions_of("ppo_sync.py")["grade_gsm8k"] == grader
-
-
-@pytest.mark.parametrize("name", ["hub_answers", "printable"])
-def test_data_preprocessing_has_ppos_functions(name):
-    assert functions_of("scripts/preprocessing.py")[name] == functions_of("ppo_sync.py")[name]
+    """But for the annotations in the signature: a script has none."""
+    texts = [
+        functions_of(script)["grade_gsm8k"] for script in (SCRIPTS[0], "scripts/rewards/graders.py")
+    ]
+    (_, mine), (_, theirs) = (text.split("\n", 1) for text in texts)
+    assert mine == theirs
 
 
 def test_reward_models_training_has_ppos_functions():
-    mine, ppos = functions_of("scripts/train_reward_model.py"), functions_of("ppo_sync.py")
+    texts = [functions_of(script) for script in (REWARD_MODEL, "ppo_vllm_async.py")]
+    shared = "load_rows tokenize_prompt autocast lr_multiplier list_checkpoints step_of"
+    shared += " remove_checkpoints save_checkpoint find_run rewind_run"
     # What these do is another thing
-    others = {"main", "fill_in", "check_numbers", "accumulate_gradients"}
-    shared = (mine.keys() & ppos.keys()) - others
-    assert {"bad_input", "is_rank_0", "lr_multiplier", "parse_args", "read_rows"} <= shared
-    assert {"autocast", "sum_over_ranks"} <= shared
-    assert [name for name in shared if mine[name] != ppos[name]] == []
+    others = {"main", "accumulate_gradients"}
+    assert texts[0].keys() & texts[1].keys() == {*shared.split(), *others}
+    assert set(differing(texts)) == others
 
 
 @pytest.mark.parametrize("script", ["gsm8k", "math", "hellaswag", "full_hh_rlhf"])

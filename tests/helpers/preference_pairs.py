@@ -3,42 +3,34 @@
 import torch
 import train_reward_model as rm
 
-from helpers.rollouts import PAD, STOP, VOCAB, tiny_classifier
+from helpers.rollouts import STOP, VOCAB, tiny_classifier
 
 # Responses of (chosen, rejected): no two micro-batches have the same width.
 SIZES = [(3, 7), (12, 5), (2, 2), (9, 4), (6, 15), (4, 3), (5, 5), (11, 10)]
 
 
 def tiny_args(**changes):
-    options = {
-        "dtype": "float32",
-        "stop_token_id": STOP,
-        "pad_token_id": PAD,
-        "center_rewards_coefficient": 0.1,
-    }
+    options = {"dtype": "float32", "stop_token_id": STOP, "center_rewards_coefficient": 0.1}
     return rm.Args(**options | changes)
 
 
 def tiny_reward_model():
-    return rm.RewardModel(tiny_classifier(seed=1)).double()
+    return rm.RewardModel(tiny_classifier(seed=1), tiny_args())
 
 
 def make_pairs():
     generator = torch.Generator().manual_seed(2)
-    pairs = []
-    for row, sizes in enumerate(SIZES):
-        chosen_ids, rejected_ids = (
-            [*torch.randint(2, VOCAB, (n,), generator=generator).tolist(), STOP] for n in sizes
-        )
-        pairs.append(rm.Pair(row, chosen_ids, rejected_ids))
-    return pairs
+
+    def ids(count):
+        return [*torch.randint(2, VOCAB, (count,), generator=generator).tolist(), STOP]
+
+    return [rm.Pair(ids(one), ids(other), length=max(one, other) + 1) for one, other in SIZES]
 
 
 def gradient_and_sums(accelerator, model, size):
-    """One vector of all gradients of the eight pairs, and the sums over all ranks' pairs."""
+    """One vector of all gradients of the eight pairs, and the metrics of their update."""
     model.zero_grad()
     args = tiny_args(per_device_train_batch_size=size)
-    sums = rm.accumulate_gradients(accelerator, model, make_pairs(), list(range(8)), args)
+    metrics = rm.accumulate_gradients(accelerator, model, make_pairs(), list(range(8)), args)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
-    return gradient, dict(zip(sums, totals, strict=True))
+    return gradient, metrics
