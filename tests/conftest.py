@@ -5,72 +5,48 @@ Fast and slow. A test that starts vLLM or other processes, or waits for seconds,
     bash scripts/test.sh                          all of them
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
-    .venv/bin/python -m pytest tests/test_engine.py::test_seed_reaches_the_engine
-Fast tests run on a CPU with one process; what needs a real run of a script gets it from a fixture
-(vllm_run below, grpo_run in test_grpo.py, ...), so that many tests look at one run.
+What needs a real run of a script gets it from a fixture, so that many tests look at one run.
 
-Three scripts, one text. Functions that the scripts share are tested through ppo_sync.py alone;
-test_scripts_agree.py holds the other scripts to the same text. What the scripts do not share, the
-order of the steps in main(), is tested in each of them in test_loop.py, with a stub in place of
-vLLM, in seconds. What vLLM and a process of its own add to that is shown for real in test_runs_*.py
-and test_faults.py, by one script, or by a synchronous and an asynchronous one.
-Until the other two follow, ppo_vllm_async.py has another text: what has changed in its functions is
-tested in test_async_parts.py, and what it refuses in test_mistakes.py.
+Three scripts, one text. Functions that the scripts share are tested through ppo_vllm_async.py
+alone; test_scripts_agree.py holds the other scripts to the same text. main() is each script's own:
+test_loop.py and test_resume.py run it in all three with a stub in place of vLLM, in seconds. What
+vLLM and processes of their own add to that is shown for real in test_runs.py and test_ends.py.
 
 Which file.
-    test_losses         masked statistics, GAE, losses, KL, learning rate, group advantages
-    test_forward        log-probabilities, values, padding, gradients, micro-batches, ranks
-    test_checkpoints    what is read from a model's folder and written to it
+    test_losses, test_forward, test_grpo
+                        the mathematics; passes, gradients, models; what is GRPO's own of both
     test_dataset        prompts from files, and which of them a step takes
-    test_scoring        from a response to its score
-    test_graders        the rules that say whether an answer is right
-    test_engine         class VLLM, its process and its weights; the transformers backend
-    test_weight_sync    weights that travel by CUDA's ways, on a device that is faked
-    test_ranks          which engines are where, who answers what, ranks that wait for each other
-    test_loop           main() of the three scripts with a stub of vLLM: its steps, what ends it
-    test_resume         checkpoints: a run that was interrupted goes on as if it had not been
-    test_grpo           GRPO's own: its loss, and a run
-    test_runs_sync, test_runs_transformers, test_runs_async
-                        real runs: metrics recomputed, two ranks, the same bits, staleness
-    test_runs_ranks     runs of several ranks, engines and nodes, and how they end together
-    test_faults         how a run can end: dead engine, hung reward, Ctrl-C, ...
-    test_gpu_check      scripts/gpu_check.sh: its first parts on this machine, and a part that fails
-    test_bad_input      one line and status 2 for what a user gets wrong
-    test_closed_doors   the same for what disks, downloads, launchers and hubs do to users
-    test_mistakes       what ppo_vllm_async.py refuses, by exceptions
-    test_async_parts    its functions, where ppo_sync.py's are others
-    test_ends_async     how its runs can end, and that nothing is left of them
-    test_rewards_async  its reward workers, and all that a reward can do to them
-    test_weight_sync_async
-                        its weights by CUDA's ways, on a device that is faked
-    test_reward_model, test_code_sandbox, test_if_constraints, test_data_preprocess
-                        a script of scripts/ each
-    test_pictures       the curves and the last lines of a run
-    test_scripts_agree, test_doctests, test_budget
-    test_docs           README.md and docs/: what they point at is there
+    test_rewards, test_graders
+                        from a response to its score, reward workers; the rules for right answers
+    test_engine, test_weight_sync
+                        class VLLM and its process; weights by CUDA's ways, with a faked device
+    test_ranks          which engine is where, who answers what
+    test_loop, test_resume
+                        main(): its steps; a run that is resumed goes on as if never interrupted
+    test_runs, test_ends
+                        real runs of the scripts; how they end, and that nothing is left of them
+    test_mistakes       what the scripts refuse
+    test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
+    test_data_preprocess, test_pictures
+                        a program of scripts/ each
+    test_scripts_agree, test_doctests, test_budget, test_docs
+                        texts
+    preflight_cases     odd inputs that scripts/preflight.py is to answer; no test runs them yet
 
 Helpers, in tests/helpers.
-    rollouts            tiny models and a made-up batch of unequal lengths
-    preference_pairs    the same for the reward model's training
-    formulas            definitions written out, to compare with
-    runs                what is in the folder of a run
-    files               rows and texts for the scripts to read
-    processes           starting, watching and ending processes
-    engines             an engine without vLLM: at the other end of its pipe is the test
-    loops               main() of a script with a stub of vLLM, and what was seen of it
-    hooks               all places where tests stand in the way of a script's functions
-    saving_batches, wrapped_async, on_ranks, broken_sync, vllm_answers,
-    two_rank_gradient, two_rank_waiting, two_rank_sync
+    rollouts, preference_pairs, formulas
+                        tiny models and a made-up batch; definitions written out, to compare with
+    runs, files, processes, endings
+                        what is in a run's folder; rows to read; processes, and what is left of them
+    loops, hooks        main() with a stub of vLLM; how tests stand in a function's way
+    real_vllm, faked_cuda, stub_vllm
+                        an engine to ask; in place of CUDA; in place of vLLM
+    saving_batches, wrapped_async, vllm_answers, two_rank_gradient
                         programs that tests start
-    faked_cuda, faked_cuda_async, stub_vllm
-                        in place of CUDA, and of vLLM
-    endings, async_hooks
-                        what is left of a run of ppo_vllm_async.py; where tests stand in its way
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
-folder) starts wrapped_async.py, which lays its fault into the script by a hook of hooks.py and then
-calls main(); a new fault is a function there. From outside: start_script(...), and a signal to the
-process or to one of its children (test_faults.py).
+folder) starts wrapped_async.py, which lays its fault into the script and then calls main(); a new
+fault is a function there. From outside: start_script(...), and a signal to one of its processes.
 
 A new test: break what it tests once, and see it fail.
 """
@@ -84,6 +60,7 @@ import sys
 import time
 
 import pytest
+import torch
 from helpers import REPO
 from helpers.processes import end, environment, finish, flags_of
 from helpers.runs import VLLM_OPTIONS
@@ -91,6 +68,8 @@ from helpers.runs import VLLM_OPTIONS
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +94,6 @@ def small_eval(assets, tmp_path_factory):
 @pytest.fixture(scope="session")
 def reward_model(assets, tmp_path_factory):
     """A one-label classifier of random weights, as transformers writes it."""
-    import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     path = tmp_path_factory.mktemp("reward_model")
@@ -231,25 +209,6 @@ def vllm_run(run_script, small_eval, tmp_path_factory):
     )
     assert run.returncode == 0, run.output
     return run
-
-
-@pytest.fixture
-def mount_disk(tmp_path):
-    """mount_disk(2**20): the folder of a file system of its own, of so many bytes."""
-    folder = tmp_path / "disk"
-
-    def mount(size):
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no right to mount a file system")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -4,33 +4,21 @@ import ast
 import re
 
 import pytest
-from conftest import REPO
+from helpers import REPO, SCRIPTS
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-SCRIPTS = ["ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # Flags of other programs: the launchers, the tests, the benchmarks, docker
-OTHER_FLAGS = {
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "nproc_per_node",
-    "help",
-    "cpu",
-    "privileged",
-    "quiet",
-    "steps",
-    "what",
-    "local_save_dir",
-    "local_dataset_path",
-    "split",
-    "center_rewards_coefficient",
-}
+OTHER_FLAGS = """
+    num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
+    cpu privileged quiet steps what local_save_dir local_dataset_path split
+    center_rewards_coefficient
+"""
 
 
-def flags_of_scripts():
-    flags = set(OTHER_FLAGS)
+@pytest.fixture(scope="module")
+def flags():
+    flags = set(OTHER_FLAGS.split())
     for script in SCRIPTS:
         tree = ast.parse((REPO / script).read_text())
         (args,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
@@ -39,34 +27,26 @@ def flags_of_scripts():
     return flags
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+    for target, _, section in re.findall(r"\]\(([^)#]+)(#([^)]*))?\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), target
+        if section:
+            headings = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(), re.MULTILINE)
+            assert section in {heading.lower().replace(" ", "-") for heading in headings}
     for path in re.findall(r"\b(?:scripts|docs|tests)/[\w/.-]+\.(?:py|sh|md|png)", text):
         assert (REPO / path).exists(), path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_flags_exist(page):
-    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text()))
-    assert named <= flags_of_scripts()
+@every_page
+def test_flags_exist(page, flags):
+    assert set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text())) <= flags
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_sections_that_are_linked_exist(page):
-    for target, section in re.findall(r"\]\(([^)#]+)#([^)]*)\)", page.read_text()):
-        headings = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(), re.MULTILINE)
-        assert section in {heading.lower().replace(" ", "-") for heading in headings}
-
-
-def test_readme_is_one_page():
-    assert len((REPO / "README.md").read_text().split()) < 900
-
-
-def test_every_page_is_linked_from_the_readme():
+def test_readme_is_one_page_and_links_every_other():
     readme = (REPO / "README.md").read_text()
+    assert len(readme.split()) < 900
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
 
 

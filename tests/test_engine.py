@@ -1,112 +1,66 @@
-"""What samples: class VLLM, with its process and its weights, and the transformers backend.
+"""Class VLLM and what it samples: its process, its settings, its weights on the CPU.
 
-The real engine is started twice: with an untied and with a tied head.
+The real vLLM is started with an untied head, with a tied one, and with two workers (tensor
+parallel). Weights by CUDA's ways are in test_weight_sync.py.
 """
 
-import contextlib
-import multiprocessing
+import copy
 import os
-import shutil
-import threading
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from accelerate import Accelerator
-from helpers import REPO, hooks
-from helpers.engines import engine_of_pipes
-from helpers.formulas import padded_forward
-from helpers.processes import alive, folders_of_vllm, wait_until
-from helpers.rollouts import STOP, VOCAB, load_policy, tiny_args, tiny_config, tiny_policy
+from helpers import real_vllm
+from helpers.processes import alive, wait_until
+from helpers.real_vllm import PROMPTS, differences, perturb, prompt_of, sample, vllm_args
+from helpers.rollouts import STOP, VOCAB
 
-import ppo_sync
+import ppo_vllm_async as script
 
 # ------------------------------------------------------------------------------------ without vLLM
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_vllms_environment_is_not_left_in_the_learners(fails, monkeypatch):
-    seen, made = {}, []
+def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
+    launchers = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    launchers += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"]
+    for name in launchers:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "mine")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # what the user sets is for vLLM
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    args = vllm_args(vllm_gpus=(1, 2), vllm_tensor_parallel_size=2, vllm_enforce_eager=False)
 
-    def start():
-        seen.update(os.environ)
-        if fails:
-            raise OSError("no more processes")
+    environment, options = script.vllm_settings((1, 2), "folder", 77, args)
+    assert not environment.keys() & set(launchers)
+    assert environment["RANKING"] == "mine" and environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-5,7"
+    assert options["weight_transfer_config"] == {"backend": "nccl"}
+    assert options["load_format"] == "dummy"
+    assert (options["tensor_parallel_size"], options["max_model_len"]) == (2, 77)
+    assert not options["enforce_eager"] and "enable_chunked_prefill" not in options
 
-    def mkdtemp(make=ppo_sync.tempfile.mkdtemp, **options):
-        made.append(make(**options))
-        return made[-1]
-
-    process = lambda **_: SimpleNamespace(start=start)  # noqa: E731
-    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
-    monkeypatch.setattr(ppo_sync.mp, "get_context", lambda _: context)
-    monkeypatch.setattr(ppo_sync.tempfile, "mkdtemp", mkdtemp)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    before = dict(os.environ)
-    try:
-        with pytest.raises(OSError, match="no more") if fails else contextlib.nullcontext():
-            ppo_sync.VLLM((), 0, 1, tiny_args()).start(tiny_config(), 32)
-    finally:
-        for folder in made:
-            shutil.rmtree(folder)
-    assert dict(os.environ) == before
-    assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "RANK" not in seen
-
-
-@pytest.mark.parametrize("dies", ["before", "during", "survived by a child"])
-def test_dead_engine_ends_a_call_that_would_wait_for_ever(dies):
-    engine = engine_of_pipes()
-    if dies == "before":
-        engine.theirs.close()
-    elif dies == "during":
-        threading.Thread(target=lambda: (engine.theirs.recv(), engine.theirs.close())).start()
-    else:  # its end of the connection stays open
-        threading.Thread(target=lambda: (engine.theirs.recv(), engine.life.close())).start()
-    engine.send(str.upper)
-    with pytest.raises(RuntimeError, match=r"vLLM's process died with exit code -9"):
-        engine.receive()
+    _, shared = script.vllm_settings((1,), "folder", 77, vllm_args())
+    assert shared["weight_transfer_config"] == {"backend": "ipc"} and shared["enforce_eager"]
+    args = vllm_args(local_world_size=4)
+    environment, options = script.vllm_settings((), "folder", 77, args)
+    assert environment["OMP_NUM_THREADS"] == "2"  # four engines have half of the cores
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
+    assert not {"weight_transfer_config", "load_format"} & options.keys()
 
 
-def test_answer_that_does_not_come_in_time_is_an_error():
-    engine = engine_of_pipes()
-    engine.send(str.upper)
-    with pytest.raises(TimeoutError, match=r"vLLM has not answered for 0\.1 seconds"):
-        engine.receive(0.1)
-    engine.theirs.send(("an answer", None, ""))
-    assert engine.receive(0.1) == "an answer"
-
-
-def test_engine_that_dies_in_its_start_is_an_error():
-    engine = engine_of_pipes()
-    assert not engine.has_started(0)
-    engine.theirs.send((None, None, ""))
-    assert engine.has_started(0) and engine.has_started(0)
-    engine.is_ready = False
-    engine.theirs.close()
-    with pytest.raises(RuntimeError, match="died with exit code -9"):
-        engine.has_started(0)
-
-
-def test_transformers_backend_samples_alike_with_gradient_checkpointing(accelerator, assets):
-    # In training mode, checkpointing would drop the cache of keys and values, and with it all but
-    # the last token.
-    answers = []
-    prompts = [[3, *digits, 16, 4] for digits in ([7, 9, 8, 6, 10], [15, 6, 6, 11, 7])]
-    for checkpointing in (False, True):
-        args = tiny_args(
-            model_name_or_path=str(assets / "model"),
-            gradient_checkpointing=checkpointing,
-            stop_token_ids=(1,),
-        )
-        policy = load_policy(args)
-        answers.append(
-            ppo_sync.sample_with_transformers(accelerator, policy, prompts, 1, 0.0, args)
-        )
-        assert policy.model.training
-    assert answers[0] == answers[1] and len(set(answers[0][0])) > 3
+def test_answer_to_another_prompt_is_an_error(monkeypatch):
+    outputs = [SimpleNamespace(prompt_token_ids=[token], outputs=[]) for token in (4, 3)]
+    llm = SimpleNamespace(generate=lambda requests, sampling, use_tqdm: outputs)
+    monkeypatch.setattr(script, "llm", llm)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    with pytest.raises(AssertionError, match="vLLM answered other prompts"):
+        script.sample_responses([[3], [4]], [1, 2], 1.0, vllm_args())
 
 
 class OnCuda(torch.Tensor):
@@ -118,223 +72,133 @@ class OnCuda(torch.Tensor):
 @pytest.mark.parametrize(
     ("dtype", "temperature", "tensor_class", "limit"),
     [
-        ("float32", 1.0, torch.Tensor, 1e-3),
         ("float32", 0.1, torch.Tensor, 1e-3),
         ("float32", 1.0, OnCuda, 1e-2),  # it may compute with TF32
-        ("bfloat16", 1.0, torch.Tensor, 0.1),
-        ("bfloat16", 1.0, OnCuda, 0.1),
-        ("bfloat16", 2.0, OnCuda, 0.1),
+        ("bfloat16", 2.0, torch.Tensor, 0.1),
         ("bfloat16", 0.25, OnCuda, 0.4),  # dividing by it makes rounding larger
     ],
 )
-def test_rounding_is_no_lost_weight(dtype, temperature, tensor_class, limit):
-    args = tiny_args(dtype=dtype, temperature=temperature)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_rounding_is_no_lost_weight(sign, dtype, temperature, tensor_class, limit):
+    args = vllm_args(dtype=dtype, temperature=temperature)
     mask = torch.tensor([[1.0, 1.0, 0.0]]).as_subclass(tensor_class)
-    learners = torch.tensor([[-1.0, -2.0, 0.0]])
-    for sign in (-1, 1):
-        # The mean over the response's tokens counts, of differences of either sign
-        off = sign * limit * torch.tensor([[-0.5, 1.4, 9e9]])
-        ppo_sync.check_sampler(learners, learners + off, mask, args)
-        with pytest.raises(RuntimeError, match="at equal weights"):
-            ppo_sync.check_sampler(learners, learners + off * 1.1, mask, args)
+    logprobs = torch.tensor([[-1.0, -2.0, 0.0]])
+    # The mean over the response's tokens counts, of differences of either sign
+    off = sign * limit * torch.tensor([[-0.5, 1.4, 9e9]])
+    script.check_sampler(logprobs, logprobs + off, mask, args)
+    with pytest.raises(RuntimeError, match="at equal weights"):
+        script.check_sampler(logprobs, logprobs + off * 1.1, mask, args)
 
 
 # ----------------------------------------------------------------------------------- a real engine
 
-PROMPTS = [
-    [2 + (7 * i * row + row) % (VOCAB - 2) for i in range(1, 4 + 40 * row)] for row in range(8)
-]
+
+@contextmanager
+def running_vllm(tied=False, **options):
+    """A policy and the engine that samples from it, which has random weights yet.
+
+    errors: those that would have ended this process.
+    """
+    model = real_vllm.tiny_model(tied)
+    args = vllm_args(**options)
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "end_at_once", errors.append)
+        patch.setattr(script, "process_groups", [])
+        patch.setattr(script, "folders", [])
+        patch.setenv("RANK", "0")
+        before = dict(os.environ)
+        vllm = script.VLLM((0, 1, ()), model.config, real_vllm.MAX_LENGTH, args)
+        try:
+            assert dict(os.environ) == before
+            (pid,) = script.process_groups
+            family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            yield SimpleNamespace(model=model, args=args, vllm=vllm, errors=errors)
+        finally:
+            script.end_children()
+    wait_until(lambda: not alive(family), 10, f"the end of {family}")
+    assert not os.path.exists(vllm.folder)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, marks=pytest.mark.slow, id="untied"),
-        pytest.param(True, marks=pytest.mark.slow, id="tied"),
-    ],
-)
-def started_system(request, tmp_path_factory):
-    """A policy, the engine that samples from it, and what main() has beside them."""
-    policy = tiny_policy(
-        temperature=1.0,
-        hidden_size=64,
-        tie_word_embeddings=request.param,
-        max_position_embeddings=512,
-    )
-    path = tmp_path_factory.mktemp("model")
-    policy.model.save_pretrained(path)
-    args = tiny_args(
-        model_name_or_path=str(path),
-        response_length=16,
-        vllm_enforce_eager=True,
-        vllm_gpu_memory_utilization=0.3,
-    )
-    before = set(psutil.Process().children(recursive=True))
-    accelerator = Accelerator()
-    (vllm,) = ppo_sync.make_engines(None, args)
-    try:
-        ppo_sync.start_engines(None, [vllm], policy.model.config, max_length=400)
-        family = set(psutil.Process().children(recursive=True)) - before
-        policy = accelerator.prepare(policy)
-        weights = {name: value.clone() for name, value in policy.state_dict().items()}
-        parts = {"accelerator": accelerator, "policy": policy, "args": args, "vllm": vllm}
-        yield SimpleNamespace(weights=weights, **parts)
-    finally:
-        # vLLM removes it when it ends of itself; but it is killed
-        vllm_left_something = list(Path(vllm.temporary_folder).iterdir())
-        vllm.stop()
-    mine = [
-        p for p in family if "resource_tracker" not in "".join(p.cmdline() if alive([p]) else [])
-    ]
-    assert family
-    wait_until(lambda: not alive(mine), 10, f"the end of {mine}")
-    assert vllm_left_something
-    assert not os.path.exists(vllm.folder) and not os.path.exists(vllm.temporary_folder)
+HEADS = [pytest.param(head, marks=pytest.mark.slow) for head in ("untied", "tied")]
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def running(request):
+    with running_vllm(tied=request.param == "tied") as system:
+        system.differences_at_the_start = differences(system)
+        system.weights = copy.deepcopy(system.model.state_dict())
+        yield system
 
 
 @pytest.fixture
-def system(started_system):
-    """The same for every test; its policy has its first weights."""
-    started_system.policy.load_state_dict(started_system.weights)
-    return started_system
+def system(running):
+    """The same for every test: the policy has its first weights, and vLLM has them too."""
+    running.model.load_state_dict(running.weights)
+    running.vllm.sync_weights(running.model, 0)
+    return running
 
 
-def sync(system, version=0):
-    ppo_sync.sync_weights(
-        system.accelerator, None, [system.vllm], system.policy, version, system.args
-    )
+def test_vllm_has_an_environment_of_its_own(system):
+    def of_vllm(name):
+        return system.vllm.submit(os.getenv, name).result()
 
-
-def generate(system, prompts=PROMPTS, seeds=None, temperature=1.0):
-    seeds = seeds or [ppo_sync.stable_hash(row) for row in range(len(prompts))]
-    system.vllm.send(ppo_sync.sample_responses, prompts, seeds, temperature, system.args)
-    responses, logprobs, _ = system.vllm.receive()
-    return responses, logprobs
-
-
-def version_that_answers(system):
-    system.vllm.send(ppo_sync.sample_responses, PROMPTS[:1], [1], 1.0, system.args)
-    _, _, version = system.vllm.receive()
-    return version
-
-
-def learner_logprobs(system, prompts, responses, temperature):
-    """The learner's log-probabilities of some responses, as one flat tensor, on the CPU."""
-    policy = ppo_sync.PolicyModel(system.policy.model, temperature)
-    device = system.accelerator.device
-    (logprobs, _), mask = padded_forward(policy, prompts, responses, device)
-    return logprobs[mask.bool()].cpu()
-
-
-def differences(system, temperature=1.0, **request):
-    """|learner's - vLLM's log-probability| of each token that vLLM samples now."""
-    prompts = request.get("prompts", PROMPTS)
-    responses, logprobs = generate(system, temperature=temperature, **request)
-    found = []
-    for prompt, response, theirs in zip(prompts, responses, logprobs, strict=True):
-        mine = learner_logprobs(system, [prompt], [response], temperature)
-        assert len(theirs) == len(response)
-        found.append((mine - torch.tensor(theirs)).abs())
-    return torch.cat(found)
-
-
-def perturb(policy, seed):
-    torch.manual_seed(seed)
-    for parameter in policy.parameters():
-        parameter.data.mul_(torch.empty_like(parameter).uniform_(0.2, 1.8))
-
-
-def keep_the_cache(llm, version):
-    """finish_weight_sync without its reset. Runs in vLLM's process."""
-    llm.policy_version = version
-
-
-def fail_to_reset(llm, version):
-    """finish_weight_sync where vLLM does not empty its cache. Runs in vLLM's process."""
-    from unittest import mock
-
-    with mock.patch.object(llm, "reset_prefix_cache", lambda: False):
-        ppo_sync.finish_weight_sync(llm, version)
-
-
-def fails(llm, argument):
-    raise KeyError(argument)
-
-
-# --------------------------------------------------------------------------------------- its calls
-
-
-def test_failure_of_an_engine_call_is_its_own(system):
-    system.vllm.send(fails, "this one")
-    with pytest.raises(KeyError, match="this one") as caught:
-        system.vllm.receive()
-    assert "in fails" in str(caught.value.__cause__)  # where it happened
-    assert len(generate(system)[0]) == 8  # and it goes on
+    assert of_vllm("RANK") is None
+    assert of_vllm("TMPDIR") == system.vllm.folder
+    assert of_vllm("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
 
 
 # ----------------------------------------------------------------------------------------- weights
 
 
-def test_engine_starts_without_the_policys_weights(system):
-    assert differences(system).max() > 0.1  # before the tests below: nothing was synced yet
+def test_vllm_starts_without_the_policys_weights(system):
+    assert system.differences_at_the_start.mean() > 0.1
 
 
 def test_sampler_has_the_weights_that_were_synced(system):
-    sync(system)
     assert differences(system).max() < 1e-4
-    for seed in (1, 2):
-        perturb(system.policy, seed)
-        assert differences(system).mean() > 1e-2  # the change is a large one
-        sync(system)
+    for version in (1, 2):
+        perturb(system.model, version)
+        assert differences(system).mean() > 1e-2
+        system.vllm.sync_weights(system.model, version)
         assert differences(system).max() < 1e-4
+        assert system.vllm.policy_version == version
 
 
 def test_prefix_cache_of_old_weights_is_not_used(system, monkeypatch):
-    sync(system)
+    call = system.vllm.sync_call
+
+    def keep_the_cache(method, *args, **kwargs):
+        return method == "reset_prefix_cache" or call(method, *args, **kwargs)
+
     assert differences(system).max() < 1e-4
-    perturb(system.policy, 3)
-    sync(system)
+    perturb(system.model, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(system.vllm, "sync_call", keep_the_cache)
+        system.vllm.sync_weights(system.model, 1)
+    assert differences(system).max() > 1e-2
+    system.vllm.sync_weights(system.model, 1)
     assert differences(system).max() < 1e-4
-    with monkeypatch.context() as patch:  # without the reset it would be
-        patch.setattr(ppo_sync, "finish_weight_sync", keep_the_cache)
-        perturb(system.policy, 4)
-        sync(system)
-        assert differences(system).max() > 1e-2
-    sync(system)
-    assert differences(system).max() < 1e-4
-
-
-def test_cache_that_is_not_emptied_is_an_error(system, monkeypatch):
-    sync(system, version=7)
-    monkeypatch.setattr(ppo_sync, "finish_weight_sync", fail_to_reset)
-    with pytest.raises(RuntimeError, match="prefix cache"):
-        sync(system, version=8)
-    assert version_that_answers(system) == 7
-
-
-def test_answers_carry_the_version_that_was_synced_last(system):
-    for version in (3, 5):
-        sync(system, version)
-        assert version_that_answers(system) == version
 
 
 def test_tensor_that_is_left_out_shows(system, monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("weights do not go by file here")
     names = ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"]
-    if not system.policy.model.config.tie_word_embeddings:
+    if not system.model.config.tie_word_embeddings:
         names.append("model.embed_tokens.weight")
-    for seed, left_out in enumerate(names):
-        sync(system)
-        perturb(system.policy, 10 + seed)
+    save_file = script.save_file
+    for version, left_out in enumerate(names):
+
+        def save(weights, path, metadata, left_out=left_out):
+            kept = {name: weight for name, weight in weights.items() if name != left_out}
+            assert len(kept) == len(weights) - 1
+            save_file(kept, path, metadata)
+
+        system.vllm.sync_weights(system.model, version)
+        perturb(system.model, 10 + version)
         with monkeypatch.context() as patch:
-            hooks.leave_out(ppo_sync, left_out, put=patch.setattr)
-            sync(system)
-        found = differences(system)
-        assert found.max() > 1e-2, left_out
-        assert found.mean() > 1e-3, left_out  # where main() stops the run
-    sync(system)
-    assert differences(system).max() < 1e-4
+            patch.setattr(script, "save_file", save)
+            system.vllm.sync_weights(system.model, version)
+        assert differences(system).mean() > 1e-3, left_out  # where main() stops the run
 
 
 # ---------------------------------------------------------------------------------------- sampling
@@ -342,106 +206,91 @@ def test_tensor_that_is_left_out_shows(system, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_temperature_is_on_both_sides(system, temperature):
-    sync(system)
-    assert differences(system, temperature=temperature).max() < 1e-4
-    for other in {0.5, 1.0, 1.5} - {temperature}:
-        responses, logprobs = generate(system, temperature=temperature)
-        mine = learner_logprobs(system, PROMPTS, responses, other)
-        theirs = torch.tensor([p for row in logprobs for p in row])
-        assert (mine - theirs).abs().mean() > 1e-2
+    responses = sample(system.vllm, temperature=temperature)
+    for learners in (0.5, 1.0, 1.5):
+        found = differences(system, responses, learners)
+        assert found.max() < 1e-4 if learners == temperature else found.mean() > 1e-2
 
 
-def test_equal_prompts_get_different_responses(system):
-    sync(system)
-    responses, _ = generate(system, prompts=[PROMPTS[2]] * 32, temperature=2.0)
-    assert len({str(ids) for ids in responses}) > 24
+def test_response_is_a_function_of_its_prompt_and_its_seed(system):
+    prompts = [PROMPTS[2]] * 8 + [PROMPTS[3]] * 8
+    first = sample(system.vllm, prompts, temperature=2.0)
+    assert sample(system.vllm, prompts, temperature=2.0) == first  # the last bits included
+    others = sample(system.vllm, prompts, range(100, 116), temperature=2.0)
+    assert len({str(response.token_ids) for response in first + others}) > 24
 
-
-def test_seed_reaches_the_engine(system):
-    sync(system)
-    first, second = generate(system), generate(system)
-    assert first == second  # the last bit of the log-probabilities included
-    others, _ = generate(system, seeds=[ppo_sync.stable_hash("other", row) for row in range(8)])
-    assert sum(one != other for one, other in zip(first[0], others, strict=True)) > 5
-    reordered, _ = generate(
-        system, PROMPTS[::-1], [ppo_sync.stable_hash(row) for row in range(7, -1, -1)]
-    )
-    assert reordered[::-1] == first[0]
-
-
-def test_samples_of_a_group_come_back_in_order_whenever_they_finish(system):
-    sync(system)
-    prompts, seeds = (
-        [PROMPTS[2]] * 8 + [PROMPTS[3]] * 8,
-        [ppo_sync.stable_hash("group", i) for i in range(16)],
-    )
-    responses, logprobs = generate(system, prompts, seeds, temperature=2.0)
-    assert len({len(ids) for ids in responses}) > 3  # the short ones were there first
+    # Whatever the order of the request, and that in which they finish
+    assert len({len(response.token_ids) for response in first}) > 3
     order = [(i * 7 + 3) % 16 for i in range(16)]
-    mixed, mixed_logprobs = generate(
-        system, [prompts[i] for i in order], [seeds[i] for i in order], temperature=2.0
-    )
-    assert mixed == [responses[i] for i in order]
-    for mine, theirs in zip(mixed_logprobs, (logprobs[i] for i in order), strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5)
+    mixed = sample(system.vllm, [prompts[i] for i in order], order, temperature=2.0)
+    assert [response.prompt for response in mixed] == [prompts[i] for i in order]
+    assert [response.token_ids for response in mixed] == [first[i].token_ids for i in order]
 
 
-def test_responses_are_cut_at_the_stop_token_and_nowhere_else(system):
-    sync(system)
-    responses, logprobs = generate(system, prompts=[PROMPTS[0]] * 200, temperature=2.0)
-    assert all(len(ids) == len(row) for ids, row in zip(responses, logprobs, strict=True))
-    assert all(STOP not in ids[:-1] for ids in responses)
-    assert all(ids[-1] == STOP or len(ids) == system.args.response_length for ids in responses)
-    assert len({len(ids) for ids in responses}) > 5
-    assert max(max(ids) for ids in responses) < VOCAB
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_engines_answer_as_one(count, system):
+    prompts = [PROMPTS[i // 2] for i in range(4)]
+    alone = sample(system.vllm, prompts, num_samples=2)
+    together = []
+    for index in range(count):
+        engine = copy.copy(system.vllm)
+        engine.index, engine.count = index, count
+        share = sample(engine, prompts, num_samples=2)
+        assert len(share) in (0, 2)
+        together += share
+    assert together == alone  # to the bit
+
+
+def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch):
+    stops = (5, 7)
+    monkeypatch.setattr(system.vllm, "args", replace(system.args, stop_token_ids=stops))
+    responses = sample(system.vllm, [PROMPTS[0]] * 200, temperature=2.0)
+    for response in responses:
+        ids = response.token_ids
+        assert not set(ids[:-1]) & set(stops)
+        assert response.stopped == (ids[-1] in stops)
+        assert response.stopped or len(ids) == system.args.response_length
+        assert len(response.logprobs) == len(ids) and max(ids) < VOCAB
+    ends = {response.token_ids[-1] for response in responses if response.stopped}
+    assert ends == set(stops)
+    assert any(STOP in response.token_ids[:-1] for response in responses)  # the model's own
 
 
 def test_greedy_answers_are_the_likeliest_tokens(system):
-    sync(system)
-    responses, _ = generate(system, temperature=0.0)
-    for prompt, response in zip(PROMPTS, responses, strict=True):
-        ids = torch.tensor([prompt + response], device=system.accelerator.device)
+    for response in sample(system.vllm, temperature=0.0):
+        prompt = response.prompt.token_ids
         with torch.no_grad():
-            logits = system.policy.model(ids).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == response
-    assert generate(system, temperature=0.0)[0] == responses
+            logits = system.model(torch.tensor([prompt + response.token_ids])).logits
+        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == response.token_ids
 
 
 def test_many_prompt_tokens_at_once_do_not_kill_the_engine(system):
     # Prefilled in two parts, a request with a seed ended vLLM 0.32 on the CPU: "CPU Generator does
-    # not use offset". Last in this file: an engine that is dead fails whatever comes after.
-    sync(system)
+    # not use offset". Last of its engine, which is dead then
     prompts = [
-        [2 + (row + i * i) % (VOCAB - 2) for i in range(300)] for row in range(60)
-    ]  # no prefix in common
-    responses, _ = generate(system, prompts=prompts)
-    assert len(responses) == 60
+        prompt_of([2 + (row + i * i) % (VOCAB - 2) for i in range(300)]) for row in range(60)
+    ]
+    assert len(sample(system.vllm, prompts)) == 60
 
 
-# ------------------------------------------------------------------------------- what it leaves
+# --------------------------------------------------------------------------------- tensor parallel
+
+
+def die_as_second(worker):
+    if worker.rpc_rank == 1:
+        os._exit(1)
 
 
 @pytest.mark.slow
-def test_killed_script_leaves_no_folder_of_vllm(start_script, tmp_path):
-    (tmp_path / "temporary").mkdir()
-    wrapped = str(REPO / "tests" / "helpers" / "wrapped_async.py")
-    process = start_script(
-        "none",
-        tmp_path,
-        launcher=(wrapped, "grpo_vllm_async.py"),
-        env={"TMPDIR": str(tmp_path / "temporary")},
-        total_episodes=32_000,
-    )
-    metrics = process.run_dir / "metrics.jsonl"
-    wait_until(lambda: process.poll() is not None or metrics.exists(), 240, "a first step")
-    assert process.poll() is None, (tmp_path / "stderr").read_text()
-    weights, temporary = folders_of_vllm((tmp_path / "stdout").read_text())
-    assert list(weights.iterdir())
-    assert temporary.parent == tmp_path / "temporary" and list(temporary.iterdir())
-    process.kill()
-    process.wait()
-    wait_until(
-        lambda: not weights.exists() and not list((tmp_path / "temporary").glob("*")),
-        10,
-        f"the end of {weights} and {temporary}",
-    )
+def test_two_workers_have_the_weights_and_the_death_of_one_is_noticed(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer than two cores
+    with running_vllm(vllm_tensor_parallel_size=2) as system:
+        system.vllm.sync_weights(system.model, 0)
+        assert differences(system).max() < 1e-4
+        system.vllm.submit(script.call_llm, "collective_rpc", die_as_second)
+        wait_until(lambda: system.errors, 60, "the end")
+        assert system.errors[0].__notes__ == ["in vLLM's process"]
+        names = [path.name for path in Path(system.vllm.folder).glob("vllm_dist_*")]
+    for name in names:  # workers that are killed leave it; on GPUs there is none
+        for path in Path("/dev/shm").glob(f"{name}*"):
+            path.unlink()

@@ -1,7 +1,8 @@
-"""What ppo_vllm_async.py refuses: mistakes that nobody would see in the results.
+"""What the scripts refuse: mistakes that nobody would see in the results, or late.
 
 All else is left to the libraries, whose own exceptions end the run. test_loop.py has what is only
-seen while a run trains: a whole batch of failed rewards, a gradient that is not finite.
+seen while a run trains: a whole batch of failed rewards, a gradient that is not finite; and
+test_resume.py a checkpoint of another run.
 """
 
 import json
@@ -24,6 +25,8 @@ ROW = {
 
 # --------------------------------------------------------------------------------------- arguments
 
+TWO_OF_ONE = {"vllm_gpus": (2, 2), "vllm_tensor_parallel_size": 2}
+
 # name: (arguments, fragments of the message)
 MISTAKES = {
     "a rest of responses": ({"local_mini_batch_size": 48}, ["(64)", "local_mini_batch_size (48)"]),
@@ -43,10 +46,7 @@ MISTAKES = {
     # On a node with two learners
     "a learner's GPU": ({"vllm_gpus": (1, 2)}, ["--vllm_gpus (1, 2)", "not the first 2"]),
     "one twice": ({"vllm_gpus": (2, 2)}, ["--vllm_gpus (2, 2)", "each named once"]),
-    "one twice for an engine of two": (
-        {"vllm_gpus": (2, 2), "vllm_tensor_parallel_size": 2},
-        ["--vllm_gpus (2, 2)", "each named once"],
-    ),
+    "one twice for an engine": (TWO_OF_ONE, ["--vllm_gpus (2, 2)", "each named once"]),
     "half an engine": (
         {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
         ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
@@ -55,10 +55,7 @@ MISTAKES = {
         {"vllm_gpus": (2, 3), "vllm_tensor_parallel_size": 4},
         ["--vllm_gpus (2, 3)", "--vllm_tensor_parallel_size (4)"],
     ),
-    "an engine without a learner": (
-        {"vllm_gpus": (2, 3, 4)},
-        ["--vllm_gpus (2, 3, 4)", "no more engines than learners"],
-    ),
+    "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
 }
 
@@ -91,20 +88,54 @@ def test_arguments_that_fit_are_not(changes, monkeypatch):
     assert {name: getattr(filled_in, name) for name in changes} == changes
 
 
-# Six updates in three steps
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU=true"):
+        script.fill_in(Args(), world_size=1)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("cores", "ranks", "workers", "of_first"),
+    [(2, 1, 2, 2), (64, 1, 8, 8), (64, 16, 4, 8), (4, 8, 1, 4)],
+)
+def test_engines_have_cores_and_memory(cores, ranks, workers, of_first, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    # With GPUs of its own the one engine is the first rank's, which asks for all rewards
+    for gpus, expected in (((), (workers, 0.3)), ((ranks,), (of_first, 0.9))):
+        for given in ({}, {"reward_workers": 3, "vllm_gpu_memory_utilization": 0.5}):
+            args = script.fill_in(Args(vllm_gpus=gpus, **given), world_size=ranks)
+            found = (args.reward_workers, args.vllm_gpu_memory_utilization)
+            assert found == (tuple(given.values()) or expected)
+
+
+# What only the main() of a script refuses. Six updates in three steps
+ONLY_WARM_UP = r"--total_episodes.*warm_up_steps"
+ONE_SAMPLE = {"number_samples_per_prompt": 1, "local_rollout_batch_size": 16}
+ONE_RATIO = {"importance_sampling_level": "sequence", "mismatch_mask": "token"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
     [
-        {"warm_up_steps": 6},
-        {"value_warmup_steps": 3},
-        {"value_warmup_steps": 2, "warm_up_steps": 2},
-        {"total_episodes": 15},  # less than a step's
+        ("ppo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
+        ("ppo_vllm_async.py", {"value_warmup_steps": 3}, r"--value_warmup_steps"),
+        ("ppo_vllm_async.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
+        ("ppo_vllm_async.py", {"total_episodes": 15}, ONLY_WARM_UP),  # less than a step's
+        ("ppo_sync.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
+        ("ppo_sync.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
+        ("grpo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
+        ("grpo_vllm_async.py", {"total_episodes": 15}, ONLY_WARM_UP),
+        ("grpo_vllm_async.py", ONE_SAMPLE, "--number_samples_per_prompt"),
+        ("grpo_vllm_async.py", ONE_RATIO, "--mismatch_mask token"),
     ],
     ids=str,
 )
-def test_policy_that_would_only_warm_up_is_refused(changes, run_main, tmp_path):
-    with pytest.raises(ValueError, match=r"--total_episodes.*--value_warmup_steps.*warm_up_steps"):
-        run_main("ppo_vllm_async.py", **changes, output_dir=tmp_path)
+def test_run_that_would_be_for_nothing_is_refused_before_it_begins(
+    name, changes, message, run_main, tmp_path
+):
+    with pytest.raises(ValueError, match=message):
+        run_main(name, **changes, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,28 +205,16 @@ def load(folder, rows, tokenizer, is_eval=False, **changes):
     return script.load_prompts(str(path), "train", tokenizer, tokenizer, Args(**changes), is_eval)
 
 
+HH = {"style": "model", "ground_truth": "the chosen answer"}
+TWELVE = {"data_source": "gsm8k", "reward_model": {"ground_truth": "twelve"}}
+SOURCES = ["'mine'", "debug/sorting", "gsm8k", "--reward_fn"]
 # name: (a row, arguments, the exception, fragments of its message)
 BAD_ROWS = {
     "no ground truth": (ROW | {"reward_model": None}, {}, ValueError, ["ground_truth"]),
-    "one for a reward model": (
-        ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}},
-        {},
-        ValueError,
-        ["ground_truth"],
-    ),
+    "one for a reward model": (ROW | {"reward_model": HH}, {}, ValueError, ["ground_truth"]),
     "no prompt": ({"data_source": "debug/sorting"}, {"reward_fn": "f"}, KeyError, ["prompt"]),
-    "unknown source": (
-        ROW | {"data_source": "mine"},
-        {},
-        NotImplementedError,
-        ["'mine'", "debug/sorting", "gsm8k", "--reward_fn"],
-    ),
-    "no number": (
-        ROW | {"data_source": "gsm8k"} | {"reward_model": {"ground_truth": "twelve"}},
-        {},
-        ValueError,
-        ["twelve"],
-    ),
+    "unknown source": (ROW | {"data_source": "mine"}, {}, NotImplementedError, SOURCES),
+    "no number": (ROW | TWELVE, {}, ValueError, ["twelve"]),
 }
 
 
@@ -203,21 +222,16 @@ BAD_ROWS = {
 def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tmp_path):
     row, changes, kind, fragments = BAD_ROWS[name]
     with pytest.raises(kind) as refused:
-        load(tmp_path, [row | {"extra_info": None}] * 2, tokenizer, **changes)
+        load(tmp_path, [ROW, row, row], tokenizer, **changes)
     message = "\n".join([str(refused.value), *refused.value.__notes__])
-    fragments = [*fragments, "data.jsonl, row 0, whose columns are", *row]
+    fragments = [*fragments, "data.jsonl, row 1, whose columns are", *row]
     assert [part for part in fragments if part not in message] == []
 
 
-def test_row_is_named_by_its_number(tokenizer, tmp_path):
-    with pytest.raises(NotImplementedError) as refused:
-        load(tmp_path, [ROW, ROW, ROW | {"data_source": "mine"}], tokenizer)
-    assert "row 2" in refused.value.__notes__[0]
-
-
-def test_prompts_that_are_all_too_long_are_refused(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length"):
-        load(tmp_path, [ROW], tokenizer, max_prompt_token_length=5)
+@pytest.mark.parametrize(("prompt", "longest"), [("53812=", 5), ("", 256)])
+def test_prompts_that_are_all_too_long_or_empty_are_refused(prompt, longest, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.jsonl: .*empty .*--max_prompt_token_length"):
+        load(tmp_path, [ROW | {"prompt": prompt}], tokenizer, max_prompt_token_length=longest)
 
 
 def test_characters_that_the_tokenizer_loses_are_told(tokenizer, tmp_path, capsys):
@@ -253,14 +267,6 @@ def without_tensor(folder, name):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.fixture
-def classifier(assets, tmp_path):
-    """The folder of a one-label classifier."""
-    config = AutoConfig.from_pretrained(assets / "model", num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "classifier")
-    return tmp_path / "classifier"
-
-
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -275,14 +281,16 @@ def test_policy_that_lacks_a_tensor_is_refused(assets, tmp_path):
             )
 
 
-def test_reward_model_without_a_head_is_refused_and_a_value_model_is_not(classifier):
-    args, path = Args(dtype="float32"), str(classifier)
+def test_reward_model_without_a_head_is_refused_and_a_value_model_is_not(assets, tmp_path):
+    config = AutoConfig.from_pretrained(assets / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    args, path = Args(dtype="float32"), str(tmp_path)
     assert script.load_classifier(path, args, trained=False, offset=0).model.score.weight.any()
-    without_tensor(classifier, "score.weight")
+    without_tensor(tmp_path, "score.weight")
     with pytest.raises(ValueError, match=r"lacks score\.weight"):
         script.load_classifier(path, args, trained=False, offset=0)
     head = script.load_classifier(path, args, trained=True, offset=1).model.score.weight
     assert head.requires_grad and not head.any()
-    without_tensor(classifier, Q_PROJ)
+    without_tensor(tmp_path, Q_PROJ)
     with pytest.raises(ValueError, match=Q_PROJ):
         script.load_classifier(path, args, trained=True, offset=1)

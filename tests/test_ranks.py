@@ -1,610 +1,226 @@
-"""Several ranks and engines: which are where, who answers which prompts, who waits for whom.
+"""Several ranks and engines: which are where, who answers what, and that the outcome is one.
 
-Here ranks and engines are made up, but for the last part: two real ranks, without engines.
-test_runs_ranks.py has runs.
+At the end a run of two ranks, from whose checkpoint others go on. vLLM is stub_vllm there;
+test_runs.py has two ranks with the real one.
 """
 
-import json
-import os
 import queue
-import subprocess
-import sys
-import threading
+import shutil
+import socket
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import REPO
-from helpers.engines import engine_of_pipes
-from helpers.processes import environment
-from helpers.rollouts import tiny_args
+from helpers.processes import CPU, STUB, TWO_RANKS, finish
+from helpers.runs import batch_of, check_equal_to_the_bit
 
-import ppo_sync
+import ppo_vllm_async as script
+from ppo_vllm_async import Args, Prompt, Response
 
 # --------------------------------------------------------------------------- where the engines are
 
-
-@pytest.fixture
-def engines_of_ranks(monkeypatch):
-    """engines_of_ranks(nodes, learners, gpus, args): what make_engines makes, rank by rank."""
-
-    def make(nodes, learners, gpus, args):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        counts = []  # of all ranks; the first pass is for these
-        for _ in ("count", "make"):
-            made = []
-            for rank in range(nodes * learners):
-                monkeypatch.setenv("RANK", str(rank))
-                monkeypatch.setenv("LOCAL_RANK", str(rank % learners))
-
-                def exchange(group, count, rank=rank):
-                    assert group == "the group"
-                    if len(counts) < nodes * learners:
-                        counts.append(count)
-                        return counts
-                    assert counts[rank] == count
-                    return counts
-
-                monkeypatch.setattr(ppo_sync, "exchange", exchange)
-                made.append(ppo_sync.make_engines("the group", args))
-        return made
-
-    return make
-
-
-def test_engines_of_two_nodes_belong_to_the_first_rank_of_each(engines_of_ranks):
-    """Four learners on each, and two engines of two GPUs."""
-    args = tiny_args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
-    made = engines_of_ranks(nodes=2, learners=4, gpus=8, args=args)
-    owners = [rank for rank, engines in enumerate(made) for _ in engines]
-    engines = [engine for engines in made for engine in engines]
-    assert owners == [0, 0, 4, 4]
-    assert [engine.gpus for engine in engines] == [(4, 5), (6, 7)] * 2
-    assert [(engine.index, engine.count) for engine in engines] == [(i, 4) for i in range(4)]
-    assert all(engine.args is args for engine in engines)
-
-
-def test_each_learner_has_an_engine_on_its_own_gpu(engines_of_ranks):
-    made = engines_of_ranks(nodes=2, learners=8, gpus=8, args=tiny_args())
-    assert [[engine.gpus for engine in engines] for engines in made] == [
-        [(gpu,)] for gpu in [*range(8), *range(8)]
-    ]
-    assert [engines[0].index for engines in made] == list(range(16))
-
-
-def test_each_learner_has_an_engine_on_the_cpu(engines_of_ranks):
-    made = engines_of_ranks(nodes=1, learners=3, gpus=0, args=tiny_args())
-    assert [[engine.gpus for engine in engines] for engines in made] == [[()]] * 3
+LEARNERS = [(gpu,) for gpu in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "size", "engines"),
+    ("nodes", "learners", "gpus", "size", "of_node"),
     [
-        ((7,), 1, [(7,)]),
-        ((6, 7), 1, [(6,), (7,)]),
-        ((2, 5, 3, 4), 2, [(2, 5), (3, 4)]),  # in the order of the flag
-        ((4, 5, 6, 7), 4, [(4, 5, 6, 7)]),
-        ((2, 3, 4, 5, 6, 7), 3, [(2, 3, 4), (5, 6, 7)]),
+        (1, 1, (), 1, LEARNERS[:1]),
+        (2, 8, (), 1, LEARNERS),
+        (1, 6, (6, 7), 1, [(6,), (7,)]),
+        (2, 4, (4, 5, 6, 7), 2, [(4, 5), (6, 7)]),
+        (3, 2, (2, 5, 3, 4), 2, [(2, 5), (3, 4)]),  # in the order of the flag
+        (1, 2, (2, 3, 4, 5, 6, 7), 3, [(2, 3, 4), (5, 6, 7)]),
     ],
 )
-def test_gpus_of_vllm_are_shared_out_in_the_order_of_the_flag(gpus, size, engines):
-    assert ppo_sync.place_engines(gpus, size, local_rank=0, num_gpus=8) == engines
-    assert ppo_sync.place_engines(gpus, size, local_rank=1, num_gpus=8) == []
-
-
-@pytest.mark.parametrize(
-    ("nodes", "learners", "gpus", "options", "place"),
-    [
-        (1, 1, 0, {}, "one for each learner"),
-        (1, 3, 0, {}, "one for each learner"),
-        (2, 8, 8, {}, "one on each learner's GPU"),
-        (1, 6, 8, {"vllm_gpus": (6, 7)}, "on GPU 6, 7"),
-        (
-            2,
-            4,
-            8,
-            {"vllm_gpus": (4, 5, 6, 7), "vllm_tensor_parallel_size": 2},
-            "on GPU 4, 5, 6, 7 of each of 2 nodes",
-        ),
-    ],
-)
-def test_plan_has_as_many_engines_as_there_will_be(
-    nodes, learners, gpus, options, place, engines_of_ranks, monkeypatch
-):
-    args = tiny_args(world_size=nodes * learners, **options)
-    made = engines_of_ranks(nodes, learners, gpus, args)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
-    count = sum(map(len, made))
-    assert ppo_sync.describe_engines(args) == f"{count} of vLLM, {place}"
-
-
-# ------------------------------------------------------------------------- an engine's environment
-
-
-@pytest.fixture
-def eight_gpus(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-
-
-@pytest.mark.parametrize(
-    ("own", "gpus", "visible"),
-    [
-        (None, (6,), "6"),
-        (None, (2, 5), "2,5"),
-        ("", (0,), "0"),
-        ("4,5,6,7", (2, 3), "6,7"),
-        ("GPU-8f1e,GPU-03ab,GPU-77cd", (2, 0), "GPU-77cd,GPU-8f1e"),
-    ],
-)
-def test_engine_sees_its_own_gpus_alone(own, gpus, visible, eight_gpus, monkeypatch):
-    """The indices are of what the user lets the learners see."""
-    if own is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
-    found = ppo_sync.vllm_environment(gpus, "folder")
-    assert found["CUDA_VISIBLE_DEVICES"] == visible
-
-
-def test_engine_on_the_cpu_is_told_nothing_of_gpus(eight_gpus, monkeypatch):
-    assert "CUDA_VISIBLE_DEVICES" not in ppo_sync.vllm_environment((), "folder")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = ppo_sync.vllm_environment((), "folder")
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-    assert found["VLLM_CPU_KVCACHE_SPACE"] == found["TORCH_COMPILE_DISABLE"] == "1"
-    assert found["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
-
-
-def test_engine_on_a_gpu_may_compile_and_reads_handles(eight_gpus, monkeypatch):
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-    found = ppo_sync.vllm_environment((1,), "folder")
-    assert "TORCH_COMPILE_DISABLE" not in found
-    assert found["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads"), [(2, None, 1), (16, None, 8), (16, 4, 2), (16, 8, 1), (2, 4, 1)]
-)
-def test_engines_of_a_node_share_half_of_its_cores(cores, ranks, threads, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "77")  # the learner's
-    if ranks is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert ppo_sync.vllm_environment((), "folder")["OMP_NUM_THREADS"] == str(threads)
-
-
-def test_engine_is_no_rank_of_the_learners(monkeypatch):
-    launchers = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-    launchers += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
-    for name in launchers:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # what the user sets is for vLLM
-    monkeypatch.setenv("RANKING", "mine")
-    found = ppo_sync.vllm_environment((), "folder")
-    assert [name for name in launchers if name in found] == []
-    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG" and found["RANKING"] == "mine"
-    assert found["TMPDIR"] == "folder"
+def test_engines_belong_to_the_first_ranks_of_each_node(nodes, learners, gpus, size, of_node):
+    args = Args(vllm_gpus=gpus, vllm_tensor_parallel_size=size)
+    args.world_size, args.local_world_size = nodes * learners, learners
+    count, expected = nodes * len(of_node), []
+    for node in range(nodes):
+        index = node * len(of_node)
+        expected += [(index + i, count, own) for i, own in enumerate(of_node)]
+        expected += [None] * (learners - len(of_node))
+    ranks = range(nodes * learners)
+    assert [script.place_engine(rank, 8, args) for rank in ranks] == expected
+    on_the_cpu = [placement and (*placement[:2], ()) for placement in expected]
+    assert [script.place_engine(rank, 0, args) for rank in ranks] == on_the_cpu
 
 
 # ------------------------------------------------------------------------- who answers which prompt
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_shares_are_those_of_the_definition(count, group):
-    """Group i of n goes to engine i * count // n. They partition the list, in its order."""
+    """Group i of n goes to engine i * count // n."""
     for num_groups in range(20):
-        items = [(i, sample) for i in range(num_groups) for sample in range(group)]
-        shares = [ppo_sync.share_of(items, index, count, group) for index in range(count)]
-        for index, share in enumerate(shares):
-            groups = [i for i in range(num_groups) if i * count // num_groups == index]
-            assert share == [(i, sample) for i in groups for sample in range(group)]
+        items = [i for i in range(num_groups) for _ in range(group)]
+        shares = [items[script.share_of(len(items), index, count, group)] for index in range(count)]
         assert [item for share in shares for item in share] == items
-        sizes = [len(share) // group for share in shares]
-        assert max(sizes) - min(sizes) <= 1
+        for index, share in enumerate(shares):
+            assert all(i * count // num_groups == index for i in share)
 
 
-PROMPTS = [
-    ppo_sync.Prompt(f"row {row}", f"text {row}", [row, 50], [], "any", str(row), None)
-    for row in range(5)
-    for _ in range(2)
-]
-SEEDS = [100 + i for i in range(10)]
-HELD_OUT = PROMPTS[1:6:2]
+class Engine(script.VLLM):
+    """Says the first token of a prompt, and its seed; the version is 4."""
+
+    def __init__(self, index, count):
+        self.index, self.count, self.policy_version = index, count, 4
+        self.args = Args(stop_token_ids=(203,))
+
+    def submit(self, function, prompt_ids, seeds, temperature, args):
+        assert function is script.sample_responses
+        pairs = zip(prompt_ids, seeds, strict=True)
+        self.answer = [([ids[0], seed], [temperature, -0.5]) for ids, seed in pairs]
+        return self
+
+    def result(self):
+        return self.answer
 
 
-def answer(prompt_ids, seeds, temperature, args):
-    """What an engine samples of each prompt: its first token, and its seed."""
-    responses = [[ids[0], seed] for ids, seed in zip(prompt_ids, seeds, strict=True)]
-    return responses, [[-temperature, -0.5] for _ in responses], 3
+PROMPTS = [Prompt(f"row {i // 2}", "", [i // 2, 50], [], "any", "1", None) for i in range(10)]
+REQUEST = script.Request(9, PROMPTS, list(range(100, 110)), PROMPTS[1:6:2], [201, 202, 203])
+ARGS = Args(number_samples_per_prompt=2, temperature=0.7, eval_temperature=0.0)
 
 
-def work(engine, seconds=0.0, calls=1, seen=None):
-    """In a thread: answers what the engine is sent, each after so many seconds."""
-
-    def run():
-        for _ in range(calls):
-            function, args = engine.theirs.recv()
-            assert function is ppo_sync.sample_responses
-            if seen is not None:
-                seen.append(args)
-            time.sleep(seconds)
-            try:
-                engine.theirs.send((answer(*args), None, ""))
-            except Exception as error:  # it would be a hang
-                engine.theirs.send((None, error, ""))
-
-    threading.Thread(target=run, daemon=True).start()
+@pytest.fixture
+def without_rewards(monkeypatch):
+    monkeypatch.setattr(script, "grade_responses", lambda responses, *_: responses)
 
 
-def sample(engines, prompts=PROMPTS, seeds=SEEDS, num_samples=2):
-    return ppo_sync.sample_share(engines, prompts, seeds, 0.7, num_samples, tiny_args())
+class Group:
+    """Of ranks that hand over these shares, as all_gather_object gives them to each."""
 
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_answers_are_in_order_whichever_engine_is_slow(slow):
-    engines = [engine_of_pipes(index, count=3) for index in range(3)]
-    for index, engine in enumerate(engines):
-        work(engine, seconds=0.3 * (index == slow))
-    prompts, responses, logprobs, version = sample(engines)
-    assert prompts == PROMPTS
-    assert responses == [[i // 2, 100 + i] for i in range(10)]
-    assert logprobs == [[-0.7, -0.5]] * 10
-    assert version == 3
-
-
-def test_samples_of_a_prompt_are_of_one_engine():
-    """Their prompt is computed once there: vLLM keeps it in its prefix cache."""
-    engines, seen = [engine_of_pipes(index, count=2) for index in range(2)], [[], []]
-    for engine, of_engine in zip(engines, seen, strict=True):
-        work(engine, seen=of_engine)
-    sample(engines)
-    rows = [[ids[0] for ids in prompt_ids] for ((prompt_ids, *_),) in seen]
-    assert rows == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4]]
-
-
-def test_rank_samples_its_own_share_alone():
-    """Rank 0 of three owns one engine, rank 1 two, rank 2 none."""
-    of_ranks, index = [], 0
-    for count in (1, 2, 0):
-        engines = [engine_of_pipes(index + i, count=3) for i in range(count)]
-        index += count
-        for engine in engines:
-            work(engine)
-        of_ranks.append(sample(engines))
-    (prompts_0, responses_0, *_), (prompts_1, responses_1, *_), of_rank_2 = of_ranks
-    assert prompts_0 == PROMPTS[:4] and prompts_1 == PROMPTS[4:]
-    assert responses_0 + responses_1 == [[i // 2, 100 + i] for i in range(10)]
-    assert of_rank_2 == ([], [], [], None)
-
-
-def test_engine_may_have_nothing_to_do():
-    engines = [engine_of_pipes(index, count=3) for index in range(3)]
-    for engine in engines:
-        work(engine)
-    prompts, responses, _, version = sample(engines, PROMPTS[:2], SEEDS[:2])
-    assert prompts == PROMPTS[:2] and responses == [[0, 100], [0, 101]] and version == 3
-
-
-@pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_failure_of_an_engine_is_raised_while_another_generates(failing, dies):
-    engines = [engine_of_pipes(index, count=2) for index in range(2)]
-    work(engines[1 - failing], seconds=20)
-
-    def fail():
-        engines[failing].theirs.recv()
-        time.sleep(0.2)
-        if dies:
-            engines[failing].life.close()
-        else:
-            engines[failing].theirs.send((None, KeyError("this one"), "its traceback"))
-
-    threading.Thread(target=fail, daemon=True).start()
-    started_at = time.monotonic()
-    expected = (RuntimeError, "died with exit code -9") if dies else (KeyError, "this one")
-    with pytest.raises(expected[0], match=expected[1]):
-        sample(engines)
-    assert time.monotonic() - started_at < 5
-
-
-class Worker:
-    """Calls compute_score in this process."""
-
-    def score(self, prompt, text):
-        return ppo_sync.verifiable_reward(None, prompt, text)
-
-
-def test_shares_of_two_ranks_are_the_answers_of_one(monkeypatch):
-    def score(data_source, response, ground_truth):
-        if response == "4-108":
-            raise OSError("the grader is out of paper")
-        return float(response.startswith(ground_truth)) + 0.5 * (response == "2-202")
-
-    monkeypatch.setattr(ppo_sync, "compute_score", score)
-    tokenizer = SimpleNamespace(
-        batch_decode=lambda responses, skip_special_tokens: [
-            "-".join(map(str, response)) for response in responses
-        ]
-    )
-    args = tiny_args(number_samples_per_prompt=2, temperature=0.7, eval_temperature=0.2)
-    request = ppo_sync.Request(8, PROMPTS, SEEDS, HELD_OUT, [200, 201, 202])
-
-    def generate(index, count):
-        engine = engine_of_pipes(index, count)
-        work(engine, calls=2)
-        return ppo_sync.generate_rollout([engine], [Worker()], tokenizer, args, request)
-
-    shares, whole = [generate(0, 2), generate(1, 2)], generate(0, 1)
-    assert [len(share.answers.texts) for share in shares] == [6, 4]
-    assert [len(share.eval_answers.texts) for share in shares] == [2, 1]
-    for name in ("answers", "eval_answers"):
-        joined = ppo_sync.join_answers([getattr(share, name) for share in shares])
-        assert joined == getattr(whole, name)
-    assert whole.answers.responses == [[i // 2, 100 + i] for i in range(10)]
-    assert whole.answers.sampler_logprobs == [[-0.7, -0.5]] * 10
-    assert whole.eval_answers.texts == ["0-200", "1-201", "2-202"]
-    assert whole.eval_answers.sampler_logprobs == [[-0.2, -0.5]] * 3
-    assert whole.answers.verifiable == [1.0] * 8 + [None, 1.0]
-    assert whole.answers.failures[8] == "OSError: the grader is out of paper"
-    assert whole.eval_answers.verifiable == [1.0, 1.0, 1.5]
-    assert whole.policy_version == 3 and whole.request is request
-    assert whole.times.keys() == {"generation", "evaluation", "reward"}
-
-
-# ---------------------------------------------------------------------------------- one for another
-
-
-class MadeUpGroup:
-    """A group in which this is rank 1; the other ranks give what stands in `others`."""
-
-    def __init__(self, others, monkeypatch):
-        self.others = others
+    def __init__(self, shares, monkeypatch):
+        self.size = lambda: len(shares)
         monkeypatch.setattr(torch.distributed, "all_gather_object", self.gather)
+        self.shares = shares
 
-    def size(self):
-        return 1 + len(self.others)
-
-    def gather(self, states, mine, group):
-        assert group is self
-        self.mine = mine
-        states[:] = [self.others[0], mine, *self.others[1:]]
+    def gather(self, shares, mine, group):
+        assert group is self and mine in self.shares
+        shares[:] = self.shares
 
 
-def test_values_of_all_ranks_come_by_rank(monkeypatch):
-    group = MadeUpGroup([("a", None), (None, None)], monkeypatch)
-    assert ppo_sync.exchange(group, "b") == ["a", "b", None]
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_shares_of_all_ranks_are_what_one_engine_answers(count, without_rewards, monkeypatch):
+    """Of eight engines some have nothing to do; and a rank more has no engine."""
+    engines = [*(Engine(index, count) for index in range(count)), None]
+    shares = [script.generate_rollout(vllm, None, None, REQUEST, ARGS) for vllm in engines]
+    assert shares[-1] is None
+    group = Group(shares, monkeypatch)
+    rollouts = [script.gather_rollout(share, group) for share in shares]
+    for rollout in rollouts:
+        assert (rollout.training_step, rollout.policy_version) == (9, 4)
+        assert rollout.responses == [
+            Response(prompt, [i // 2, 100 + i], [0.7, -0.5], stopped=False)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        assert rollout.eval_responses == [
+            Response(prompt, [i, 201 + i], [0.0, -0.5], stopped=i == 2)
+            for i, prompt in enumerate(REQUEST.eval_prompts)
+        ]
+        assert set(rollout.times) == {"generation", "reward", "evaluation"}
+    assert script.gather_rollout(shares[0], None) is shares[0]
 
 
-def test_failure_of_another_rank_is_raised_and_names_it(monkeypatch):
-    group = MadeUpGroup([("a", None), (None, "OSError: no paper")], monkeypatch)
-    with pytest.raises(RuntimeError, match=r"^rank 2 failed: OSError: no paper$"):
-        ppo_sync.exchange(group, "b")
+def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewards, monkeypatch):
+    """Python would end the thread alone, and the learner would wait for ever."""
+    prompts_Q, response_Q, errors = queue.Queue(), queue.Queue(), []
+    monkeypatch.setattr(script, "end_at_once", errors.append)
+    for request in (REQUEST, replace(REQUEST, training_step=10), "not a request"):
+        prompts_Q.put(request)
+    script.generation_thread(Engine(0, 1), None, None, prompts_Q, response_Q, ARGS)
+    rollouts, (error,) = list(response_Q.queue), errors
+    assert [rollout.training_step for rollout in rollouts] == [9, 10]
+    assert all(len(rollout.responses) == 10 for rollout in rollouts)
+    assert all("wait_for_prompts" in rollout.times for rollout in rollouts)
+    assert isinstance(error, AttributeError)
 
 
-def test_own_failure_is_raised_as_it_is_after_the_others_know(monkeypatch):
-    group = MadeUpGroup([(None, "OSError: no paper")], monkeypatch)
-    error = KeyError("this one")
-    with pytest.raises(KeyError) as caught:
-        ppo_sync.exchange(group, "b", error)
-    assert caught.value is error
-    assert group.mine == ("b", "KeyError: 'this one'")
+# -------------------------------------------------------------------------------- runs of two ranks
 
-
-@pytest.mark.parametrize("error", [OSError("no paper"), None])
-def test_own_failure_is_not_hidden_by_the_end_of_another_rank(error, monkeypatch):
-    class Group(MadeUpGroup):
-        def gather(self, states, mine, group):
-            raise RuntimeError("connection closed by peer")
-
-    group = Group([None], monkeypatch)
-    with pytest.raises((OSError, RuntimeError)) as caught:
-        ppo_sync.exchange(group, None, error)
-    assert str(caught.value) == ("connection closed by peer" if error is None else "no paper")
-
-
-def test_single_rank_exchanges_with_itself():
-    assert ppo_sync.exchange(None, "a") == ["a"]
-    error = OSError("no paper")
-    with pytest.raises(OSError) as caught:
-        ppo_sync.exchange(None, "a", error)
-    assert caught.value is error
-
-
-@pytest.mark.parametrize("result", ["a rollout", [], False])
-def test_single_rank_polls_until_there_is_something(result):
-    polled = iter([None, None, result])
-    assert ppo_sync.wait_for_all(None, lambda: next(polled)) == result
-    assert list(polled) == []
-
-
-def test_rank_that_is_ready_waits_for_the_others_and_polls_no_more(monkeypatch):
-    """A second rollout would be lost."""
-    ready = iter([False, False, True])
-    calls = []
-
-    class Group(MadeUpGroup):
-        def gather(self, states, mine, group):
-            self.others = [(next(ready), None)]
-            super().gather(states, mine, group)
-
-    def poll():
-        calls.append(None)
-        return f"rollout {len(calls)}"
-
-    assert ppo_sync.wait_for_all(Group([None], monkeypatch), poll) == "rollout 1"
-    assert len(calls) == 1 and list(ready) == []
-
-
-def test_single_rank_ends_with_a_failing_poll():
-    error, calls = OSError("no paper"), []
-
-    def poll():
-        calls.append(None)
-        if len(calls) == 2:
-            raise error
-
-    with pytest.raises(OSError) as caught:
-        ppo_sync.wait_for_all(None, poll)
-    assert caught.value is error and len(calls) == 2
-
-
-def answers_of(*texts):
-    """Answers of these texts."""
-    count = len(texts)
-    return ppo_sync.Answers(
-        [[7]] * count, [[-1.0]] * count, list(texts), [1.0] * count, [None] * count
-    )
-
-
-def rollout_of(texts, eval_texts, version, request=None, **times):
-    return ppo_sync.Rollout(request, version, answers_of(*texts), answers_of(*eval_texts), times)
-
-
-def queue_of(item):
-    response_Q = queue.Queue(maxsize=1)
-    response_Q.put(item)
-    return response_Q
-
-
-def test_rollout_is_of_all_ranks_and_as_slow_as_the_slowest(monkeypatch):
-    """Rank 2 has no engines: it was at work for no time, and waited for hours."""
-    others = [
-        rollout_of(["a", "b"], ["x"], 4, generation=2.0, reward=0.1, wait_for_prompts=0.3),
-        rollout_of([], [], None, generation=0.0, reward=0.0, wait_for_prompts=9000.0),
-        rollout_of(["d"], [], 4, generation=1.0, reward=0.2, wait_for_prompts=0.4),
-    ]
-    request = ppo_sync.Request(5, ["prompts"] * 10_000, [1], [], [])
-    times = {"generation": 1.5, "reward": 0.15, "wait_for_prompts": 0.35}
-    share = rollout_of(["c"], ["y"], 4, request, **times)
-    sent = []
-
-    class Group(MadeUpGroup):
-        def gather(self, states, mine, group):
-            sent.append(mine)
-            values = [True, True, True]
-            if isinstance(mine[0], ppo_sync.Rollout):
-                values = [others[0], *others[1:]]
-            self.others = [(value, None) for value in values]
-            super().gather(states, mine, group)
-
-    rollout = ppo_sync.receive_rollout(Group([None] * 3, monkeypatch), queue_of(share))
-    assert rollout.request is request
-    assert rollout.policy_version == 4
-    assert rollout.answers == answers_of("a", "b", "c", "d")
-    assert rollout.eval_answers == answers_of("x", "y")
-    assert rollout.times == {"generation": 2.0, "reward": 0.2, "wait_for_prompts": 0.4}
-    assert len(str(sent)) < 2000  # every rank has the request: it does not travel
-
-
-def test_versions_that_differ_are_no_batch(monkeypatch):
-    class Group(MadeUpGroup):
-        def gather(self, states, mine, group):
-            is_share = isinstance(mine[0], ppo_sync.Rollout)
-            self.others = [(rollout_of(["a"], [], 3) if is_share else True, None)]
-            super().gather(states, mine, group)
-
-    with pytest.raises(AssertionError, match="engines have different weights, of versions"):
-        ppo_sync.receive_rollout(Group([None], monkeypatch), queue_of(rollout_of(["b"], [], 4)))
-
-
-def test_what_went_wrong_in_the_thread_is_raised_where_its_rollout_is_due():
-    error = OSError("the engine is on fire")
-    with pytest.raises(OSError) as caught:
-        ppo_sync.receive_rollout(None, queue_of(error))
-    assert caught.value is error
-
-
-def test_what_went_wrong_is_found_before_its_rollout_is_due(monkeypatch):
-    error, share = OSError("the engine is on fire"), rollout_of([], [], 4)
-    for response_Q in (queue.Queue(), queue_of(share)):
-        ppo_sync.check_generation(None, response_Q)
-        assert list(response_Q.queue) in ([], [share])  # it takes nothing out
-    with pytest.raises(OSError) as caught:
-        ppo_sync.check_generation(None, queue_of(error))
-    assert caught.value is error
-    group = MadeUpGroup([(None, "OSError: no paper")], monkeypatch)
-    with pytest.raises(RuntimeError, match="rank 0 failed: OSError: no paper"):
-        ppo_sync.check_generation(group, queue_of(share))
-
-
-def test_thread_answers_each_request_or_says_what_went_wrong():
-    def generate(request):
-        if request == "a bad one":
-            raise OSError("the engine is on fire")
-        return rollout_of([], [], 4, request, generation=1.0)
-
-    prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    arguments = (generate, prompts_Q, response_Q)
-    threading.Thread(target=ppo_sync.generation_thread, args=arguments, daemon=True).start()
-    prompts_Q.put("a bad one")
-    error = response_Q.get(timeout=10)
-    assert isinstance(error, OSError) and str(error) == "the engine is on fire"
-    time.sleep(0.2)
-    prompts_Q.put("a good one")
-    rollout = response_Q.get(timeout=10)
-    assert rollout.request == "a good one"
-    assert rollout.times["generation"] == 1.0
-    assert 0.1 < rollout.times["wait_for_prompts"] < 5
-
-
-# ----------------------------------------------------------------------------------- two real ranks
+HALVES = {
+    "total_episodes": 4 * 32,
+    "local_rollout_batch_size": 8,
+    "local_mini_batch_size": 8,
+    "per_device_train_batch_size": 4,
+    "num_evals": 2,
+    "save_batches": True,
+}
+WHOLE = HALVES | {"local_rollout_batch_size": 16, "local_mini_batch_size": 16}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What two_rank_waiting.py found on each of them."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    program = str(REPO / "tests" / "helpers" / "two_rank_waiting.py")
-    command = [sys.executable, program, str(folder)]
-    ranks = []
-    for rank in range(2):
-        variables = environment({"RANK": str(rank), "OMP_NUM_THREADS": "1"})
-        process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
-        ranks.append(process)
-    try:
-        for process in ranks:
-            _, stderr = process.communicate(timeout=120)
-            assert process.returncode == 0, stderr
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+def two_ranks(run_script, small_eval, tmp_path_factory):
+    """Four steps of two updates on one node, whose ranks share an engine."""
+    run = run_script(
+        "ppo_vllm_async.py",
+        tmp_path_factory.mktemp("two_ranks"),
+        launcher=TWO_RANKS,
+        env=CPU | STUB,
+        eval_dataset=small_eval,
+        save_freq=2,
+        vllm_gpus=2,
+        **HALVES,
+    )
+    assert run.returncode == 0, run.output
+    assert run.stdout.count("Folders of vLLM") == 1
+    return run
 
 
-ON_BOTH = {
-    "exchange_values": ([{"rank": 0}, {"rank": 1}],) * 2,
-    "exchange_with_an_error": (
-        "RuntimeError: rank 1 failed: OSError: no paper",
-        "OSError: no paper",
-    ),
-    "wait_for_the_slower": (["of rank 0", 1], ["of rank 1", 3]),
-    "wait_for_one_that_fails": ("RuntimeError: rank 1 failed: OSError: no ink", "OSError: no ink"),
-    "receive_shares": ([5, 4, ["of rank 0", "of rank 1"], {"generation": 2.0, "reward": 1}],) * 2,
-    "receive_what_went_wrong": (
-        "RuntimeError: rank 1 failed: OSError: the engine is on fire",
-        "OSError: the engine is on fire",
-    ),
-    "check_what_went_wrong": (
-        "RuntimeError: rank 1 failed: OSError: the engine is on fire",
-        "OSError: the engine is on fire",
-    ),
-}
+@pytest.fixture
+def resume(two_ranks, start_script, small_eval, tmp_path):
+    """resume(options, launcher of each node): the run goes on after its second step."""
+    shutil.copytree(two_ranks.run_dir, tmp_path / "run")
+    for name in ("model", "batches"):
+        shutil.rmtree(tmp_path / "run" / name)
+    options = {
+        "eval_dataset": small_eval,
+        "output_dir": tmp_path,
+        "resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_2",
+    }
+
+    def go_on(changes, *launchers):
+        nodes = [
+            start_script(
+                "ppo_vllm_async.py",
+                tmp_path / f"node_{rank}",
+                launcher=launcher,
+                env=CPU | STUB,
+                **options | changes,
+            )
+            for rank, launcher in enumerate(launchers)
+        ]
+        runs = [finish(node, 300, time.monotonic()) for node in nodes]
+        output = "".join(run.output for run in runs)
+        assert [run.returncode for run in runs] == [0] * len(nodes), output
+        assert output.count("Folders of vLLM") == len(nodes)
+        runs[0].run_dir = tmp_path / "run"
+        return runs[0]
+
+    return go_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ON_BOTH)
-def test_ranks_wait_for_each_other_and_fail_together(way, two_ranks):
-    found = tuple(of_rank[way]["result"] for of_rank in two_ranks)
-    assert found == ON_BOTH[way]
-    assert max(of_rank[way]["seconds"] for of_rank in two_ranks) < 10
+def test_two_nodes_with_an_engine_each_do_what_one_node_with_one_does(two_ranks, resume):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    node = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1")
+    node += ("--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
+    run = resume(HALVES, (*node, "0"), (*node, "1"))
+    check_equal_to_the_bit(two_ranks, run, steps=(3, 4))
 
 
 @pytest.mark.slow
-def test_rank_that_has_died_is_noticed(two_ranks):
-    found = two_ranks[0]["wait_for_one_that_dies"]
-    assert "Error: " in found["result"]
-    assert found["seconds"] < 10
+def test_one_rank_goes_on_with_the_batches_of_two(two_ranks, resume):
+    run = resume(WHOLE, ())
+    batch, expected = batch_of(run, 3), batch_of(two_ranks, 3)
+    assert batch["sequences"] == expected["sequences"]
+    assert torch.equal(batch["scores"], expected["scores"])
+    # Their sums are of another order, and their padding is another
+    for name, value in two_ranks.metrics[2].items():
+        if not name.startswith(("time/", "queue/", "perf/")):
+            assert run.metrics[2][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

@@ -5,5 +5,3 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py")
 PPO, GRPO, ASYNC = SCRIPTS[:2], SCRIPTS[2:], SCRIPTS[1:]
-# Those that have not been rewritten yet, and still refuse bad input by bad_input()
-OLD = ("ppo_sync.py", "grpo_vllm_async.py")

@@ -2,8 +2,6 @@
 
 import torch
 
-import ppo_sync
-
 
 def gae_by_definition(rewards, values, gamma, lam):
     """Of one response, (tokens,): sum over l of (gamma * lam)^l delta_(t+l), 1506.02438 eq. 16."""
@@ -73,10 +71,3 @@ def weights_by_definition(old, sampler, args, level="token"):
         limit = args.mismatch_mask_range
         weights = weights * ((compared >= 1 / limit) & (compared <= limit))
     return weights
-
-
-def padded_forward(model, prompts, responses, device="cpu"):
-    """What a PolicyModel or ValueModel returns for a padded batch, and the mask; no gradients."""
-    inputs, mask = ppo_sync.collate(prompts, responses, 0, device)
-    with torch.no_grad():
-        return model(inputs, mask.shape[1]), mask

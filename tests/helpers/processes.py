@@ -17,6 +17,8 @@ from helpers import REPO
 from helpers.files import read_json_lines
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+CPU = {"ACCELERATE_USE_CPU": "true"}
+STUB = {"STUB": "1", "PYTHONPATH": str(REPO / "tests" / "helpers" / "stub_vllm")}
 
 
 @dataclass
@@ -81,17 +83,6 @@ def alive(processes):
     return [process for process in processes if lives(process)]
 
 
-def shared_memory_of(process):
-    """Named shared memory that a process has mapped: vLLM's queues take hundreds of MB of it."""
-    maps = Path(f"/proc/{process.pid}/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    return {
-        line.split()[-1]
-        for line in lines
-        if "/dev/shm/psm_" in line and not line.endswith("(deleted)")
-    }
-
-
 def folders_of_vllm(stdout):
     """Those that wrapped_async.py has named; none before vLLM was started."""
     line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
@@ -137,7 +128,7 @@ def gradient_of_ranks(subject, ranks, size, folder):
 
 
 def answers_of_vllm(model, prompts, folder):
-    """What vllm_answers.py prints: token ids, texts and log-probabilities of greedy answers."""
+    """The texts that plain vLLM answers greedily; vllm_answers.py."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

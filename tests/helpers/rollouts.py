@@ -1,13 +1,15 @@
-"""Tiny models and a made-up rollout of unequal lengths, for tests and two_rank_gradient.py."""
+"""Tiny models and a made-up batch of unequal lengths, for tests and two_rank_gradient.py."""
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-import ppo_sync
-from helpers.formulas import chosen_logprobs
+import ppo_vllm_async as script
+from helpers.formulas import logprobs_and_entropies, weights_by_definition
 
 VOCAB, STOP, PAD = 23, 1, 0
 # (prompt length, response length): no two micro-batches have the same width.
@@ -43,71 +45,80 @@ def tiny_classifier(seed, **changes):
     return Qwen2ForSequenceClassification(tiny_config(num_labels=1, **changes))
 
 
-def tiny_policy(seed=0, temperature=0.8, **changes):
-    return ppo_sync.PolicyModel(tiny_language_model(seed, **changes), temperature)
-
-
-def tiny_value_model(seed=1, **changes):
-    return ppo_sync.ValueModel(tiny_classifier(seed, **changes))
-
-
-def load_policy(args):
-    """The policy as main() loads it."""
-    model, _ = ppo_sync.load_model(
-        ppo_sync.AutoModelForCausalLM, args.model_name_or_path, args, trained=True
-    )
-    return ppo_sync.PolicyModel(model, args.temperature)
-
-
 def tiny_args(**changes):
     options = {
         "stop_token_ids": (STOP,),
-        "pad_token_id": PAD,
         "dtype": "float32",
         "per_device_train_batch_size": 8,
         "local_rollout_forward_batch_size": 8,
         "temperature": 0.8,
         "cliprange_value": 0.3,
     }
-    return ppo_sync.Args(**options | changes)
+    return script.Args(**options | changes)
 
 
-def make_rollout(sizes=SIZES, seed=2, dtype=torch.float64):
+def tiny_policy(seed=0, temperature=0.8):
+    return script.PolicyModel(tiny_language_model(seed), tiny_args(temperature=temperature))
+
+
+def tiny_value_model(seed=1, offset=1):
+    return script.ValueModel(tiny_classifier(seed), offset, tiny_args())
+
+
+def make_rollout():
     """A batch as main() builds it; no model gave its log-probabilities: ratios clip."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
 
     def ids(count):
-        return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
 
-    prompts = [ids(prompt) for prompt, _ in sizes]
-    responses = [[*ids(response - 1), STOP] for _, response in sizes]
-    counts = torch.tensor([response for _, response in sizes])
-    mask = (torch.arange(int(counts.max())) < counts[:, None]).to(dtype)
+    def noise(*shape):
+        return torch.randn(shape or (8, 12), generator=generator, dtype=torch.float64)
 
-    def noise(mean=0.0, scale=1.0):
-        values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-        return (values * scale + mean).to(dtype) * mask
-
-    # In this order: they are drawn from one generator
-    logprobs, weights = noise(-3.0), noise(1.0, 0.2).clamp(min=0)
-    advantages, values, returns = noise(), noise(), noise()
-    sampler_logprobs = logprobs - 0.5 * noise()
-    return ppo_sync.Batch(
-        prompt_ids=prompts,
-        responses=responses,
+    # What collate() pads with is a token as others, and may be the stop token
+    sequences = [(ids(prompt), [*ids(response - 1), PAD]) for prompt, response in SIZES]
+    counts = torch.tensor([response for _, response in SIZES])
+    mask = (torch.arange(12) < counts[:, None]).double()
+    logprobs = (noise() - 3.0) * mask
+    return script.Batch(
+        sequences=sequences,
         mask=mask,
-        scores=torch.zeros(len(sizes), dtype=dtype),
-        scored=torch.ones(len(sizes), dtype=dtype),
+        scores=noise(8),
+        scored=torch.ones(8, dtype=torch.float64),
         loss_mask=mask.clone(),
-        sampler_logprobs=sampler_logprobs,
+        sampler_logprobs=logprobs - 0.5 * noise() * mask,
         logprobs=logprobs,
-        ref_logprobs=logprobs.clone(),
-        values=values,
-        rewards=torch.zeros_like(mask),
-        advantages=advantages,
-        returns=returns,
-        importance_weights=weights,
+        ref_logprobs=logprobs - 0.3 * noise() * mask,
+        values=noise() * mask,
+        rewards=noise() * mask,
+        advantages=noise() * mask,
+        returns=noise() * mask,
+        importance_weights=mask,
     )
+
+
+def with_weights(batch, args, level="token"):
+    """A copy with the importance weights of the definition."""
+    weights = torch.zeros_like(batch.mask)
+    for row, (_, size) in enumerate(SIZES):
+        logprobs = batch.logprobs[row, :size], batch.sampler_logprobs[row, :size]
+        weights[row, :size] = weights_by_definition(*logprobs, args, level)
+    return replace(batch, importance_weights=weights)
+
+
+def spoil_padding(model):
+    """What a PolicyModel or a ValueModel says of padding is far from all else from now on."""
+
+    def spoil(model, given, outputs):
+        inputs, width = given
+        inside = inputs["attention_mask"][:, -width:].bool()
+        # exp() of some of these is infinite, and infinity times a mask of 0 is not 0
+        rubbish = torch.tensor([1e3, -1e3]).repeat(width)[:width]
+        if isinstance(outputs, tuple):
+            return tuple(output.where(inside, rubbish) for output in outputs)
+        return outputs.where(inside, rubbish)
+
+    model.register_forward_hook(spoil)
 
 
 def one_of_ranks(rank, world_size):
@@ -116,10 +127,20 @@ def one_of_ranks(rank, world_size):
         process_index=rank,
         num_processes=world_size,
         device=torch.device("cpu"),
-        no_sync=lambda model: torch.no_grad() if model is None else torch.enable_grad(),
+        no_sync=lambda model: contextlib.nullcontext(),
         backward=lambda loss: loss.backward(),
         reduce=lambda tensor, reduction: tensor,
     )
+
+
+def cut_in_every_way(compute, args):
+    """Gradients and sums by compute(accelerator, args), whose micro-batches and ranks differ."""
+    for size in (8, 3, 1):
+        args = replace(args, per_device_train_batch_size=size)
+        yield compute(one_of_ranks(0, 1), args)
+        (one, sums), (other, other_sums) = (compute(one_of_ranks(rank, 2), args) for rank in (0, 1))
+        # DDP averages
+        yield (one + other) / 2, {name: sums[name] + other_sums[name] for name in sums}
 
 
 def in_float32(batch):
@@ -129,19 +150,15 @@ def in_float32(batch):
 
 
 def near_policy(batch, policy, distance, temperature=0.8):
-    """A copy whose old policy is this one, but for noise; the sampler is as far as it was.
+    """A copy whose old policy is this one, but for noise; sampler and reference are as far as ever.
 
     At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
     """
     generator = torch.Generator().manual_seed(6)
     noise = torch.randn(batch.mask.shape, dtype=torch.float64, generator=generator)
-    old = torch.zeros_like(batch.mask)
-    rows = zip(batch.prompt_ids, batch.responses, strict=True)
-    for row, (prompt, response) in enumerate(rows):
-        with torch.no_grad():
-            logprobs = chosen_logprobs(policy.model, prompt, response, temperature)
-        old[row, : len(response)] = logprobs
-    old = (old + distance * noise) * batch.mask
+    sequences = zip(*batch.sequences, strict=True)
+    logprobs, _ = logprobs_and_entropies(policy.model, *sequences, temperature)
+    old = (pad_sequence(logprobs, batch_first=True) + distance * noise) * batch.mask
     change = old - batch.logprobs
     return replace(
         batch,
@@ -155,25 +172,20 @@ def with_failed_rewards(batch, rows):
     """A copy, as main() makes it where the rewards of these rows failed."""
     scored = batch.scored.clone()
     scored[rows] = 0
-    return replace(batch, scored=scored, loss_mask=batch.loss_mask * scored[:, None])
+    return replace(
+        batch,
+        scored=scored,
+        scores=batch.scores * scored,
+        loss_mask=batch.loss_mask * scored[:, None],
+    )
 
 
-def without_rows(batch, rows):
-    """A copy without these rows."""
-    kept = [row for row in range(len(batch.responses)) if row not in rows]
-    parts = {
-        name: value[kept] if isinstance(value, torch.Tensor) else [value[row] for row in kept]
-        for name, value in vars(batch).items()
-    }
-    return replace(batch, **parts)
-
-
-def groups_of_equals(groups=32, samples=4, seed=4):
-    """Prompts and responses, of which those of a group are the same token ids.
+def groups_of_equals(groups=32, samples=4):
+    """Responses, of which those of a group are the same token ids.
 
     One prompt has two groups, and one response comes after two prompts.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(4)
 
     def ids(most):
         count = int(torch.randint(1, most + 1, (1,), generator=generator))
@@ -182,22 +194,23 @@ def groups_of_equals(groups=32, samples=4, seed=4):
     pairs = [(ids(most=9), ids(most=12)) for _ in range(groups)]
     pairs[1] = (pairs[0][0], pairs[1][1])
     pairs[3] = (pairs[3][0], pairs[2][1])
-    prompts, responses = [], []
-    for prompt, response in pairs:
-        # A reward model may have a chat template of its own
-        prompts += [ppo_sync.Prompt("", "", [2], prompt, None, None, None)] * samples
-        responses += [list(response) for _ in range(samples)]
-    return prompts, responses
+    # A reward model may have a chat template of its own
+    return [
+        script.Response(script.Prompt("", "", [2], prompt, None, None, None), ids, [], True)
+        for prompt, ids in pairs
+        for _ in range(samples)
+    ]
 
 
-def gradients(accelerator, policy, value_model, batch, args, trains_policy=True):
-    """One vector of all gradients of one optimizer batch, and the sums over its tokens."""
-    for model in (policy, value_model):
+def gradients(accelerator, models, batch, args, trains_policy=True):
+    """One vector of all gradients of one optimizer batch, and the sums over its tokens.
+
+    models: the policy and the value model.
+    """
+    for model in models:
         model.zero_grad()
-    rows = list(range(len(batch.prompt_ids)))
-    sums = ppo_sync.accumulate_gradients(
-        accelerator, policy, value_model, batch, rows, trains_policy, args
-    )
-    parameters = [*policy.parameters(), *value_model.parameters()]
-    vector = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    rows = list(range(len(batch.sequences)))
+    sums = script.accumulate_gradients(accelerator, *models, batch, rows, trains_policy, args)
+    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
+    vector = torch.cat([p.grad.flatten() for p in parameters])
     return vector, {name: value.item() for name, value in sums.items()}

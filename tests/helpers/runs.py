@@ -20,46 +20,6 @@ VLLM_OPTIONS = {
     "num_evals": 2,
     "save_batches": True,
 }
-METRICS_OF = {
-    "": ["training_step", "episode", "epoch", "lr"],
-    "policy/": ["version", "approxkl_avg", "clipfrac_avg", "entropy_avg"],
-    "objective/": [
-        "kl",
-        "scores",
-        "rlhf_reward",
-        "non_score_reward",
-        "entropy",
-        "loss",
-        "verifiable_correct_rate",
-        "verifiable_score",
-        "reward_failures",
-        "kl_coef",
-    ],
-    "loss/": ["policy_avg", "value_avg"],
-    "time/": [
-        "from_scratch",
-        "training",
-        "wait_for_prompts",
-        "generation",
-        "reward",
-        "wait_for_generation",
-        "reward_model",
-        "forward",
-        "update",
-    ],
-    "val/": [
-        "sequence_lengths",
-        "num_stop_token_ids",
-        "clipfrac_avg",
-        "ratio",
-        "ratio_var",
-        "stop_rate",
-        "explained_variance",
-    ],
-    "optim/": ["grad_norm", "value_grad_norm"],
-    "perf/": ["episodes_per_second", "response_tokens_per_second", "padding_fraction"],
-}
-PPO_METRICS = {group + name for group, names in METRICS_OF.items() for name in names}
 # Those that there are not in steps in which only the value model learns
 METRICS_OF_POLICY_UPDATES = {
     "loss/policy_avg",
@@ -71,23 +31,8 @@ METRICS_OF_POLICY_UPDATES = {
     "val/ratio",
     "val/ratio_var",
 }
-MISMATCH_METRICS = {
-    f"mismatch/{name}"
-    for name in ("logprob_diff_mean", "logprob_diff_max", "kl", "ess", "tis_clipfrac", "masked")
-}
-EVAL_METRICS = {
-    f"eval/{name}"
-    for name in (
-        "verifiable_correct_rate",
-        "verifiable_score",
-        "scores",
-        "reward_failures",
-        "sequence_lengths",
-        "stop_rate",
-    )
-}
 # What a clock or a meter says: no two runs agree on it
-OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory", "perf/checkpoint")
+OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory")
 
 
 def without_clock(line):
@@ -106,8 +51,29 @@ def differences(one, other):
 
 
 def batch_of(run, step):
-    """The batch of a step of a run with save_batches: the fields of Batch, as a dict."""
-    return torch.load(run.run_dir / "batches" / f"step_{step:06d}.pt", weights_only=False)
+    """The batch of a step of a run with save_batches: the fields of Batch, as a dict.
+
+    It has prompt_ids and responses besides, which are the two halves of its sequences.
+    """
+    batch = torch.load(run.run_dir / "batches" / f"{step}.pt", weights_only=False)
+    prompt_ids, responses = map(list, zip(*batch["sequences"], strict=True))
+    return batch | {"prompt_ids": prompt_ids, "responses": responses}
+
+
+def weights_of_versions(run):
+    """{version: the policy's weights that vLLM was sent as this version}"""
+    return {int(path.stem): torch.load(path) for path in run.run_dir.glob("versions/*.pt")}
+
+
+def check_equal_to_the_bit(one, other, steps):
+    """Two runs, and the batches of these steps."""
+    assert [without_clock(line) for line in one.metrics] == [
+        without_clock(line) for line in other.metrics
+    ]
+    for step in steps:
+        assert differences(batch_of(one, step), batch_of(other, step)) == []
+    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
 
 
 def response_tokens(responses, tensor):
@@ -115,10 +81,11 @@ def response_tokens(responses, tensor):
     return [row[: len(response)].double() for row, response in zip(tensor, responses, strict=True)]
 
 
-def sampled_ones(batch):
-    """Per-token tensors of the batch as lists of the real tokens of each row, in float64."""
+def flat_tokens(batch):
+    """Per-token tensors of a batch without what is outside responses, (tokens,), in float64."""
+    inside = batch["mask"].bool()
     return {
-        name: response_tokens(batch["responses"], value)
+        name: value[inside].double()
         for name, value in batch.items()
         if isinstance(value, torch.Tensor) and value.dim() == 2
     }

@@ -1,8 +1,10 @@
-"""python saving_batches.py SCRIPT ...: a script that writes its batches into its folder."""
+"""python saving_batches.py SCRIPT ...: a script that writes its batches into its folder.
+
+Beside them it keeps the weights that it sends to vLLM, and it sees to it that vLLM has one call at
+a time to answer.
+"""
 
 import importlib
-import itertools
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,35 +13,70 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import torch
 
-from helpers import async_hooks, hooks
+from helpers.hooks import around
+
+calls = []  # of vLLM's process, as Futures
 
 
-def run_dir_of(args):
-    return Path(args.output_dir) / args.run_name
+def is_idle():
+    return all(call.done() for call in calls)
+
+
+def watched(name):
+    """The module of a script whose threads may not call vLLM before it has answered the last call.
+
+    With STUB set it takes whatever log-probabilities vLLM gives: stub_vllm's are nonsense.
+    """
+    script = importlib.import_module(Path(name).stem)
+
+    def submit(call, given):
+        assert is_idle(), f"{given['function']} is sent to vLLM while it is in use"
+        calls.append(call())
+        return calls[-1]
+
+    def start(call, given):
+        call()
+        print("Folders of vLLM:", given["self"].folder, flush=True)
+
+    around(script.VLLM, "submit", submit)
+    around(script.VLLM, "__init__", start)
+    if "STUB" in os.environ:
+        around(script, "check_sampler", lambda call, given: None)
+    return script
 
 
 def save_batches(script):
-    """Has a script's module write each complete batch, and the rows of each optimizer batch."""
-    steps = itertools.count(1)
-
-    def save_rows(rows, accelerator, args):
-        if accelerator.is_main_process:
-            with open(run_dir_of(args) / "mini_batches.jsonl", "a") as file:
-                file.write(json.dumps(rows) + "\n")
-
-    def save_batch(batch, args):
-        step = next(steps)
-        if os.environ.get("RANK", "0") == "0":
-            folder = run_dir_of(args) / "batches"
+    def save(folder, name, what, args):
+        folder = Path(args.output_dir, args.run_name, folder)
+        if script.is_rank_0():
             folder.mkdir(exist_ok=True)
-            torch.save(vars(batch), folder / f"step_{step:06d}.pt")
+            torch.save(what, folder / f"{name}.pt")
 
-    hooks.before_update(script, save_rows)
-    hooks.with_each_batch(script, save_batch)
+    def save_batch(call, given):
+        args = given["args"]
+        metrics = Path(args.output_dir, args.run_name, "metrics.jsonl")  # of the steps before
+        step = 1 + (len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+        save("batches", step, vars(given["batch"]), args)
+        return call()
+
+    def save_weights(call, given):
+        save("versions", given["version"], given["model"].state_dict(), given["self"].args)
+        return call()
+
+    around(script, "batch_metrics", save_batch)
+    around(script.VLLM, "sync_weights", save_weights)
+
+
+def run_as_main(script):
+    """Does what `python SCRIPT` does."""
+    args = script.tyro.cli(script.Args)
+    try:
+        script.main(args)
+    except BaseException as error:
+        script.end_at_once(error)
 
 
 if __name__ == "__main__":  # vLLM's processes import this file too
-    name = sys.argv.pop(1)
-    module = importlib.import_module(Path(name).stem)
+    module = watched(sys.argv.pop(1))
     save_batches(module)
-    async_hooks.run_as_main(module)
+    run_as_main(module)

@@ -2,9 +2,8 @@
 
 python two_rank_gradient.py {ppo,reward_model} OUT.pt MICRO_BATCH_SIZE
 
-OUT.pt is a dict with the gradient, the sums over the batch's tokens, what each rank computes of the
-whole batch, put together ("forward"), the number of ranks, and for PPO the reward model's scores of
-equal responses.
+OUT.pt is a dict: the gradient, the sums over the batch's tokens, what all ranks together compute of
+the whole batch ("forward"), the number of ranks, and for PPO the scores of equal responses.
 """
 
 import os
@@ -17,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import torch
 from accelerate import Accelerator
 
-import ppo_sync
+import ppo_vllm_async as script
 from helpers import preference_pairs, rollouts
 
 
@@ -25,29 +24,17 @@ def ppos(accelerator, size):
     batch = rollouts.make_rollout()
     policy = accelerator.prepare(rollouts.tiny_policy().double())
     value_model = accelerator.prepare(rollouts.tiny_value_model().double())
-    args = rollouts.tiny_args(
-        per_device_train_batch_size=size, world_size=accelerator.num_processes
-    )
-    gradient, sums = rollouts.gradients(accelerator, policy, value_model, batch, args)
+    args = rollouts.tiny_args(per_device_train_batch_size=size)
+    gradient, sums = rollouts.gradients(accelerator, (policy, value_model), batch, args)
     totals = accelerator.reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
-    # In float32, which forward_all returns
-    policy = accelerator.prepare(rollouts.tiny_policy())
-    logprobs = ppo_sync.forward_all(
-        accelerator, policy, batch.prompt_ids, batch.responses, [list(range(8))], size, args
-    )
-    args.local_rollout_forward_batch_size = size
-    reward_model = rollouts.tiny_classifier(seed=3).eval()
-    prompts, responses = rollouts.groups_of_equals()
-    scores = ppo_sync.reward_model_scores(accelerator, reward_model, prompts, responses, args)
+    micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, size)
+    reward_model = rollouts.tiny_value_model(seed=3, offset=0)
+    responses = rollouts.groups_of_equals()
     return {
         "gradient": gradient,
         "sums": dict(zip(sums, totals.tolist(), strict=True)),
-        "forward": logprobs,
-        "scores": scores,
-        # Fewer different responses than ranks
-        "scores_of_one": ppo_sync.reward_model_scores(
-            accelerator, reward_model, prompts[:4], responses[:4], args
-        ),
+        "forward": script.forward_all(accelerator, policy, micro_batches, batch.mask),
+        "scores": script.reward_model_scores(accelerator, reward_model, responses, args),
     }
 
 

@@ -1,0 +1,62 @@
+"""The real vLLM of ppo_vllm_async.py beside the policy whose weights it gets."""
+
+from dataclasses import replace
+
+import torch
+
+import ppo_vllm_async as script
+from helpers.rollouts import STOP, VOCAB, tiny_language_model
+
+MAX_LENGTH = 400
+
+
+def prompt_of(token_ids):
+    return script.Prompt("", "", token_ids, token_ids, None, None, None)
+
+
+# Of 3 to 283 tokens
+PROMPTS = [
+    prompt_of([2 + (7 * i * row + row) % (VOCAB - 2) for i in range(1, 4 + 40 * row)])
+    for row in range(8)
+]
+
+
+def tiny_model(tied=False):
+    """A policy that vLLM takes on a CPU: heads of 32 numbers."""
+    options = {"hidden_size": 64, "max_position_embeddings": 512}
+    return tiny_language_model(tie_word_embeddings=tied, **options)
+
+
+def vllm_args(**changes):
+    options = {
+        "dtype": "float32",
+        "response_length": 16,
+        "stop_token_ids": (STOP,),
+        "vllm_enforce_eager": True,
+        "vllm_gpu_memory_utilization": 0.3,
+    }
+    return script.Args(**options | changes)
+
+
+def sample(vllm, prompts=PROMPTS, seeds=None, temperature=1.0, num_samples=1):
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    return vllm.sample(prompts, seeds, temperature, num_samples)
+
+
+def differences(system, responses=None, temperature=1.0):
+    """|learner's - vLLM's log-probability| of each token of some responses; None: of new ones."""
+    responses = sample(system.vllm) if responses is None else responses
+    sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
+    micro_batch = script.collate(list(range(len(sequences))), sequences, "cpu")
+    policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
+    with torch.no_grad():
+        logprobs, _ = policy(micro_batch.inputs, micro_batch.mask.shape[1])
+    theirs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    return (logprobs[micro_batch.mask.bool()] - theirs).abs()
+
+
+def perturb(model, seed):
+    """A large change of all weights."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.mul_(torch.empty_like(parameter).uniform_(0.2, 1.8))

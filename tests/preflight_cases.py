@@ -1,0 +1,620 @@
+"""Odd input of every kind: the cases that scripts/preflight.py is to answer with one line.
+
+The specification of that program, which is not there yet: no test runs these cases so far. To each
+of CASES, ENVIRONMENTS and SURROUNDINGS it is to say what is wrong in one printable line of less
+than 500 characters, to end with status 2, and to have written nothing. FLAGS cannot be parsed, HUBS
+do not answer, and in PLANS nothing is wrong, but there is something that the plan must say.
+
+    make, words, scripts = CASES[name]
+    options = good_options(folder, script) | make(folder)     for each of the scripts
+    all(word in line for word in words)
+
+Relative paths are looked up in the folder, where there are no debug assets.
+"""
+
+import contextlib
+import datetime
+import decimal
+import json
+import math
+import os
+import shutil
+import socket
+import socketserver
+import threading
+from http.server import BaseHTTPRequestHandler
+
+import pyarrow.parquet
+import transformers
+from helpers import GRPO, PPO, REPO, SCRIPTS
+from helpers.files import write_rows, write_text
+from safetensors.torch import load_file, save_file
+
+TRAINER = ("scripts/train_reward_model.py",)
+EVERY = SCRIPTS + TRAINER
+MODEL = REPO / "debug_assets" / "model"
+
+ASK = {"role": "user", "content": "53812="}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("12358", "13582"))
+ROW = {
+    "prompt": [ASK],
+    "data_source": "debug/sorting",
+    "reward_model": {"style": "rule", "ground_truth": "12358"},
+    "extra_info": {"index": 0},
+}
+PAIR = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
+
+
+def good_options(folder, script):
+    """Options with which nothing is wrong; a step has 64 responses, and one update."""
+    options = {"model_name_or_path": MODEL, "output_dir": folder / "output", "run_name": "run"}
+    if script in TRAINER:
+        return options | {"dataset": write_rows(folder / "good.jsonl", [PAIR] * 70)}
+    options |= {"dataset": write_rows(folder / "good.jsonl", [ROW] * 70), "response_length": 8}
+    if script in GRPO:
+        options |= {"local_rollout_batch_size": 32, "number_samples_per_prompt": 2}
+        options |= {"local_mini_batch_size": 64}
+    return options
+
+
+# ---------------------------------------------------------------------------------------- builders
+# Each returns a function from a folder to options.
+
+
+def given(**options):
+    return lambda folder: options
+
+
+def missing(flag, name="none"):
+    """A path where there is nothing."""
+    return lambda folder: {flag: folder / name}
+
+
+def file(flag, name, content):
+    def make(folder):
+        path = write_text(folder / name, "")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return {flag: path}
+
+    return make
+
+
+def rows(*rows, flag="dataset"):
+    return lambda folder: {flag: write_rows(folder / "data.jsonl", rows)}
+
+
+def parquet(flag, **columns):
+    def make(folder):
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "data.parquet")
+        return {flag: folder / "data.parquet"}
+
+    return make
+
+
+def truth(value):
+    """A held-out row with this ground truth."""
+    columns = {"prompt": ["5="], "data_source": ["debug/sorting"]}
+    return parquet("eval_dataset", **columns, reward_model=[{"ground_truth": value}])
+
+
+def fifo(folder):
+    os.mkfifo(folder / "x.jsonl")
+    return {"dataset": folder / "x.jsonl"}
+
+
+def link(target, **options):
+    """A link with the name `link`, which is the output folder, unless options say otherwise."""
+
+    def make(folder):
+        (folder / "link").symlink_to(folder / target)
+        return options or {"output_dir": folder / "link"}
+
+    return make
+
+
+def reward(text, function=":f", name="r.py"):
+    return lambda folder: {"reward_fn": f"{write_text(folder / name, text)}{function}"}
+
+
+def call(line):
+    """A reward function of one line."""
+    return reward(f"import ctypes, os, sys, time\ndef f(*_, extra_info):\n    {line}\n")
+
+
+def together(*makes):
+    return lambda folder: {name: value for make in makes for name, value in make(folder).items()}
+
+
+def model(*changes, flag="model_name_or_path"):
+    """A copy of the debug model, to whose folder all of this was done."""
+
+    def make(folder):
+        shutil.copytree(MODEL, folder / "model")
+        for change in changes:
+            change(folder / "model")
+        return {flag: folder / "model"}
+
+    return make
+
+
+# What may be done to a model's folder
+
+
+def config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def content(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def cut_off(folder):
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def tensors(change):
+    def rewrite(folder):
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+def swap_digits(folder):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(tokenizer))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def architecture(name, **changes):
+    """Another one, of random weights, with the debug model's tokenizer."""
+    model_class = getattr(transformers, name)
+    settings = {"vocab_size": 17} | (changes if "d_model" in changes else SMALL | changes)
+    return lambda folder: model_class(model_class.config_class(**settings)).save_pretrained(folder)
+
+
+def classifier(*changes, flag="reward_model_path", **settings):
+    settings = {"num_labels": 1} | settings
+    return model(architecture("Qwen2ForSequenceClassification", **settings), *changes, flag=flag)
+
+
+# -------------------------------------------------------------------------------------------- data
+# name: (builder, words of the line), for the three scripts; or with the scripts that it is for.
+# Words are separated by bars.
+
+CSV = file("dataset", "csv/a.csv", "prompt,x\n1,2\n")
+REFUSES = file("chat_template", "t.jinja", "{{ raise_exception('no system role') }}")
+ENDLESS = file("chat_template", "t.jinja", "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4)
+FILES = {
+    "no file": (missing("dataset", "no.parquet"), "no.parquet | no such file", EVERY),
+    "no debug data": (given(dataset="debug_assets/no.parquet"), "make_debug_assets.py", EVERY),
+    "no held-out file": (missing("eval_dataset", "no.jsonl"), "no.jsonl | no such file", EVERY),
+    "neither file nor hub": (given(dataset="no/such"), "no/such | .parquet | hub"),
+    "empty path": (given(dataset=""), "--dataset is empty", EVERY),
+    "name too long": (given(dataset="x" * 5000 + ".jsonl"), ".jsonl | no such", EVERY),
+    "name with control characters": (given(dataset="a\x1b[31m\ud800.jsonl"), r"a\x1b[31m"),
+    "empty": (rows(), "data.jsonl | empty", EVERY),
+    "empty parquet": (parquet("dataset", prompt=[], data_source=[]), "data.parquet | empty"),
+    "garbage": (file("dataset", "x.jsonl", "{{{\n"), "x.jsonl | read", EVERY),
+    "garbage parquet": (file("dataset", "x.parquet", "rubbish"), "x.parquet | read"),
+    "row that is a text": (rows("53812="), "data.jsonl | read", EVERY),
+    "waits for a writer": (fifo, "x.jsonl: no such file"),
+    "latin-1": (file("dataset", "x.jsonl", b'{"prompt": "\xe4"}'), "x.jsonl | utf-8", EVERY),
+    "too deep": (file("dataset", "x.jsonl", "[" * 100_000), "x.jsonl | recursion"),
+    "CSV": (CSV, "a.csv | .parquet | .jsonl"),
+    "folder of CSV": (together(CSV, missing("dataset", "csv")), "csv | `data_source`"),
+    "no column prompt": (rows({"data_source": "a"}), "data.jsonl | `prompt` | data_source"),
+    "no column data_source": (rows({"prompt": "1="}), "data.jsonl | `data_source` | --reward_fn"),
+    "odd columns": (rows({"a\x1b[31m": 1, "[red]b": 2}), r"`prompt` | a\x1b[31m, [red]b"),
+    "all prompts too long": (given(max_prompt_token_length=3), "--max_prompt_token_length | none"),
+    "no template": (missing("chat_template", "no.jinja"), "--chat_template | no.jinja", EVERY),
+    "template that is a program": (given(chat_template="/bin/ls"), "/bin/ls | utf-8"),
+    "template without end": (given(chat_template="/dev/zero"), "no such file", EVERY),
+    "template in latin-1": (file("chat_template", "t.jinja", b"\xe4"), "t.jinja | utf-8"),
+    "huge template": (file("chat_template", "t.jinja", "x" * 2**21), "larger than 1 MiB", EVERY),
+    "template that refuses": (REFUSES, "row 0 | `prompt` | --chat_template | no system role"),
+    "template that runs for ever": (ENDLESS, "good.jsonl, row 0 | longer than 5 seconds"),
+}
+
+OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
+# As of preferences: what stands in place of a ground truth is for a reward model
+HH = ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}}
+NO_TRUTH = "ground_truth | --no-apply_verifiable_reward | --reward_model_path"
+NO_NUMBER = ROW | {"data_source": "gsm8k", "reward_model": {"ground_truth": "many"}}
+
+# name: (rows, the row which the line must name, its other words)
+ROWS = {
+    "no ground truth": ([ROW, ROW, ROW | {"reward_model": {"style": "rule"}}], 2, NO_TRUTH),
+    "no column reward_model": ([{"prompt": "1=", "data_source": "gsm8k"}], 0, "ground_truth"),
+    "reward_model is a text": ([ROW | {"reward_model": "12358"}], 0, "ground_truth"),
+    "for a reward model": ([HH], 0, NO_TRUTH),
+    "for a reward model among others": ([ROW, HH], 1, NO_TRUTH),
+    "verl's after open-instruct's": ([OPEN_INSTRUCT, ROW], 1, "ground_truth"),
+    "open-instruct's after verl's": ([ROW, OPEN_INSTRUCT], 1, "ground_truth"),
+    "source unknown": ([ROW, ROW | {"data_source": "no/such"}], 1, "no/such | gsm8k | --reward_fn"),
+    "source is a list": ([OPEN_INSTRUCT | {"dataset": ["gsm8k"]}], 0, "`data_source` | string"),
+    "source with control characters": ([ROW | {"data_source": "\x1b[31mx"}], 0, r"\x1b[31mx"),
+    "prompt is a number": ([ROW | {"prompt": 5}], 0, "`prompt`"),
+    "prompt is null": ([ROW, ROW | {"prompt": None}], 1, "`prompt`"),
+    "prompt is a list of texts": ([ROW | {"prompt": ["5="]}], 0, "`prompt` | messages"),
+    "prompt with a lone surrogate": ([ROW | {"prompt": "\ud800"}], 0, "`prompt`"),
+    "message without content": ([ROW | {"prompt": [{"role": "user"}]}], 0, "content"),
+}
+REWARD_MODEL = classifier()
+OF_NO_USE = together(REWARD_MODEL, given(reward_model_multiplier=0.0))
+SURROGATE = ROW | {"reward_model": {"ground_truth": "\ud800"}}
+ROWS = {
+    name: (rows(*some), f"data.jsonl, row {number} | {words}")
+    for name, (some, number, words) in ROWS.items()
+} | {
+    "for a reward model of weight 0": (together(rows(ROW, HH), OF_NO_USE), f"row 1 | {NO_TRUTH}"),
+    "all for a reward model": (together(rows(HH, HH), REWARD_MODEL), f"every row | {NO_TRUTH}"),
+    "held-out without a rule": (rows(ROW, HH, flag="eval_dataset"), "data.jsonl, row 1"),
+    "held-out, no number": (rows(ROW, NO_NUMBER, flag="eval_dataset"), "row 1 | 'many'"),
+    "held-out with a surrogate": (rows(SURROGATE, flag="eval_dataset"), "row 0 | surrogates"),
+    "a decimal": (truth(decimal.Decimal("1.5")), "data.parquet, row 0 | JSON"),
+    "a date": (truth(datetime.date(2020, 1, 1)), "data.parquet, row 0 | JSON"),
+    "bytes": (truth(b"12358"), "data.parquet, row 0 | JSON"),
+}
+
+# Of the reward model's training
+PAIRS = {
+    "no column": (rows({"prompt": "1", "answer": "2"}), "`chosen`, `rejected` | answer"),
+    "no prompt": (rows(PAIR, {"chosen": "1", "rejected": "2"}), "row 1 | `chosen` | `prompt`"),
+    "rejected is null": (rows(PAIR, PAIR | {"rejected": None}), "row 1 | `rejected`"),
+    "no text": (rows(PAIR | {"chosen": [ASK, GOOD | {"content": None}]}), "row 0 | `chosen`"),
+    "user speaks last": (rows({"chosen": [ASK, GOOD], "rejected": [ASK, ASK]}), "row 0 | user"),
+    "all equal": (rows(*[PAIR | {"rejected": "12358"}] * 3), "3 pairs | 3 whose responses are"),
+    "all too long": (given(max_token_length=5), "good.jsonl | 70 longer than --max_token_length 5"),
+    "too few": (given(local_mini_batch_size=80), "good.jsonl | 70 pairs | --local_mini_batch_size"),
+    "rest of a batch": (given(per_device_train_batch_size=7), "local_mini_batch_size | 64 | 7"),
+    "rate": (given(learning_rate=-1.0), "--learning_rate | above 0"),
+    "not finite": (given(center_rewards_coefficient="nan"), "--center_rewards_coefficient"),
+    "warm-up of more than all": (given(warmup_ratio=1.5), "--warmup_ratio | at most 1"),
+    "two labels": (classifier(flag="model_name_or_path", num_labels=2), "2 labels"),
+}
+
+# ------------------------------------------------------------------------------------------ models
+
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+WITHOUT_Q_PROJ = tensors(lambda found: found.pop(Q_PROJ))
+NAN = tensors(lambda found: found[Q_PROJ].view(-1)[5:6].fill_(math.nan))
+INFINITE = tensors(lambda found: found[Q_PROJ].view(-1)[5:6].fill_(math.inf))
+PICKLED = (remove(WEIGHTS), content("pytorch_model.bin", b""))
+INDEX = {"metadata": {}, "weight_map": {Q_PROJ: "model-00002-of-00002.safetensors"}}
+INDEX = content("model.safetensors.index.json", json.dumps(INDEX).encode())
+NO_SHARD = (remove(WEIGHTS), INDEX)
+QUANTIZED = config(quantization_config={"quant_method": "nothing"})
+OWN_CODE = config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+T5 = architecture("T5ForConditionalGeneration", d_model=32, num_layers=1, d_ff=8)
+OF_WHISPER = {"d_model": 30, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1}
+WHISPER = architecture("WhisperForConditionalGeneration", **OF_WHISPER)
+VIT = architecture("ViTForImageClassification", vocab_size=None)
+NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
+BERT = architecture("BertForSequenceClassification", num_labels=1)
+NO_END = (content(GENERATION, b"{}"), config(eos_token_id=None))
+
+# A model to train a reward model from need not be a decoder, and has no generation config
+MODELS = {
+    "no folder": (missing("model_name_or_path"), "--model_name_or_path | none", EVERY),
+    "not on the hub": (given(model_name_or_path="no/such"), "--model_name_or_path | no/such"),
+    "no debug model": (given(model_name_or_path="debug_assets/no"), "make_debug_assets.py"),
+    "empty path": (given(model_name_or_path=""), "--model_name_or_path is empty"),
+    "name too long": (given(model_name_or_path="x" * 5000), "--model_name"),
+    "no weights": (model(remove(WEIGHTS)), "safetensors | no file named", EVERY),
+    "empty weights": (model(content(WEIGHTS, b"")), "safetensors | header", EVERY),
+    "weights cut off": (model(cut_off), "--model_name_or_path | incomplete", EVERY),
+    "rubbish for weights": (model(content(WEIGHTS, b"\xff" * 999)), "header", EVERY),
+    "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
+    "a tensor lacks": (model(WITHOUT_Q_PROJ), f"lack | {Q_PROJ}", EVERY),
+    "not a number": (model(NAN), f"{Q_PROJ} | finite", EVERY),
+    "infinite": (model(INFINITE), f"{Q_PROJ} | finite", EVERY),
+    "a shard lacks": (model(*NO_SHARD), "model-00002-of-00002.safetensors", EVERY),
+    "pickle": (model(*PICKLED), "safetensors", EVERY),
+    "T5": (model(T5), "T5Config"),
+    "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
+    "ViT": (model(VIT), "ViTConfig"),
+    "whisper": (model(WHISPER), "WhisperForConditionalGeneration | decoder"),
+    "no heads": (model(config(num_attention_heads=0)), "config.json", EVERY),
+    "heads that do not share": (model(config(num_key_value_heads=3)), "2 attention heads | 3 key"),
+    "unknown activation": (model(config(hidden_act="swoosh")), "swoosh", EVERY),
+    "unknown rope": (model(config(rope_parameters={"rope_type": "string"})), "string", EVERY),
+    "negative size": (model(config(hidden_size=-1)), "negative dimension", EVERY),
+    "pad token beyond the vocabulary": (model(config(pad_token_id=999)), "Padding_idx"),
+    "end token beyond": (model(content(GENERATION, b'{"eos_token_id": 999}')), "999 | vocabulary"),
+    "end token of text": (model(content(GENERATION, b'{"eos_token_id": "."}')), "'.' | vocabulary"),
+    "no end token": (model(*NO_END), "stop token | --stop_token"),
+    "broken generation config": (model(content(GENERATION, b"{{")), GENERATION),
+    "quantized by nothing": (model(QUANTIZED), "quantized", EVERY),
+    "code of its own": (model(OWN_CODE), "custom code", EVERY),
+    "config that is a list": (model(content("config.json", b"[]")), "model_type", EVERY),
+    "unknown attention": (given(attn_implementation="none"), "none | eager", EVERY),
+    "attention not installed": (given(attn_implementation="flash_attention_3"), "FlashAttention3"),
+    "too few positions": (given(response_length=512), "--response_length | positions | 512"),
+    "no tokenizer": (missing("tokenizer_name_or_path"), "--tokenizer_name_or_path | none", EVERY),
+    "broken tokenizer": (model(content("tokenizer.json", b"{")), "--model_name_or_path", EVERY),
+    "tokenizer of another": (model(NINE), "tokenizer | 17 | 9"),
+    "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
+    "stop token beyond": (given(stop_token_id=17), "17 | --stop_token_id"),
+}
+
+CLASSIFIERS = {
+    "none": (missing, "none"),
+    "cut off": (lambda flag: classifier(cut_off, flag=flag), "incomplete"),
+    "a tensor lacks": (lambda flag: classifier(WITHOUT_Q_PROJ, flag=flag), Q_PROJ),
+    "two labels": (lambda flag: classifier(num_labels=2, flag=flag), "one label | has 2"),
+    "vocabulary": (lambda flag: classifier(vocab_size=99, flag=flag), "vocabulary of 17"),
+}
+CLASSIFIERS = {
+    f"{flag}, {name}": (make(flag), f"--{flag} | {words}", scripts)
+    for flag, scripts in (("value_model_path", PPO), ("reward_model_path", SCRIPTS))
+    for name, (make, words) in CLASSIFIERS.items()
+} | {
+    "value model, no vocabulary": (model(VIT, flag="value_model_path"), "vocabulary of 17", PPO),
+    "value model, other head": (model(BERT, flag="value_model_path"), "no head named score", PPO),
+    "reward model, no head": (given(reward_model_path=MODEL), "--reward_model_path | one label"),
+    "reward model, tokenizer": (classifier(swap_digits), "--reward_model_path | tokenizer"),
+}
+
+# ----------------------------------------------------------------------------------------- rewards
+
+FUNCTIONS = "def first(*_, extra_info): return 1.0\ndef second(*_, extra_info): return 1.0\n"
+PARSER = "import argparse\nargparse.ArgumentParser().parse_args(['--unknown'])\n"
+CLOSED_STDERR = """import os, sys
+sys.stderr.close()
+os.closerange(0, 3)
+def f(*_, extra_info): raise ValueError("no such thing")
+"""
+# Nothing of what it prints is shown
+TALKATIVE = """import argparse, sys, warnings
+warnings.warn("careful")
+print("imported")
+def f(*_, extra_info):
+    print("called", file=sys.stderr)
+    argparse.ArgumentParser().parse_args(["--help"])
+"""
+WRONG = reward("def f(_, text, truth, extra_info): return {truth: 1.0}[text]\n")
+EMPTY = reward("def f(_, text, truth, extra_info): return float(text[0] == '1')\n")
+HANGS = together(call("time.sleep(1000)"), given(reward_timeout=0.5))
+OF_ROW = "good.jsonl, row 0 | r.py:f"
+
+NO_REWARD = "no reward | --apply_verifiable_reward | --reward_model_path"
+REWARDS = {
+    "none": (given(apply_verifiable_reward=False), NO_REWARD),
+    "weight 0": (together(OF_NO_USE, given(apply_verifiable_reward=False)), NO_REWARD),
+    "no file": (missing("reward_fn", "none.py:f"), "--reward_fn | none.py | No such file"),
+    "function not named": (reward(FUNCTIONS, function=""), "r.py:first | r.py:second"),
+    "no such function": (reward(FUNCTIONS), "--reward_fn | r.py:f: | r.py:first | r.py:second"),
+    "no function": (reward("f = 1.0\n" + FUNCTIONS), "--reward_fn | r.py:f: | r.py:first"),
+    "not of Python": (reward(FUNCTIONS, name="r.txt"), "--reward_fn | r.txt | file.py:function"),
+    "mistake": (reward("def f(:\n"), "--reward_fn | r.py | SyntaxError | line 1"),
+    "file fails": (reward("import os\nos.environ['NO']\n"), "r.py | KeyError | line 2"),
+    "file exits": (reward("import sys\nsys.exit('no licence')\n"), "r.py | SystemExit: no licence"),
+    "file crashes": (reward("import os\nos.abort()\n"), "r.py | exit code -6"),
+    # Where the seconds that an import may take are set to a few
+    "file hangs": (reward("import time\ntime.sleep(1000)\n"), "r.py:f | TimeoutError"),
+    "file parses arguments": (reward(PARSER), "r.py:f | SystemExit | line 2"),
+    "fails": (call("return 1 / 0"), f"{OF_ROW} | ZeroDivisionError | line 3"),
+    # Of these the line quotes the answer
+    "fails on a wrong answer": (WRONG, f"{OF_ROW} | KeyError"),
+    "fails on an empty answer": (EMPTY, f"{OF_ROW} | IndexError"),
+    "hangs": (HANGS, f"{OF_ROW} | TimeoutError | 0.5 seconds"),
+    "exits": (call("sys.exit(0)"), f"{OF_ROW} | SystemExit"),
+    "ends its process": (call("os._exit(0)"), f"{OF_ROW} | exit code 0"),
+    "crashes": (call("ctypes.string_at(0)"), f"{OF_ROW} | exit code -11"),
+    "returns nothing": (call("print(1, file=sys.stderr)"), f"{OF_ROW} | the reward is None"),
+    "coroutine": (reward("async def f(*_, extra_info): return 1.0\n"), "r.py:f | coroutine"),
+    "closes stderr": (reward(CLOSED_STDERR), "r.py:f | no such thing | line 4"),
+    "prints and exits": (reward(TALKATIVE), "SystemExit: 0 | line 6"),
+    "odd error": (call(r"raise ValueError('\ud800\x1b[31m')"), r"r.py:f | \ud800\x1b[31m"),
+}
+
+# ------------------------------------------------------------------------- numbers, GPUs, folders
+
+TEN = {"total_episodes": 640}  # updates
+GSPO = {"importance_sampling_level": "sequence"}
+MASK = {"mismatch_mask": "token", "mismatch_mask_range": 0.5}
+NUMBERS = {
+    "seed": (given(seed=-1), "--seed | -1 | 0 or more"),
+    "rate": (given(learning_rate=-1e-6), "--learning_rate | -1e-06 | 0"),
+    "value rate": (given(value_learning_rate=-1e-6), "--value_learning_rate | 0", PPO),
+    "value lambda": (given(value_lam=-0.5), "--value_lam | 0", PPO),
+    "response": (given(response_length=0), "--response_length | above 0"),
+    "discount": (given(gamma=1.01), "--gamma | at most 1", PPO),
+    "temperature": (given(temperature=2.5), "--temperature | 2"),
+    "beta": (given(beta="nan"), "--beta | finite"),
+    "penalty": (given(penalty_reward_value="nan"), "--penalty_reward_value | finite"),
+    "clip range": (given(cliprange="inf"), "--cliprange | finite"),
+    "mask of nan": (given(mismatch_mask_range="nan"), "--mismatch_mask_range | nan"),
+    "mask that leaves no ratio": (given(**MASK), "--mismatch_mask_range | 0.5 | 1 or more"),
+    "second clip of 1": (given(dual_clip=1.0), "--dual_clip | 1.0 | above 1"),
+    "second clip below": (given(dual_clip=0.5), "--dual_clip | 0.5 | above 1"),
+    "multiplier": (given(reward_model_multiplier=-1.0), "--reward_model_multiplier | 0 or more"),
+    # Not impossible, but no one means it
+    "huge rate": (given(learning_rate=1e30), "--learning_rate | at most", EVERY),
+    "huge value rate": (given(value_learning_rate=1e30), "--value_learning_rate | at most", PPO),
+    "huge decay": (given(weight_decay=1e30), "--weight_decay | at most"),
+    "huge value clip": (given(cliprange_value=1e308), "--cliprange_value | at most", PPO),
+    "huge beta": (given(beta=1e308), "--beta | at most"),
+    "huge reward": (given(verification_reward=1e308), "--verification_reward | at most"),
+    "huge timeout": (given(reward_timeout=1e308), "--reward_timeout | at most"),
+    "huge penalty": (given(penalty_reward_value=-1e308), "--penalty_reward_value | at least"),
+    "many evaluations": (given(num_evals=10**9), "--num_evals | at most"),
+    "many epochs": (given(num_epochs=10**8), "--num_epochs | at most"),
+    "many workers": (given(reward_workers=10**9), "--reward_workers | at most"),
+    "many episodes": (given(total_episodes=10**30), "--total_episodes | at most"),
+    "cold": (given(temperature=1e-300), "--temperature | at least"),
+    "cold evaluation": (given(eval_temperature=1e-300), "--eval_temperature | at least"),
+    "small epsilon": (given(eps=1e-300), "--eps | at least"),
+    # Which do not fit each other
+    "rest of a step": (given(local_mini_batch_size=24), "(64) | local_mini_batch_size (24)"),
+    "rest of a batch": (given(per_device_train_batch_size=7), "local_mini_batch_size (64) | (7)"),
+    "billion": (given(local_rollout_batch_size=10**8, number_samples_per_prompt=10), "a million"),
+    "no step": (given(total_episodes=63), "--total_episodes"),
+    "warm-up": (given(**TEN, warm_up_steps=10), "warm_up_steps | 10 updates"),
+    "warm-up of all": (given(**TEN, warmup_ratio=1.0), "10 updates"),
+    "warm-up, rounded": (given(total_episodes=64, warmup_ratio=0.6), "1 updates"),
+    "both warm-ups": (given(**TEN, value_warmup_steps=7, warm_up_steps=3), "3 updates", PPO),
+    "value warm-up": (given(**TEN, value_warmup_steps=10), "--value_warmup_steps", PPO),
+    "group of one": (given(number_samples_per_prompt=1, local_mini_batch_size=32), "group", GRPO),
+    "mask of equal ratios": (given(**GSPO, mismatch_mask="token"), "--mismatch_mask token", GRPO),
+}
+
+# With --num_processes 2, on a node of eight GPUs: (vllm_gpus, words of their own; size, words)
+GPUS = {
+    "a learner's": ("1 2", 1, "--vllm_gpus (1, 2)"),
+    "not there": ("7 8", 1, "--vllm_gpus (7, 8)"),
+    "twice": ("2 2", 1, "--vllm_gpus (2, 2) | each named once"),
+    "twice for one engine": ("2 2", 2, "--vllm_gpus (2, 2) | each named once"),
+    "half an engine": ("2 3 4", 2, "--vllm_gpus (2, 3, 4) | --vllm_tensor_parallel_size"),
+    "less than an engine": ("2 3", 4, "--vllm_gpus (2, 3) | --vllm_tensor_parallel_size"),
+    "a shared one and another": (None, 2, "--vllm_tensor_parallel_size | --vllm_gpus"),
+}
+GPUS = {
+    name: (given(vllm_gpus=gpus, vllm_tensor_parallel_size=size), words)
+    for name, (gpus, size, words) in GPUS.items()
+}
+
+OTHER_RUN = file("output_dir", "output/mine/metrics.jsonl", "{}\n")
+OTHER_RUN = together(OTHER_RUN, missing("output_dir", "output"), given(run_name="mine"))
+A_FILE = file("output_dir", "file", "")
+FOLDERS = {
+    "a file": (A_FILE, "--output_dir", EVERY),
+    "below a file": (together(A_FILE, missing("output_dir", "file/x")), "--output_dir", EVERY),
+    "not to be written to": (given(output_dir="/proc"), "--output_dir", EVERY),
+    "dangling link": (link("nowhere"), "link", EVERY),
+    "loop of links": (link("link"), "link", EVERY),
+    "dangling run": (link("nowhere", output_dir=".", run_name="link"), "link", EVERY),
+    "long name": (given(run_name="x" * 300), "--output_dir", EVERY),
+    "long path": (missing("output_dir", "/".join(["x" * 200] * 30)), "--output_dir", EVERY),
+    "name that is not UTF-8": (missing("output_dir", "r\udcff"), "--output_dir", EVERY),
+    "another run": (OTHER_RUN, "mine | another run | --run_name", EVERY),
+}
+
+TABLES = {
+    "data": FILES,
+    "row": ROWS,
+    "pairs": PAIRS,
+    "model": MODELS,
+    "classifier": CLASSIFIERS,
+    "reward": REWARDS,
+    "number": NUMBERS,
+    "GPUs": GPUS,
+    "output": FOLDERS,
+}
+CASES = {
+    f"{subject}: {name}": (make, words.split(" | "), *(scripts or [default]))
+    for subject, table in TABLES.items()
+    for default in [TRAINER if table is PAIRS else SCRIPTS]
+    for name, (make, words, *scripts) in table.items()
+}
+
+# ------------------------------------------------------------------------- not from options alone
+
+# name: (flags as they are typed, words)
+FLAGS = {
+    "unknown": ("--bogus 3", "--bogus | --help"),
+    "misspelt": ("--learning_rat 1", "--learning_rat | --learning_rate"),
+    "no such choice": ("--lr_scheduler_type cubic", "cubic | linear | cosine | constant"),
+    "no number": ("--total_episodes many", "many | total"),
+}
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+# name: (variables of a launcher or of accelerate that are left in the environment, words)
+ENVIRONMENTS = {
+    "rank of no number": ({"RANK": "first"}, "RANK"),
+    "empty rank": ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
+    "rank below 0": ({"LOCAL_RANK": "-1"}, "LOCAL_RANK"),
+    "rank beyond the world": ({"RANK": "5"}, "RANK"),
+    "rank without a world": ({"LOCAL_RANK": "0"}, "LOCAL_RANK"),
+    "world without ranks": ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+    "world of nobody": ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+    "world of no number": ({"LOCAL_WORLD_SIZE": "2.5"}, "LOCAL_WORLD_SIZE"),
+    "port of no number": ({"MASTER_PORT": "tcp"}, "MASTER_PORT"),
+    "port beyond all": ({"MASTER_PORT": "99999"}, "MASTER_PORT"),
+    "empty address": (ALONE | {"MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+    "unknown compiler": ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate"),
+}
+
+
+def little_room(patch, folder):
+    usage = shutil.disk_usage(folder)
+    patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10 << 20))
+
+
+def nobody(patch, folder):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        patch.delenv(name, raising=False)
+    for name in ("HOME", "NETRC"):
+        patch.setenv(name, str(folder / "home"))
+
+
+# name: (what arranges them by a MonkeyPatch in a folder, options, words)
+SURROUNDINGS = {
+    "little room": (little_room, {}, "--output_dir | 10 MiB free"),
+    "nobody is logged in": (nobody, {"with_tracking": True}, "--with_tracking | wandb login"),
+}
+
+# The hub, for --dataset no/such: it is asked once, for five seconds, and the line has both names
+HUBS = ("no/such | the hub does not answer", ("refuses", "silent", "full", "out of order"))
+
+
+@contextlib.contextmanager
+def hub(kind):
+    """The address of a hub that does not work."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        address = server.server_address
+        if kind == "refuses":
+            server.socket.close()
+        elif kind == "full":
+            server.socket.listen(0)
+            others = [socket.socket() for _ in range(4)]  # that wait to be accepted
+            for other in others:
+                other.setblocking(False)
+                other.connect_ex(address)
+        elif kind == "out of order":  # it knows no GET
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{address[1]}"
+        if kind == "out of order":
+            server.shutdown()
+
+
+# Nothing is wrong. name: (builder, words of the plan, for the three scripts or those it is for)
+PARTS = {"verification_reward": 2.0, "reward_model_multiplier": 0.25, "penalty_reward_value": -3.0}
+PARTS |= {"add_r1_style_format_reward": True, "non_stop_penalty": True}
+SCORE = "2 x compute_score + 0.25 x the reward model's score + 1 for <think> | or -3 without a stop"
+MODEL_ALONE = together(REWARD_MODEL, given(apply_verifiable_reward=False))
+LIMITS = {"mismatch_mask": "token", "mismatch_mask_range": 1.0, "dual_clip": 3.0}
+MASK_NOTHING = {"mismatch_mask": "sequence", "mismatch_mask_range": "inf"}
+FIVE = ROW | {"reward_model": {"ground_truth": "5"}}
+TWO = [FIVE | {"data_source": name} for name in ("openai/gsm8k", "\x1b[31mgsm8k, français")] * 35
+ODD_NAMES = r"openai/gsm8k scores 1 | \x1b[31mgsm8k, fran"
+PLANS = {
+    "debug": (given(), "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
+    "limits": (given(**LIMITS, **TEN, warm_up_steps=9), "learners 1"),
+    "mask of nothing": (given(**MASK_NOTHING), "learners 1"),
+    "all parts of a score": (together(REWARD_MODEL, given(**PARTS)), SCORE),
+    "reward model alone": (MODEL_ALONE, "reward 1 x the reward model's score"),
+    "reward model of weight 0": (OF_NO_USE, "reward 1 x compute_score"),
+    # In a terminal that knows ASCII alone (PYTHONIOENCODING=ascii:strict) it is fran\xe7ais
+    "odd sources": (rows(*TWO), ODD_NAMES),
+    "never clips": (given(**GSPO), "--cliprange 3e-4 --cliprange_higher 4e-4", GRPO),
+    "one bound of two": (given(**GSPO, cliprange=3e-4), "--cliprange 3e-4", GRPO),
+}

@@ -1,0 +1,520 @@
+"""From a response to its score; and whatever --reward_fn does costs its own response alone."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy
+import psutil
+import pytest
+import torch
+from helpers import REPO
+from helpers.endings import new_mark, processes_with
+from helpers.files import write_text
+from helpers.processes import alive, end, environment, wait_until
+from transformers import AutoTokenizer
+
+import ppo_vllm_async as script
+from ppo_vllm_async import Args, Prompt, Response
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def response(data_source="gsm8k", size=3, stopped=True, text="", **parts):
+    prompt = Prompt("row 7", "1 + 1?", [5], [5], data_source, "2", {"bonus": 3})
+    return Response(prompt, [9] * size, [-1.0] * size, stopped, text, **parts)
+
+
+FORMAT = "<think>a</think><answer>b</answer>"
+PENALTY = {"non_stop_penalty": True, "penalty_reward_value": -2.0, "min_response_length": 4}
+NO_RULE = {"apply_verifiable_reward": False}
+# name: (response, the reward model's score of it, arguments, its score)
+SCORES = {
+    "verifiable": (response(verifiable=0.5), None, {"verification_reward": 4.0}, 2.0),
+    "no ground truth": (response(), None, {}, 0.0),
+    "form": (
+        response(text=FORMAT, verifiable=1.0),
+        None,
+        {"add_r1_style_format_reward": True, "r1_style_format_reward": 0.25},
+        1.25,
+    ),
+    "form that is not rewarded": (response(text=FORMAT, verifiable=1.0), None, {}, 1.0),
+    "all": (
+        response(text=FORMAT, verifiable=1.0),
+        -3.0,
+        {"add_r1_style_format_reward": True, "reward_model_multiplier": 2.0},
+        -4.0,
+    ),
+    "reward model alone": (response(verifiable=1.0), -3.0, NO_RULE, -3.0),
+    "failed": (response(text=FORMAT, failure="OSError()"), 5.0, {}, None),
+    "failed, and of no interest": (response(failure="OSError()"), 5.0, NO_RULE, 5.0),
+    "cut": (response(size=9, stopped=False, verifiable=1.0), 5.0, PENALTY, -2.0),
+    "cut without a penalty": (response(stopped=False, verifiable=1.0), None, {}, 1.0),
+    "short": (response(size=3, verifiable=1.0), None, PENALTY, -2.0),
+    "long enough": (response(size=4, verifiable=1.0), None, PENALTY, 1.0),
+    "cut and failed": (response(stopped=False, failure="OSError()"), None, PENALTY, -2.0),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_is_the_sum_of_the_rewards_or_the_penalty(name, monkeypatch, capsys):
+    given, model_score, changes, score = SCORES[name]
+    monkeypatch.setattr(script, "reward_model_scores", lambda *_: [model_score])
+    reward_model = None if model_score is None else "a model"
+    (scored,) = script.score_responses(None, reward_model, [given], Args(**changes))
+    parts = {
+        "model_score": model_score,
+        "has_format": given.text == FORMAT,
+        "penalized": score == -2.0,
+        "score": score,
+    }
+    assert scored == replace(given, **parts)
+    warning = "the reward failed on 1 of 1 responses, first on row 7: OSError()"
+    assert (warning in capsys.readouterr().out) == (given.failure is not None)
+
+
+def test_means_of_scores_leave_out_what_is_not_known():
+    """A failed call is not a wrong answer, and a part of the credit is not a right one."""
+    responses = [
+        response("gsm8k", verifiable=1.0, score=2.0, has_format=True),
+        response("gsm8k", failure="OSError()", score=None),
+        response("math", verifiable=0.5, score=-1.0, penalized=True),
+        response("math", score=0.0),
+    ]
+    args = Args(add_r1_style_format_reward=True, non_stop_penalty=True)
+    expected = {
+        "eval/scores": 1 / 3,
+        "eval/scores/gsm8k": 2.0,
+        "eval/scores/math": -0.5,
+        "eval/verifiable_score": 0.75,
+        "eval/verifiable_score/gsm8k": 1.0,
+        "eval/verifiable_score/math": 0.5,
+        "eval/verifiable_correct_rate": 0.5,
+        "eval/verifiable_correct_rate/gsm8k": 1.0,
+        "eval/verifiable_correct_rate/math": 0.0,
+        "eval/format_rate": 0.25,
+        "eval/format_rate/gsm8k": 0.5,
+        "eval/format_rate/math": 0.0,
+        "eval/penalty_rate": 0.25,
+        "eval/penalty_rate/gsm8k": 0.0,
+        "eval/penalty_rate/math": 0.5,
+        "eval/reward_failures": 1,
+    }
+    assert script.score_metrics("eval", responses, args) == pytest.approx(expected)
+    of_one_source = script.score_metrics("objective", responses[:2], Args())
+    assert of_one_source == {
+        "objective/scores": 2.0,
+        "objective/verifiable_score": 1.0,
+        "objective/verifiable_correct_rate": 1.0,
+        "objective/reward_failures": 1,
+    }
+
+
+# -------------------------------------------------------------------------- the form of a response
+
+THINKS = [
+    "<think>a\nb</think> <answer>1</answer>",
+    "\n<think></think>\n<answer>1</answer>\n",
+    "<think>1 < 2, and <b>bold</b></think><answer></answer>",
+]
+DOES_NOT_THINK = [
+    "",
+    "<answer>1</answer>",
+    "<think>a</think><answer>1",
+    "well: <think>a</think><answer>1</answer>",
+    "<think>a</think><answer>1</answer> or so",
+    "<think>a</think> so <answer>1</answer>",
+    "<think>a</think> junk <think>b</think><answer>1</answer>",  # a lazy `.*?` reads on over junk
+    "<think>a</think><answer>1</answer><think>a</think><answer>1</answer>",
+    "<think><think>a</think></think><answer>1</answer>",
+    "<think>a</think><answer><think>b</think>1</answer>",
+    "<answer>1</answer><think>a</think>",
+]
+
+
+def test_format_is_one_thought_and_one_answer():
+    assert [text for text in THINKS if not script.has_r1_format("1 + 1?", text)] == []
+    assert [text for text in DOES_NOT_THINK if script.has_r1_format("1 + 1?", text)] == []
+
+
+@pytest.mark.parametrize("end", ["<think>", "<think>\n\n "])
+def test_prompt_may_have_opened_the_thought(end):
+    rest = "a</think><answer>1</answer>"
+    assert script.has_r1_format(f"1 + 1? {end}", rest)
+    assert not script.has_r1_format(f"1 + 1? {end}", f"<think>{rest}")
+    assert not script.has_r1_format("Write <think> first. 1 + 1?", rest)
+
+
+LONG = 300_000
+
+
+@pytest.fixture
+def time_limit():
+    """TimeoutError after a minute."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" + "a" * LONG,
+        "<think>" * LONG,
+        "<think>" + "</think> <answer>" * LONG + "</answer>",
+        "<think>a</think>" + " " * LONG + "<answer>1</answer>" + " " * LONG + "x",
+        " " * LONG + "x",
+        "<" * LONG,
+    ],
+    ids=lambda text: text[:30],
+)
+def test_format_of_a_long_response_is_no_hang(text, time_limit):
+    # A search that starts again at each tag would take hours
+    assert not script.has_r1_format("1 + 1?", text)
+
+
+# -------------------------------------------------------------------------------- calls of a reward
+
+
+def test_own_rules_grade_texts_without_special_tokens(assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    beyond = len(tokenizer) + 3  # models may have more ids than their tokenizers
+    digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "12"]
+    prompt = Prompt("", "", [], [], "debug/sorting", "12", None)
+    given = [
+        Response(prompt, [*digits, beyond, 1], [], True),
+        Response(prompt, digits[::-1], [], False),
+        Response(replace(prompt, ground_truth=None), digits, [], False),
+    ]
+    graded = script.grade_responses(given, tokenizer, None, Args(reward_workers=2))
+    assert [(one.text, one.verifiable) for one in graded] == [("12", 1), ("21", 0), ("12", None)]
+    assert [replace(one, text="", verifiable=None) for one in graded] == given
+
+
+NEIGHBOURS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neighbour_of_a_reward import BONUS
+
+@dataclass
+class Grade:  # dataclasses look their module up by its name
+    points: float
+    notes: dict[str, int] | None = None
+
+def score(data_source, response, ground_truth, extra_info):
+    assert (data_source, response, ground_truth) == ("gsm8k", "a text", "2")
+    return Grade(BONUS * extra_info["bonus"]).points
+"""
+
+
+def test_reward_gets_what_belongs_to_a_response_and_has_its_neighbours(tmp_path, monkeypatch):
+    write_text(tmp_path / "neighbour_of_a_reward.py", "BONUS = 4.0\n")
+    write_text(tmp_path / "reward_with_a_neighbour.py", NEIGHBOURS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)  # a path without a folder has neighbours too
+    found = script.call_reward_fn(
+        "reward_with_a_neighbour.py:score", response().prompt, text="a text"
+    )
+    assert found == (12.0, None)
+
+
+@pytest.mark.parametrize("reward", [numpy.bool_(True), numpy.float32(1), torch.tensor(1.0)])
+def test_scalars_of_numpy_and_torch_are_numbers(reward, monkeypatch):
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: reward)
+    score, failure = script.call_reward_fn("", response().prompt, "")
+    assert (type(score), score, failure) == (float, 1.0, None)
+
+
+# --------------------------------------------------------------------------------------- workers
+
+FAILING = """
+import ctypes, os, re, signal, subprocess, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+class Unreadable(Exception):
+    def __init__(self, *, line):  # pickle makes it again from its arguments, and there it fails
+        super().__init__(f"line {line}")
+
+class Unprintable(Exception):
+    def __repr__(self):
+        raise ValueError("no words for it")
+
+def leave_a_child():
+    child = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    (HERE / "child").write_text(str(child.pid))
+
+def right(): return 1.0
+def raises(): raise OSError("the grader is out of paper")
+def unreadable(): raise Unreadable(line=12)
+def unprintable(): raise Unprintable
+def unencodable(): raise OSError("\\udcff")
+def returns_nan(): return float("nan")
+def returns_none(): return None
+def returns_text(): return "good"
+def sys_exit(): sys.exit()
+def ctrl_c(): raise KeyboardInterrupt
+def times_out_itself(): raise TimeoutError("of its own")
+def os_exit(): os._exit(0)
+def reads_nowhere(): ctypes.string_at(0)
+def kills_itself(): os.kill(os.getpid(), signal.SIGKILL)
+def hangs(): time.sleep(1000)
+def holds_the_gil(): re.match("(a|aa)+$", 99 * "a" + "b")
+def stops(): os.kill(os.getpid(), signal.SIGSTOP)
+def closes_everything(): os.closerange(3, 1000)
+
+def child_and_exit():
+    leave_a_child()
+    os._exit(3)
+
+def child_and_hang():
+    leave_a_child()
+    time.sleep(1000)
+
+def child_and_right():
+    leave_a_child()
+    return 1.0
+
+def forks():
+    child = os.fork()
+    if child == 0:
+        return 0.0
+    os.waitpid(child, 0)
+    return 1.0
+
+def score(data_source, response, ground_truth, extra_info):
+    return globals()[response]()
+"""
+
+
+def line_of(way):
+    lines = FAILING.splitlines()
+    return next(i for i, line in enumerate(lines, start=1) if line.startswith(f"def {way}("))
+
+
+DIED = "BrokenProcessPool"
+LATE = "TimeoutError: no answer"
+# What the function does: what the cause must hold
+WAYS_TO_FAIL = {
+    "raises": f"OSError('the grader is out of paper') (PATH, line {line_of('raises')})",
+    "unreadable": f"Unreadable('line 12') (PATH, line {line_of('unreadable')})",
+    "unprintable": "",
+    "unencodable": "OSError(",
+    "returns_nan": "ValueError('the reward is nan')",
+    "returns_none": "TypeError(",
+    "returns_text": "TypeError(",
+    "sys_exit": "SystemExit",
+    "ctrl_c": "KeyboardInterrupt",
+    "times_out_itself": f"(PATH, line {line_of('times_out_itself')})",
+    "os_exit": DIED,
+    "reads_nowhere": DIED,
+    "kills_itself": DIED,
+    "hangs": LATE,
+    "holds_the_gil": LATE,
+    "stops": LATE,
+    "closes_everything": "",
+    "child_and_exit": DIED,
+    "child_and_hang": LATE,
+}
+
+TOKENIZER = SimpleNamespace(decode=lambda words, **_: " ".join(words))
+RIGHT = (1.0, None)
+
+
+def start_workers(path, count=2, timeout=1.0):
+    """What grade() needs: the workers, and arguments."""
+    args = Args(reward_fn=f"{path}:score", reward_workers=count, reward_timeout=timeout)
+    workers = queue.Queue()
+    for _ in range(count):
+        workers.put(script.start_reward_worker(args.reward_fn))
+    return workers, args
+
+
+def grade(workers, args, *ways):
+    """What is said of responses that do this, as (score, failure)."""
+    prompt = Prompt("row 0", "", [], [], "any", "1", None)
+    responses = [Response(prompt, [way], [-1.0], stopped=True) for way in ways]
+    graded = script.grade_responses(responses, TOKENIZER, workers, args)
+    assert [one.text for one in graded] == list(ways)
+    return [(one.verifiable, one.failure) for one in graded]
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """The file of all these functions; and workers for it, which the tests share."""
+    path = write_text(tmp_path_factory.mktemp("rewards") / "reward_of_test.py", FAILING)
+    workers, args = start_workers(path)
+    yield SimpleNamespace(path=path, parts=(workers, args))
+    assert workers.qsize() == len(script.process_groups) == 2
+    family = [psutil.Process(group) for _, group in list(workers.queue)]
+    script.end_children()
+    wait_until(lambda: not alive(family), 10, f"the end of {family}")
+    script.process_groups.clear()
+
+
+def pid_in(path):
+    return int(path.read_text()) if path.exists() else None
+
+
+@pytest.fixture
+def child(failing):
+    """child(): the processes that a reward has left, which is one or none."""
+    path = failing.path.with_name("child")
+    path.unlink(missing_ok=True)
+    yield lambda: alive([psutil.Process(pid) for pid in psutil.pids() if pid == pid_in(path)])
+    if path.exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_in(path), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_whatever_a_reward_does_costs_its_own_response_alone(way, failing, child):
+    first, failed, *others = grade(*failing.parts, "right", way, "right", "right")
+    assert [first, *others] == [RIGHT] * 3
+    score, failure = failed
+    assert score is None and WAYS_TO_FAIL[way].replace("PATH", str(failing.path)) in failure
+    if way.startswith("child"):
+        wait_until(lambda: not child(), 10, "the end of what the reward started")
+    assert grade(*failing.parts, *["right"] * 4) == [RIGHT] * 4
+
+
+@pytest.mark.slow
+def test_all_workers_may_fail_at_once(failing):
+    found = grade(*failing.parts, "os_exit", "kills_itself", "raises", "right")
+    assert [failure is not None for _, failure in found] == [True] * 3 + [False]
+
+
+@pytest.mark.slow
+def test_forked_child_of_a_reward_does_not_answer_for_it(failing):
+    # Its answer would be taken for this call's, and this call's for the next one's
+    assert grade(*failing.parts, "forks", "right", "right") == [RIGHT] * 3
+
+
+@pytest.mark.slow
+def test_worker_killed_while_idle_costs_one_response(failing):
+    _, group = failing.parts[0].queue[0]
+    victim = psutil.Process(group)
+    victim.kill()
+    wait_until(lambda: not alive([victim]), 10, "the end of an idle worker")
+    found = grade(*failing.parts, *["right"] * 4)
+    assert sorted(failure is None for _, failure in found) == [False, True, True, True]
+    assert grade(*failing.parts, *["right"] * 4) == [RIGHT] * 4
+
+
+@pytest.mark.slow
+def test_what_a_reward_has_started_ends_with_the_run(failing, child):
+    assert grade(*failing.parts, "child_and_right") == [RIGHT]
+    assert child()
+    script.end_children()
+    wait_until(lambda: not child(), 10, "the end of what the reward started")
+    # For the tests that follow
+    script.process_groups.clear()
+    workers, args = failing.parts
+    for _ in range(2):
+        workers.get()
+        workers.put(script.start_reward_worker(args.reward_fn))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("import a_module_that_is_not_there\n", ModuleNotFoundError), ("other = 1\n", AttributeError)],
+)
+def test_file_that_cannot_be_used_is_an_error_at_the_start(text, error, tmp_path):
+    path = write_text(tmp_path / "broken_reward_of_test.py", text)
+    with pytest.raises(error):
+        script.start_reward_worker(f"{path}:score")
+
+
+@pytest.mark.slow
+def test_import_is_not_on_the_clock_of_a_call(tmp_path, monkeypatch):
+    slow = "import os, time\ntime.sleep(1.5)\n"
+    slow += "def score(data_source, response, ground_truth, extra_info):\n"
+    slow += "    return os._exit(1) if response == 'exit' else 1.0\n"
+    monkeypatch.setattr(script, "process_groups", [])
+    parts = start_workers(write_text(tmp_path / "slow_reward_of_test.py", slow), count=1)
+    (_, failure), *others = grade(*parts, "exit", "right", "right")
+    script.end_children()
+    assert DIED in failure and others == [RIGHT] * 2
+
+
+# ----------------------------------------------------------------------- with a script around them
+
+BUSY = """
+import os, re, time
+from pathlib import Path
+
+def be_busy():
+    Path(__file__).with_name(f"busy_{os.getpid()}").touch()
+    re.match("(a|aa)+$", 99 * "a" + "b")  # holds the GIL for longer than anybody lives
+
+"""
+HANGS_IN_ITS_CALLS = BUSY + "def score(*args, **rest):\n    be_busy()\n"
+HANGS_IN_ITS_IMPORT = BUSY + "be_busy()\n"
+
+GRADES = """
+import queue, sys
+from types import SimpleNamespace
+import ppo_vllm_async as script
+
+if __name__ == "__main__":
+    args = script.Args(reward_fn=sys.argv[1], reward_workers=2, reward_timeout=1000)
+    workers = queue.Queue()
+    for _ in range(2):
+        workers.put(script.start_reward_worker(args.reward_fn))
+    prompt = script.Prompt("row 0", "", [], [], "any", "1", None)
+    responses = [script.Response(prompt, [], [], stopped=True)] * 4
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    script.grade_responses(responses, tokenizer, workers, args)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "busy", "number"),
+    [
+        (HANGS_IN_ITS_CALLS, 2, signal.SIGKILL),
+        (HANGS_IN_ITS_CALLS, 2, signal.SIGTERM),
+        (HANGS_IN_ITS_IMPORT, 1, signal.SIGKILL),
+    ],
+    ids=["killed", "terminated", "killed at the start"],
+)
+def test_killed_script_leaves_no_worker_that_holds_the_gil(reward, busy, number, tmp_path):
+    path = write_text(tmp_path / "reward_that_is_busy.py", reward)
+    program = write_text(tmp_path / "grades.py", GRADES)
+    mark = new_mark()
+    process = subprocess.Popen(
+        [sys.executable, str(program), f"{path}:score"],
+        env=environment(mark | {"PYTHONPATH": str(REPO)}),
+        start_new_session=True,
+    )
+    try:
+        wait_until(
+            lambda: process.poll() is not None or len(list(tmp_path.glob("busy_*"))) == busy,
+            120,
+            "busy workers",
+        )
+        assert process.poll() is None
+        family = {f"busy_{one.pid}" for one in processes_with(mark)}
+        assert family > {path.name for path in tmp_path.glob("busy_*")}
+        process.send_signal(number)
+        wait_until(lambda: not processes_with(mark), 20, "the end of all of them")
+    finally:
+        end(process)
+        for left in processes_with(mark):
+            left.kill()

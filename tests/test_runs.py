@@ -1,0 +1,370 @@
+"""Real runs of the three scripts, with vLLM: what they write is looked at and computed again.
+
+test_loop.py has more of what a step does, with a stub of vLLM; test_ranks.py has several ranks.
+"""
+
+import json
+import math
+import shutil
+import statistics
+
+import overlap
+import pytest
+import torch
+from helpers import ASYNC, PPO, SCRIPTS
+from helpers.endings import new_mark, processes_with
+from helpers.files import read_json_lines
+from helpers.formulas import chosen_logprobs, logprobs_and_entropies
+from helpers.processes import CPU, TWO_RANKS, answers_of_vllm, folders_of_vllm
+from helpers.rollouts import STOP  # <|end|> of the debug model too
+from helpers.runs import (
+    VLLM_OPTIONS,
+    batch_of,
+    check_equal_to_the_bit,
+    flat_tokens,
+    response_tokens,
+    weights_of_versions,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+STEPS = range(1, 5)
+# As in README.md
+LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1")
+OF_THE_VALUE_MODEL = {"gamma", "lam", "value_lam", "whiten_rewards"}
+# Each version is far from the next
+ASYNC_OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
+GRPO_OPTIONS = {
+    name: value for name, value in ASYNC_OPTIONS.items() if name not in OF_THE_VALUE_MODEL
+}
+GRPO_OPTIONS |= {
+    "local_rollout_batch_size": 8,
+    "number_samples_per_prompt": 4,
+    "kl_estimator": "kl1",
+    "learning_rate": 1e-3,
+    "seed": 3,  # whose first groups have spread
+}
+
+
+@pytest.fixture(scope="module")
+def ppo_run(run_script, small_eval, tmp_path_factory):
+    mark = new_mark()
+    run = run_script(
+        "ppo_vllm_async.py",
+        tmp_path_factory.mktemp("ppo"),
+        launcher=LAUNCHER,
+        env=mark,
+        eval_dataset=small_eval,
+        **ASYNC_OPTIONS,
+    )
+    assert run.returncode == 0, run.output
+    run.mark = mark
+    return run
+
+
+@pytest.fixture(scope="module")
+def grpo_run(run_script, small_eval, tmp_path_factory):
+    folder, mark = tmp_path_factory.mktemp("grpo"), new_mark()
+    run = run_script(
+        "grpo_vllm_async.py",
+        folder,
+        launcher=LAUNCHER,
+        env=mark | {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)},
+        with_tracking=True,
+        eval_dataset=small_eval,
+        **GRPO_OPTIONS,
+    )
+    assert run.returncode == 0, run.output
+    run.mark = mark
+    return run
+
+
+@pytest.fixture(params=SCRIPTS)
+def run(request):
+    """Of four steps and one update each."""
+    fixtures = ("vllm_run", "ppo_run", "grpo_run")
+    run = request.getfixturevalue(fixtures[SCRIPTS.index(request.param)])
+    run.script = request.param
+    return run
+
+
+def of(scripts):
+    return pytest.mark.parametrize("run", scripts, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+@pytest.fixture
+def model_of(run, assets):
+    """model_of(version): the policy of a version that was sent to vLLM, or None."""
+    versions = weights_of_versions(run)
+
+    def load(version):
+        if version not in versions:
+            return None
+        model = AutoModelForCausalLM.from_pretrained(assets / "model")
+        model.load_state_dict(versions[version])
+        return model
+
+    return load
+
+
+def test_every_step_has_its_line_of_finite_metrics(run):
+    assert [line["training_step"] for line in run.metrics] == list(STEPS)
+    for step, line in zip(STEPS, run.metrics, strict=True):
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["episode"] == 32 * step
+        prompts = step * json.loads((run.run_dir / "args.json").read_text())["rollout_batch_size"]
+        assert line["epoch"] == pytest.approx(prompts / 20_000)
+        assert 0 <= line["perf/padding_fraction"] < 1
+        for part in ("generation", "reward", "forward", "update", "training"):
+            assert line[f"time/{part}"] >= 0
+        if run.script in ASYNC:
+            waited = {"time/wait_for_prompts", "time/wait_for_generation"}
+            assert {"queue/prompts", "queue/responses"} | waited <= set(line)
+    for name in ("curves.png", "token_length.png"):
+        assert (run.run_dir / name).stat().st_size > 0
+
+
+def test_sampler_had_the_weights_of_the_version_that_it_names(run, model_of):
+    """In async scripts of one step before, and of none else."""
+    for step, line in zip(STEPS, run.metrics, strict=True):
+        sampled_by = max(0, step - 2) if run.script in ASYNC else step - 1
+        if run.script in ASYNC:
+            assert line["policy/version"] == step - 1
+            assert line["policy/staleness"] == step - 1 - sampled_by
+        batch = batch_of(run, step)
+        prompts, responses = batch["prompt_ids"][::4], batch["responses"][::4]
+        sampler, learner, reference = (
+            torch.cat(response_tokens(responses, batch[name][::4]))
+            for name in ("sampler_logprobs", "logprobs", "ref_logprobs")
+        )
+        for version in range(4):
+            model = model_of(version)
+            if model is None:
+                continue
+            rows, _ = logprobs_and_entropies(model, prompts, responses, temperature=1.5)
+            logprobs = torch.cat(rows)
+            difference = (sampler - logprobs).abs().max()
+            assert difference < 1e-4 if version == sampled_by else difference > 1e-3
+            if version == step - 1:
+                torch.testing.assert_close(learner, logprobs, rtol=0, atol=1e-5)
+            if version == 0:
+                torch.testing.assert_close(reference, logprobs, rtol=0, atol=1e-5)
+
+
+def test_score_is_of_the_response_to_the_prompt_beside_it(run, tokenizer):
+    samples = 4 if "grpo" in run.script else 2
+    drawn, seen = [], set()
+    for step, line in zip(STEPS, run.metrics, strict=True):
+        batch = batch_of(run, step)
+        drawn += batch["prompt_ids"]
+        scores, right = [], []
+        for prompt, response in batch["sequences"]:
+            digits = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("=")
+            answer = tokenizer.decode(response, skip_special_tokens=True)
+            right.append(float(answer == "".join(sorted(digits))))
+            scores.append(right[-1] if response[-1] == STOP else -1.0)
+            assert STOP not in response[:-1]
+            assert response[-1] == STOP or len(response) == 8
+        assert batch["scores"].tolist() == scores
+        assert line["objective/scores"] == pytest.approx(sum(scores) / 32)
+        assert line["objective/scores_std"] == pytest.approx(statistics.pstdev(scores))
+        for name in ("verifiable_correct_rate", "verifiable_score"):
+            assert line[f"objective/{name}"] == pytest.approx(sum(right) / 32)
+        assert line["objective/penalty_rate"] == scores.count(-1.0) / 32
+        seen |= set(scores)
+    assert seen == {-1.0, 0.0, 1.0}
+    assert all(drawn[i] == drawn[i - i % samples] for i in range(128))
+    assert len(set(map(str, drawn))) == 128 / samples
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_metrics_are_computed_again_from_the_batch(step, run):
+    batch, line = batch_of(run, step), run.metrics[step - 1]
+    flat = flat_tokens(batch)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            assert not value[~batch["mask"].bool()].any(), name
+    sizes = [len(ids) for ids in batch["responses"]]
+    stops = sum(ids[-1] == STOP for ids in batch["responses"])
+    kl = (flat["logprobs"] - flat["ref_logprobs"]).sum().item() / 32
+    log_ratio = flat["logprobs"] - flat["sampler_logprobs"]
+    ratio = log_ratio.exp()
+    weights = ratio.clamp(max=2.0)
+    torch.testing.assert_close(flat["importance_weights"], weights, rtol=1e-5, atol=1e-6)
+    policy_loss = -(flat["advantages"] * weights).mean().item()
+    expected = {
+        "objective/kl": kl,
+        "objective/non_score_reward": -0.1 * kl,
+        "objective/rlhf_reward": batch["scores"].mean().item() - 0.1 * kl,
+        "objective/entropy": -flat["logprobs"].sum().item() / 32,
+        "loss/policy_avg": policy_loss,
+        "val/sequence_lengths": sum(sizes) / 32,
+        "val/num_stop_token_ids": stops,
+        "val/stop_rate": stops / 32,
+        "mismatch/logprob_diff_mean": log_ratio.abs().mean().item(),
+        "mismatch/logprob_diff_max": log_ratio.abs().max().item(),
+        "mismatch/kl": (ratio - 1 - log_ratio).mean().item(),
+        "mismatch/ess": (ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)).item(),
+        "mismatch/tis_clipfrac": (ratio > 2).double().mean().item(),
+    }
+    if run.script in PPO:
+        residuals = flat["returns"] - flat["values"]
+        value_loss = (residuals**2 / 2).mean().item()
+        expected |= {
+            "loss/value_avg": value_loss,
+            "objective/loss": policy_loss + value_loss,
+            "val/explained_variance": (1 - residuals.var() / flat["returns"].var()).item(),
+        }
+    else:
+        kl_loss = ((flat["logprobs"] - flat["ref_logprobs"]) * weights).mean().item()
+        expected |= {"loss/kl_avg": kl_loss, "objective/loss": policy_loss + 0.1 * kl_loss}
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    # One update a step: all of it is the first mini-batch, which is exactly on-policy
+    for name in ("policy/clipfrac_avg", "policy/approxkl_avg", "val/ratio_var"):
+        assert line[name] == 0
+    assert line["val/ratio"] == 1
+    assert min(sizes) < max(sizes)
+    assert step == 1 or abs(kl) > 1e-3  # it is a policy of its own by now
+
+
+@of(PPO)
+def test_gradient_and_entropy_are_those_of_the_whole_batch(run, assets):
+    policy = AutoModelForCausalLM.from_pretrained(assets / "model").double()
+    batch = batch_of(run, 1)
+    terms = response_tokens(batch["responses"], batch["advantages"] * batch["importance_weights"])
+    loss = 0.0
+    for (prompt, response), factors in zip(batch["sequences"], terms, strict=True):
+        loss = loss - (chosen_logprobs(policy, prompt, response, 1.5) * factors).sum()
+    (loss / batch["mask"].sum()).backward()
+    norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
+    assert run.metrics[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    _, entropies = logprobs_and_entropies(policy, batch["prompt_ids"], batch["responses"], 1.5)
+    entropy = torch.cat(entropies).mean().item()
+    assert run.metrics[0]["policy/entropy_avg"] == pytest.approx(entropy, abs=1e-5)
+
+
+def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model_of, tokenizer):
+    versions = [0, 1, 4] if run.script in ASYNC else [0, 2, 4]
+    lines = [run.metrics[step - 1] for step in (1, 3, 4)]
+    assert [line for line in run.metrics if "eval/scores" in line] == lines
+    assert [line["eval/policy_version"] for line in lines] == versions
+    every = read_json_lines(run.run_dir / "samples.jsonl")
+    assert len(every) == 3 * 32
+    for line, version, start in zip(lines, versions, (0, 32, 64), strict=True):
+        samples, model = every[start : start + 32], model_of(version)
+        assert {sample["policy_version"] for sample in samples} == {version}
+        for sample in samples[:8]:
+            ids = torch.tensor([tokenizer(sample["prompt"])["input_ids"]])
+            answer = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=STOP)
+            text = tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+            assert text == sample["response"]
+        right = sum(s["response"] == s["ground_truth"] for s in samples) / 32
+        assert line["eval/verifiable_correct_rate"] == pytest.approx(right)
+        assert line["eval/verifiable_score"] == pytest.approx(right)
+        assert line["eval/scores"] == pytest.approx(sum(s["score"] for s in samples) / 32)
+        assert line["eval/stop_rate"] == sum(s["stopped"] for s in samples) / 32
+
+
+def test_saved_model_is_the_last_policy(run):
+    saved = AutoModelForCausalLM.from_pretrained(run.run_dir / "model").state_dict()
+    first, last = (weights_of_versions(run)[version] for version in (0, 4))
+    assert saved.keys() == last.keys()
+    for name, value in saved.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, last[name])
+        assert not torch.equal(value, first[name])
+    assert AutoTokenizer.from_pretrained(run.run_dir / "model").chat_template
+
+
+def test_vllm_serves_the_saved_model_as_it_was_evaluated(ppo_run, tmp_path):
+    samples = read_json_lines(ppo_run.run_dir / "samples.jsonl")[-8:]
+    prompts = [sample["prompt"] for sample in samples]
+    answers = answers_of_vllm(ppo_run.run_dir / "model", prompts, tmp_path)
+    assert answers == [sample["response"] for sample in samples]
+    assert any(sample["stopped"] for sample in samples)
+
+
+@of(ASYNC)
+def test_run_that_is_over_leaves_nothing_behind(run):
+    assert processes_with(run.mark) == []
+    (folder,) = folders_of_vllm(run.stdout)
+    assert not folder.exists()
+    assert not any(word in run.stderr for word in ("Traceback", "leaked", "Warning"))
+    assert "-bound: " in run.stdout  # the summary
+
+
+def test_wandb_gets_the_metrics_and_samples(grpo_run):
+    folder = grpo_run.run_dir.parent
+    (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    log = log.read_bytes()
+    for name in grpo_run.metrics[-1]:
+        values = [str(line[name]) for line in grpo_run.metrics if name in line]
+        # The file has blocks, and the end of one may cut a number in two
+        assert any(value.removesuffix(".0").encode() in log for value in values), name
+        assert name.encode() in log
+    assert b"token_length" in log
+    tables = folder.glob("wandb/**/sample_completions*.table.json")
+    tables = [json.loads(path.read_text()) for path in tables]
+    assert [len(table["data"]) for table in tables] == [32] * 3
+    assert all("response" in table["columns"] for table in tables)
+
+
+# --------------------------------------------------------------------------- several runs compared
+
+
+def test_resumed_run_gives_the_same_bits(ppo_run, run_script, small_eval, tmp_path):
+    shutil.copytree(ppo_run.run_dir, tmp_path / "run")
+    for name in ("model", "batches"):
+        shutil.rmtree(tmp_path / "run" / name)
+    again = run_script(
+        "ppo_vllm_async.py",
+        tmp_path,
+        launcher=LAUNCHER,
+        eval_dataset=small_eval,
+        resume_from_checkpoint=tmp_path / "run" / "checkpoints" / "step_2",
+        **ASYNC_OPTIONS,
+    )
+    assert again.returncode == 0, again.output
+    check_equal_to_the_bit(ppo_run, again, steps=(3, 4))
+
+
+# What a sampler's rounding or a padded width moves
+NOT_COMPARED = ("time/", "perf/", "mismatch/")
+
+
+def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
+    halves = {
+        "local_rollout_batch_size": 8,
+        "local_mini_batch_size": 16,
+        "per_device_train_batch_size": 4,
+        "local_rollout_forward_batch_size": 16,
+        "total_episodes": 64,
+        "num_evals": 1,
+    }
+    options = VLLM_OPTIONS | halves | {"eval_dataset": small_eval}
+    run = run_script("ppo_sync.py", tmp_path, launcher=TWO_RANKS, env=CPU, **options)
+    assert run.returncode == 0, run.output
+    assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
+    one, two = batch_of(vllm_run, 1), batch_of(run, 1)
+    assert one["sequences"] == two["sequences"]
+    assert torch.equal(one["scores"], two["scores"])
+    for name, value in vllm_run.metrics[0].items():
+        if not name.startswith(NOT_COMPARED):
+            assert run.metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for name in ("objective/kl", "objective/scores", "optim/grad_norm", "loss/value_avg"):
+        mine, theirs = vllm_run.metrics[1][name], run.metrics[1][name]
+        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-3), name
+
+
+def test_generation_and_training_overlap():
+    sync, overlapped = (
+        sum(overlap.run_toy(mode, generation=0.3, training=0.3)) for mode in (False, True)
+    )
+    assert sync / overlapped > 1.4  # 14 units against 8
