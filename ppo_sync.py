@@ -2086,6 +2086,7 @@ def main(args):
             vllm.sync_weights(model, version)
 
     def generate(training_step):
+        """Collective. The Rollout of a step: responses with their verifiable rewards."""
         request = make_request(training_step, train_prompts, eval_prompts, args)
         share = generate_rollout(vllm, workers, tokenizer, request, args)
         return gather_rollout(share, cpu_group)
@@ -2153,13 +2154,14 @@ def main(args):
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
-        # A failed reward does not mean a wrong answer: the response is left out of the loss
+        # A failed reward does not mean a wrong answer: the response is left out of the loss, and
+        # the 0.0 in place of its score counts nowhere
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # 5. Log-probabilities and values before any update, (episodes, width). The policy and the
-        # value model see the very micro-batches of the first epoch: other shapes would change the
-        # last bits, and the ratios of the first update would not be exactly 1.
+        # 5. Log-probabilities and values before any update, (episodes, width). For the policy and
+        # the value model the batch is cut as it will be in the first epoch: other shapes would
+        # change the last bits, and the ratios of the first update would not be exactly 1.
         sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
         mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
         loss_mask = mask * scored[:, None]
@@ -2178,21 +2180,21 @@ def main(args):
         # The sampler is not the learner: its kernels are others. So there are importance weights
         # (https://fengyao.notion.site/off-policy-rl)
         mismatch = logprobs - sampler_logprobs
-        # With weight 0 the policy does not train on a token, but the value model does, and the
-        # token counts in the mean
+        # They are 0 where the two are too far apart. The policy does not train on such a token, but
+        # it counts in the mean of the loss, and the value model trains on it
         importance_weights = mismatch_mask(mismatch, mask, args)
         if args.tis_cap > 0:
             importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
-        # 6. Rewards per token: the KL penalty everywhere, the score on the last token
+        # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         last_token = mask.sum(1).long() - 1  # (episodes,)
         rewards[all_rows, last_token] += scores
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, loss_mask, shift_mean=False)
 
-        # 7. Advantages, and the value model's targets with a lambda of their own, on the whole
-        # batch: (episodes, width)
+        # 7. Advantages, whitened, and the value model's targets, with a lambda of their own and not
+        # whitened; on the whole batch: (episodes, width)
         advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.lam)
         advantages = masked_whiten(advantages, loss_mask)
         _, returns = compute_gae(rewards, values, mask, args.gamma, args.value_lam)
@@ -2213,12 +2215,13 @@ def main(args):
             importance_weights=importance_weights,
         )
 
-        # 8. Updates. The schedule of each learning rate starts at the model's own first update.
+        # 8. Updates. The value model learns in all of them, the policy in those after the value
+        # model's warm-up; each schedule of learning rates starts at its model's first update.
         trains_policy = training_step > args.value_warmup_steps
-        sums = Counter()  # its update() adds
+        sums = Counter()  # whose update() adds, where a dict's would replace
         grad_norms = defaultdict(list)
-        update = version * updates_per_step  # counted over the run; the value model has all
-        lr = 0.0  # while only the value model learns
+        update = version * updates_per_step  # counted over the run
+        lr = 0.0  # of the policy, while only the value model learns
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
                 update_sums = accumulate_gradients(
@@ -2277,7 +2280,7 @@ def main(args):
                 save_model(model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(training_step)
-                last = generate(training_step + 1)
+                last = generate(training_step + 1)  # without training prompts
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 

@@ -2145,7 +2145,7 @@ def main(args):
             # Without the PolicyModel around it, and what accelerate may have put around that
             vllm.sync_weights(model, version)
 
-    def next_request(training_step):
+    def request_for(training_step):
         return make_request(training_step, train_prompts, eval_prompts, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
@@ -2184,12 +2184,12 @@ def main(args):
     beta = state["beta"]  # with kl_target it changes
     if checkpoint_dir is None:
         sync_weights(version=0)
-        prompts_Q.put(next_request(1))
+        prompts_Q.put(request_for(1))
     else:
         # The weights that sampled this rollout are gone, so the checkpoint has it. vLLM has random
         # weights until the loop sends it others
         response_Q.put(
-            load_rollout(checkpoint_dir, state["policy_version"], next_request(first_step))
+            load_rollout(checkpoint_dir, state["policy_version"], request_for(first_step))
         )
 
     # ---- The loop
@@ -2206,14 +2206,15 @@ def main(args):
             rollout = gather_rollout(response_Q.get(), cpu_group)
         assert rollout.training_step == training_step, "a rollout of another step"
 
-        # 2. The current weights and then the next prompts go to vLLM. It generates while we train.
+        # 2. The current weights, which in step 1 it has already, and then the next prompts go to
+        # vLLM. It generates while we train.
         if args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(version)
-            prompts_Q.put(next_request(training_step + 1))
+            prompts_Q.put(request_for(training_step + 1))
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
-        # responses, since the weights that sampled them are older. What vLLM samples meanwhile is
+        # responses, since the weights that sampled them may be gone. What vLLM samples meanwhile is
         # not in it: it would be sampled again, from these weights. The first step of a process
         # saves none: its models are the initial ones, or those of a checkpoint.
         is_due = args.save_freq > 0 and version % args.save_freq == 0
@@ -2236,13 +2237,14 @@ def main(args):
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
-        # A failed reward does not mean a wrong answer: the response is left out of the loss
+        # A failed reward does not mean a wrong answer: the response is left out of the loss, and
+        # the 0.0 in place of its score counts nowhere
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # 5. Log-probabilities and values before any update, (episodes, width). The policy and the
-        # value model see the very micro-batches of the first epoch: other shapes would change the
-        # last bits, and the ratios of the first update would not be exactly 1.
+        # 5. Log-probabilities and values before any update, (episodes, width). For the policy and
+        # the value model the batch is cut as it will be in the first epoch: other shapes would
+        # change the last bits, and the ratios of the first update would not be exactly 1.
         sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
         mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
         loss_mask = mask * scored[:, None]
@@ -2257,26 +2259,26 @@ def main(args):
             size = args.local_rollout_forward_batch_size
             micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
             ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
-        if rollout.policy_version == version:
+        if rollout.policy_version == version:  # in async mode that is batch 1 alone
             check_sampler(logprobs, sampler_logprobs, mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
         # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
         mismatch = logprobs - sampler_logprobs
-        # With weight 0 the policy does not train on a token, but the value model does, and the
-        # token counts in the mean
+        # They are 0 where the two are too far apart. The policy does not train on such a token, but
+        # it counts in the mean of the loss, and the value model trains on it
         importance_weights = mismatch_mask(mismatch, mask, args)
         if args.tis_cap > 0:
             importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
-        # 6. Rewards per token: the KL penalty everywhere, the score on the last token
+        # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         last_token = mask.sum(1).long() - 1  # (episodes,)
         rewards[all_rows, last_token] += scores
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, loss_mask, shift_mean=False)
 
-        # 7. Advantages, and the value model's targets with a lambda of their own, on the whole
-        # batch: (episodes, width)
+        # 7. Advantages, whitened, and the value model's targets, with a lambda of their own and not
+        # whitened; on the whole batch: (episodes, width)
         advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.lam)
         advantages = masked_whiten(advantages, loss_mask)
         _, returns = compute_gae(rewards, values, mask, args.gamma, args.value_lam)
@@ -2297,12 +2299,13 @@ def main(args):
             importance_weights=importance_weights,
         )
 
-        # 8. Updates. The schedule of each learning rate starts at the model's own first update.
+        # 8. Updates. The value model learns in all of them, the policy in those after the value
+        # model's warm-up; each schedule of learning rates starts at its model's first update.
         trains_policy = training_step > args.value_warmup_steps
-        sums = Counter()  # its update() adds
+        sums = Counter()  # whose update() adds, where a dict's would replace
         grad_norms = defaultdict(list)
-        update = version * updates_per_step  # counted over the run; the value model has all
-        lr = 0.0  # while only the value model learns
+        update = version * updates_per_step  # counted over the run
+        lr = 0.0  # of the policy, while only the value model learns
         with timed(times, "update"):
             for mini_batch in itertools.chain(*epochs):
                 update_sums = accumulate_gradients(
@@ -2326,7 +2329,7 @@ def main(args):
         if not args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 sync_weights(training_step)
-            prompts_Q.put(next_request(training_step + 1))
+            prompts_Q.put(request_for(training_step + 1))
 
         # 9. Metrics
         num_stopped = sum(response.stopped for response in responses)
@@ -2369,7 +2372,7 @@ def main(args):
                 save_model(model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(training_step)
-                prompts_Q.put(next_request(training_step + 1))
+                prompts_Q.put(request_for(training_step + 1))  # without training prompts
                 last = gather_rollout(response_Q.get(), cpu_group)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
