@@ -51,9 +51,7 @@ fault is a function there. From outside: start_script(...), and a signal to one 
 A new test: break what it tests once, and see it fail.
 """
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -213,18 +211,13 @@ def vllm_run(run_script, small_eval, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def few_prompts(assets, tmp_path_factory):
-    """Two small files of the debug prompts, and a model whose generation config names more."""
+    """Two small files of the debug prompts."""
     import datasets
 
     folder = tmp_path_factory.mktemp("few_prompts")
     for name, count in (("train.parquet", 64), ("test.parquet", 8)):
         rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
         rows.to_parquet(str(folder / name))
-    shutil.copytree(assets / "model", folder / "model")
-    path = folder / "model" / "generation_config.json"
-    # Without do_sample: transformers refuses to save it
-    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sampling))
     return folder
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import doctest
-import importlib.util
+import importlib
 import itertools
 import json
 import shutil
@@ -29,10 +29,8 @@ pytestmark = pytest.mark.slow
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("code_sandbox", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.modules.pop("code_sandbox", None)
+    return importlib.import_module("code_sandbox")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +52,9 @@ def score(sandbox):
     return lambda response, truth: sandbox.compute_score("code", response, truth, extra_info=None)
 
 
-IMPORTS = """import ctypes, mmap, multiprocessing, os, re, resource, socket, struct
+IMPORTS = """import ctypes, mmap, multiprocessing, os, resource, socket, struct
 import subprocess, sys, threading, time
-libc = ctypes.CDLL(None, use_errno=True)
-add_key, end_thread = {"x86_64": (248, 60), "aarch64": (217, 93)}[os.uname().machine]
+libc = ctypes.CDLL(None)
 """
 
 
@@ -80,11 +77,6 @@ HUMANEVAL = {
     "entry_point": "largest",
 }
 PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
-# Competitive programs do their work in a thread with a larger stack, and read the file 0
-THREAD = """import threading
-def main(): print(sum(map(int, open(0).read().split())))
-if __name__ == '__main__': threading.Thread(target=main).start()"""
-MEGABYTES = {"inputs": [f"{'7' * 99}\n" * 200_000], "outputs": ["20000000"]}
 
 
 @pytest.mark.parametrize(
@@ -100,10 +92,9 @@ MEGABYTES = {"inputs": [f"{'7' * 99}\n" * 200_000], "outputs": ["20000000"]}
         ("    return max(numbers)", HUMANEVAL, 1.0),
         ("def largest(numbers): return max(numbers)", HUMANEVAL, 1.0),
         ("    return min(numbers)", HUMANEVAL, 0.0),
-        (THREAD, PAIRS, 1.0),
+        ("if __name__ == '__main__': print(sum(map(int, open(0).read().split())))", PAIRS, 1.0),
         ("print(3)", PAIRS, 0.5),
         ("print(3)\nraise SystemExit(1)", PAIRS, 0.0),
-        ("import sys\nprint(len(sys.stdin.read()))", MEGABYTES, 1.0),
     ],
 )
 def test_score_is_the_share_of_test_cases_passed(response, truth, expected, score):
@@ -125,15 +116,6 @@ def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
     for no_data in (object(), int, [1, range(3)]):
         with pytest.raises(TypeError):
             sandbox.canonical(no_data)
-
-
-def test_only_equality_with_a_literal_is_judged_outside(sandbox):
-    case = sandbox.equality_case
-    assert case("x = 1", "assert {1, 2} == f([x])[0]")["call"] == "f([x])[0]"
-    assert case("", "assert f() == -1.5, message()")["call"] == "f()"
-    others = ["assert f()", "assert f() is True", "assert f() == g()", "f() == 1", "a b"]
-    others += ["assert f() == 1 == g()", "x = 1\nassert f() == 1", "assert f() == {[]: 1}"]
-    assert [case("", other) for other in others] == [None] * len(others)
 
 
 @pytest.mark.parametrize("truth", ["def f", "[]", {"test_list": []}, {"inputs": ["1"]}])
@@ -168,9 +150,6 @@ TRICKS = {
     "equal to everything": """class Equal(str):
     def __eq__(self, other): return True
 def double(x): return Equal()""",
-    "the assertion replaced": "import builtins\nbuiltins.compile = lambda *_: 'pass'",
-    "the assertion replaced, with a result": "import builtins\nbuiltins.compile = lambda *_: '0'",
-    "printing, and out": "import os\ndef double(x):\n  print(4)\n  os._exit(0)",
     "reading the assertion": """import ast, sys
 def double(x):
     frame = sys._getframe()
@@ -194,26 +173,18 @@ REACHING = {
     "writing to /usr": "open('/usr/written', 'w')",
     "parent's memory": "open('/proc/1/mem', 'rb')",
     "parent's files": "open('/proc/1/fd/1', 'w')",
-    "settings of the kernel": "assert os.listdir('/proc/sys')",
-    "names of keys": "assert open('/proc/keys').read()",
 }
 CALLING = {
     "lasting memory": "assert libc.shmget(0, 1 << 20, 0o1600) >= 0",
-    "message queue": "assert libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0",
-    "a key": "assert libc.syscall(add_key, b'user', b'name', b'data', 4, -3) > 0",
     "file without a name": "os.memfd_create('x')",
-    "extended attributes": "open('x', 'w')\nos.setxattr('x', 'user.x', b'x')",
     "internet": "socket.socket()",
     "socket with a name": "socket.socket(socket.AF_UNIX)",
-    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-    "buffers": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)",
     "another's memory": """vector = struct.pack("PN", id(libc), 6)
 assert libc.process_vm_readv(os.getpid(), vector, 1, vector, 1, 0) == 6""",
     "ptrace": "assert libc.ptrace(0, 0, 0, 0) == 0",
     "slowing down its parent": "os.setpriority(os.PRIO_PROCESS, 1, 19)",
     "limiting its parent": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
     "user namespace": "assert libc.unshare(0x10000000) == 0",
-    "oom_score_adj": "print('0', file=open('/proc/self/oom_score_adj', 'w'), flush=True)",
 }
 LEAVING = {
     "sys.exit": "sys.exit(0)",
@@ -244,9 +215,6 @@ TAKING = {
     "disk": "file = open('x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))",
     "memory in sum": OWN.replace("START", "hold()"),
     "memory in sum, unseen": OWN.replace("START", "libc.prctl(4, 0); hold()"),
-    "memory in sum, its first thread gone": OWN.replace(
-        "START", "threading.Thread(target=hold).start(); libc.syscall(end_thread, 0)"
-    ),
     "shared memory in sum": SHARED.replace("START", "hold()"),
 }
 ENDLESS = {
@@ -286,9 +254,8 @@ def test_many_endless_cases_end_with_the_time_of_the_response(sandbox, score, mo
     assert time.monotonic() - started < 8
 
 
-@pytest.mark.parametrize("last", ["", "import os\nos._exit(0)"])
-def test_gigabyte_of_output_is_neither_kept_nor_right(score, last):
-    program = f"for _ in range(1000): print('x' * 1_000_000)\n{last}"
+def test_gigabyte_of_output_is_neither_kept_nor_right(score):
+    program = "for _ in range(1000): print('x' * 1_000_000)"
     assert score(program, {"inputs": [""], "outputs": ["x"]}) == 0.0
 
 
@@ -296,7 +263,6 @@ def test_gigabyte_of_output_is_neither_kept_nor_right(score, last):
 LEFT = {
     "closed folders": "os.makedirs('a/b')\nos.chmod('a', 0)\nos.chmod('/tmp', 0o500)",
     "a deep folder": "for _ in range(3000):\n  os.mkdir('a' * 200)\n  os.chdir('a' * 200)",
-    "links": "os.symlink('/usr', 'b')\nos.mkfifo('c')\nos.symlink('.', 'd')",
     "processes": """try:
     while True: os.fork() or os.setsid() or time.sleep(60)
 except OSError: pass""",
@@ -305,20 +271,7 @@ except OSError: pass""",
 
 def test_nothing_that_a_case_leaves_reaches_the_next(run):
     clean = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _ in range(12)]"
-    assert run([text for left in LEFT.values() for text in (left, clean)]) == [True, True] * 4
-
-
-def test_case_cannot_find_later_ones_in_its_memory(run):
-    find = """found = False
-with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-    for line in maps:
-        start, end = (int(address, 16) for address in line.split()[0].split("-"))
-        if line.split()[1].startswith("rw"):
-            memory.seek(start)
-            found |= bool(re.search(b"z[e]bra", memory.read(end - start)))
-"""
-    # Only the last has the word; that it finds it shows that it could be found
-    assert run([f"{find}assert not found", f"{find}assert found  # zebra"]) == [True, True]
+    assert run([text for left in LEFT.values() for text in (left, clean)]) == [True, True] * 3
 
 
 def test_sandboxes_side_by_side_have_processes_memory_and_files_of_their_own(score):
@@ -382,30 +335,23 @@ def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
         load()
 
 
-@pytest.mark.parametrize(
-    ("flag", "instead", "what"),
-    [
-        # Process namespaces stay, always: the sandbox's first process kills all that it sees
-        ("--unshare-all", "--unshare-pid", "there is no network"),
-        ("--disable-userns", "--as-pid-1", "user namespaces are closed"),
-    ],
-)
-def test_sandbox_with_a_hole_is_refused(sandbox, monkeypatch, flag, instead, what):
+def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):
+    # Process namespaces stay, always: the sandbox's first process kills all that it sees
+    holes = {"--unshare-all": "--unshare-pid", "--disable-userns": "--as-pid-1"}
     whole = sandbox.sandbox_command
-
-    def command(drop_root):
-        return [instead if word == flag else word for word in whole(drop_root)]
-
-    monkeypatch.setattr(sandbox, "sandbox_command", command)
-    with pytest.raises(RuntimeError, match=f"not true in it: {what}"):
-        sandbox.find_sandbox()
-
-
-def test_sandbox_without_its_filter_that_shows_the_project_is_refused(sandbox, monkeypatch):
+    broken = lambda drop_root: [holes.get(word, word) for word in whole(drop_root)]  # noqa: E731
+    monkeypatch.setattr(sandbox, "sandbox_command", broken)
     monkeypatch.setattr(sandbox, "CLOSED_CALLS", {})
     monkeypatch.setattr(sandbox, "__file__", "/usr/bin/env")
-    with pytest.raises(RuntimeError, match=r"this project cannot be read; .*System V memory is"):
+    with pytest.raises(RuntimeError, match="not true in it") as refused:
         sandbox.find_sandbox()
+    probes = (
+        "there is no network",
+        "this project cannot",
+        "System V memory",
+        "user namespaces are",
+    )
+    assert [probe for probe in probes if probe not in str(refused.value)] == []
 
 
 @pytest.fixture
@@ -441,8 +387,6 @@ def test_service_runs_the_code_instead(service):
     assert service.score("code", WRONG, HONEST_TESTS) == 0.5
     assert service.score("code", "import sys\nsys.exit(0)", HONEST_TESTS) == 0.0
     assert service.score("code", TRICKS["equal to everything"], HONEST_TESTS) == 0.0
-    no_print = "print = str = None\ndef double(x): return x + x"
-    assert service.score("code", no_print, HONEST_TESTS) == 1.0
     assert service.score("code", HONEST, ["assert double(2) > 3", "assert double(2) < 3"]) == 0.5
     assert service.score("code", "print(3)", PAIRS) == 0.5
     asked = {"language": "python", "stdin": "1 2\n", "code": "print(3)"}

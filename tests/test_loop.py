@@ -5,20 +5,18 @@ Everything else is real: the debug model and data, the thread and the queues, th
 
 import functools
 import importlib
-import json
 import math
 import re
 
 import pytest
 import torch
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers import ASYNC, PPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
 from helpers.loops import EPISODES, STEPS, STOP
-from helpers.runs import METRICS_OF_POLICY_UPDATES, differences, response_tokens, without_clock
+from helpers.runs import METRICS_OF_POLICY_UPDATES, response_tokens
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -41,7 +39,6 @@ def run_loop(run_main, few_prompts):
         if not rough:
             return run_main(name)
         changes = {
-            "model_name_or_path": few_prompts / "model",
             "stop_token": "9",  # which the stub never says
             "eval_dataset": few_prompts / "test.parquet",
             "num_evals": 1,
@@ -53,8 +50,6 @@ def run_loop(run_main, few_prompts):
         }
         if name in PPO:
             changes |= {"value_warmup_steps": 1}
-        else:
-            changes |= {"mask_truncated_completions": True}
         return run_main(name, rough_score, **changes)
 
     return run
@@ -125,17 +120,8 @@ def test_every_step_has_seeds_and_minibatches_of_its_own(loop):
     assert len({str(rows) for rows in loop.mini_batches}) == 2 * STEPS
     for first, second in zip(loop.mini_batches[::2], loop.mini_batches[1::2], strict=True):
         assert sorted(first + second) == list(range(EPISODES))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_same_seed_gives_the_same_bits(name, run_loop, run_main):
-    """Though a thread generates beside the updates."""
-    one, other = run_loop(name, rough=False), run_main(name)
-    assert list(map(without_clock, one.metrics)) == list(map(without_clock, other.metrics))
-    for first, second in zip(one.batches, other.batches, strict=True):
-        assert differences(vars(first), vars(second)) == []
-    models = [run.run_dir / "model" / "model.safetensors" for run in (one, other)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    for batch in loop.batches:  # the samples of a prompt are side by side
+        assert all(batch.prompt_ids[i] == batch.prompt_ids[i - i % 4] for i in range(EPISODES))
 
 
 # -------------------------------------------------------------------------------- what a batch has
@@ -173,38 +159,7 @@ def test_advantages_and_returns_follow_from_rewards_and_values(loop):
         torch.testing.assert_close(found, torch.cat(returns), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rough", [False, True])
-def test_groups_have_advantages_of_their_own(rough, run_loop):
-    """A response without a score does not count in its group."""
-    incomplete = 0
-    for batch in run_loop("grpo_vllm_async.py", rough).batches:
-        assert all(batch.prompt_ids[i] == batch.prompt_ids[i - i % 4] for i in range(EPISODES))
-        scored = batch.scored.view(-1, 4).bool()
-        found = batch.advantages.view(4, 4, -1)
-        inside = batch.mask.view(4, 4, -1)
-        assert (found[~scored] == 0).all()
-        for advantages, tokens, scores, known in zip(
-            found, inside, batch.scores.view(-1, 4), scored, strict=True
-        ):
-            scores = scores[known].double()
-            expected = torch.zeros_like(scores)
-            if len(scores.unique()) > 1:
-                expected = (scores - scores.mean()) / scores.std()
-                incomplete += len(scores) < 4
-            expected = expected[:, None] * tokens[known]
-            torch.testing.assert_close(advantages[known].double(), expected, rtol=1e-4, atol=1e-5)
-    assert (incomplete > 0) == rough
-
-
-def test_importance_weights_are_learner_over_sampler(loop):
-    for batch in loop.batches:
-        ratio = torch.exp((batch.logprobs - batch.sampler_logprobs).double()) * batch.mask
-        found = batch.importance_weights.double()
-        torch.testing.assert_close(found, ratio.clamp(max=2.0), rtol=1e-5, atol=1e-6)
-    assert [line["mismatch/masked"] for line in loop.metrics] == [0, 0, 0]
-
-
-def test_weights_are_cut_off_and_0_where_sampler_and_learner_disagree(rough_loop):
+def test_weights_are_learner_over_sampler_cut_off_and_0_where_far_from_1(rough_loop):
     farthest = math.log(1.5 if rough_loop.name in ASYNC else 1.0001)
     masked = []
     for batch, line in zip(rough_loop.batches, rough_loop.metrics, strict=True):
@@ -220,8 +175,7 @@ def test_weights_are_cut_off_and_0_where_sampler_and_learner_disagree(rough_loop
     assert all(0.1 < share < 0.9 for share in masked)
 
 
-@pytest.mark.parametrize(("beta", "models"), [(0.0, 1), (0.1, 2)])
-def test_without_kl_no_reference_policy_is_loaded(beta, models, run_main, monkeypatch):
+def test_without_kl_no_reference_policy_is_loaded(run_main, monkeypatch):
     loaded = []
     script = importlib.import_module("grpo_vllm_async")
 
@@ -230,9 +184,8 @@ def test_without_kl_no_reference_policy_is_loaded(beta, models, run_main, monkey
         return call()
 
     hooks.around(script, "load_model", note, put=monkeypatch.setattr)
-    run = run_main("grpo_vllm_async.py", beta=beta, total_episodes=2 * EPISODES)
-    assert len(loaded) == models
-    assert [("objective/kl" in line) for line in run.metrics] == [beta > 0] * 2
+    (line,) = run_main("grpo_vllm_async.py", beta=0.0, total_episodes=EPISODES).metrics
+    assert len(loaded) == 1 and "objective/kl" not in line
 
 
 # --------------------------------------------------------------------------------------- schedules
@@ -306,11 +259,6 @@ def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "model")
 
 
-def mean_of_known(scores):
-    known = [score for score in scores if score is not None]
-    return sum(known) / len(known)
-
-
 def test_response_whose_reward_failed_is_no_wrong_answer(rough_loop, tokenizer):
     for batch, line in zip(rough_loop.batches, rough_loop.metrics, strict=True):
         texts = tokenizer.batch_decode(batch.responses, skip_special_tokens=True)
@@ -327,40 +275,30 @@ def test_response_whose_reward_failed_is_no_wrong_answer(rough_loop, tokenizer):
         assert line["objective/rlhf_reward"] == pytest.approx(score + penalty, abs=1e-5)
         assert line["objective/scores"] == pytest.approx(score)
         assert line["objective/scores_std"] == pytest.approx(known.std(correction=0).item())
-        assert line["objective/verifiable_score"] == pytest.approx(score)
-        assert line["objective/verifiable_correct_rate"] == 0  # a share is no right answer
         assert line["objective/reward_failures"] == failed.sum()
-        count = f"the reward failed on {int(failed.sum())} of {EPISODES} responses"
-        assert count in rough_loop.output
 
 
-def test_loss_is_over_scored_responses_and_in_grpo_over_those_that_stopped(rough_loop):
+@of("rough_loop", PPO)
+def test_loss_and_whitening_are_over_scored_responses(rough_loop):
     for batch in rough_loop.batches:
-        kept = batch.scored.clone()
-        if rough_loop.name in GRPO:
-            kept *= torch.tensor([float(response[-1] == STOP) for response in batch.responses])
-            assert 0 < kept.sum() < batch.scored.sum()
-        assert torch.equal(batch.loss_mask, batch.mask * kept[:, None])
-        if rough_loop.name in PPO:
-            in_loss = batch.loss_mask.bool()
-            assert (batch.advantages[~in_loss] == 0).all()
-            assert batch.advantages[in_loss].mean().item() == pytest.approx(0, abs=1e-5)
-            assert batch.advantages[in_loss].std().item() == pytest.approx(1, abs=1e-4)
+        assert torch.equal(batch.loss_mask, batch.mask * batch.scored[:, None])
+        in_loss = batch.loss_mask.bool()
+        assert (batch.advantages[~in_loss] == 0).all()
+        assert batch.advantages[in_loss].mean().item() == pytest.approx(0, abs=1e-5)
+        assert batch.advantages[in_loss].std().item() == pytest.approx(1, abs=1e-4)
 
 
 def test_failed_answers_to_held_out_prompts_are_counted(rough_loop):
     samples = read_json_lines(rough_loop.run_dir / "samples.jsonl")
     evaluated = [line for line in rough_loop.metrics if "eval/scores" in line]
     assert len(samples) == 8 * len(evaluated) == 16
-    assert sum(line["eval/reward_failures"] for line in evaluated) > 0
     for i, line in enumerate(evaluated):
         of_line = samples[8 * i : 8 * (i + 1)]
         scores = [sample["score"] for sample in of_line]
         assert scores == scores_by_rough_score([sample["response"] for sample in of_line])
-        assert line["eval/scores"] == pytest.approx(mean_of_known(scores))
-        assert line["eval/verifiable_score"] == pytest.approx(mean_of_known(scores))
+        known = [score for score in scores if score is not None]
+        assert line["eval/scores"] == pytest.approx(sum(known) / len(known))
         assert line["eval/reward_failures"] == scores.count(None)
-        assert line["eval/sequence_lengths"] == sum(s["length"] for s in of_line) / 8
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -390,15 +328,13 @@ def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_pat
 # ------------------------------------------------------------------------------------ reward model
 
 
-@pytest.mark.parametrize("multiplier", [0.0, 2.0])
 @pytest.mark.parametrize("name", PPO)
-def test_reward_model_scores_and_starts_the_value_model(multiplier, name, run_main, reward_model):
+def test_reward_model_scores_and_starts_the_value_model(name, run_main, reward_model):
     run = run_main(
         name,
-        lambda data_source, response, ground_truth: 1.0,
         reward_model_path=reward_model,
-        reward_model_multiplier=multiplier,
-        apply_verifiable_reward=multiplier == 0,
+        reward_model_multiplier=2.0,
+        apply_verifiable_reward=False,
         non_stop_penalty=False,
         total_episodes=2 * EPISODES,
     )
@@ -410,17 +346,9 @@ def test_reward_model_scores_and_starts_the_value_model(multiplier, name, run_ma
         ]
         of_model = torch.cat([model.score(one[-1]) for one in hidden]).detach()
         assert len(set(of_model.tolist())) > EPISODES / 2
-        if multiplier == 0:  # it is not asked, and the verifiable reward is all there is
-            expected = torch.ones(EPISODES)
-            assert "objective/reward_model_score" not in line
-            assert line["objective/verifiable_correct_rate"] == 1
-        else:
-            expected = multiplier * of_model
-            score = of_model.mean().item()
-            assert line["objective/reward_model_score"] == pytest.approx(score, abs=1e-4)
-            assert "objective/verifiable_correct_rate" not in line
-        torch.testing.assert_close(batch.scores, expected, rtol=0, atol=1e-4)
-        assert line["objective/scores"] == pytest.approx(expected.mean().item(), abs=1e-4)
+        torch.testing.assert_close(batch.scores, 2.0 * of_model, rtol=0, atol=1e-4)
+        score = of_model.mean().item()
+        assert line["objective/reward_model_score"] == pytest.approx(score, abs=1e-4)
         if batch is run.batches[0]:
             values = response_tokens(batch.responses, batch.values)
             for (prompt, _), one, found in zip(batch.sequences, hidden, values, strict=True):
@@ -460,25 +388,6 @@ def test_few_responses_of_every_step_can_be_read(rough_loop, tokenizer):
     assert None in {sample["score"] for sample in samples}
 
 
-@of("rough_loop", SCRIPTS[1:2])
-def test_saved_model_stops_where_the_run_did(rough_loop, few_prompts, tokenizer):
-    saved, original = (
-        json.loads((folder / "generation_config.json").read_text())
-        for folder in (rough_loop.run_dir / "model", few_prompts / "model")
-    )
-    nine = tokenizer.convert_tokens_to_ids("9")
-    versions = {"transformers_version": saved["transformers_version"]}
-    assert saved == original | versions | {"eos_token_id": [STOP, nine]}
-    GenerationConfig.from_pretrained(rough_loop.run_dir / "model")
-
-    model = AutoModelForCausalLM.from_pretrained(rough_loop.run_dir / "model")
-    prompt = torch.tensor([rough_loop.batches[0].prompt_ids[0]])
-    torch.manual_seed(0)
-    hot = {"do_sample": True, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
-    output = model.generate(prompt, **hot, max_new_tokens=32, num_return_sequences=64)
-    ends = set()
-    for row in output[:, prompt.shape[1] :].tolist():
-        end = min((row.index(token) for token in (STOP, nine) if token in row), default=31)
-        assert set(row[end + 1 :]) <= {tokenizer.pad_token_id}
-        ends.add(row[end])
-    assert {STOP, nine} <= ends
+def test_saved_model_stops_where_the_run_did(rough_loop, tokenizer):
+    saved = GenerationConfig.from_pretrained(rough_loop.run_dir / "model")
+    assert saved.eos_token_id == [STOP, tokenizer.convert_tokens_to_ids("9")]
