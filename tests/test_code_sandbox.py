@@ -185,6 +185,12 @@ assert libc.process_vm_readv(os.getpid(), vector, 1, vector, 1, 0) == 6""",
     "slowing down its parent": "os.setpriority(os.PRIO_PROCESS, 1, 19)",
     "limiting its parent": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
     "user namespace": "assert libc.unshare(0x10000000) == 0",
+    "message queue": "assert libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0",
+    "attributes": "open('x', 'w')\nos.setxattr('x', 'user.x', bytes(60_000))",
+    "larger buffers": """one, other = socket.socketpair()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)""",
+    "a key": """number = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+assert libc.syscall(number, b"user", b"name", b"data", 4, -3) > 0""",
 }
 LEAVING = {
     "sys.exit": "sys.exit(0)",
