@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import ASYNC, PPO, SCRIPTS, hooks
+from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition
 from helpers.loops import EPISODES, STEPS, STOP
@@ -310,6 +310,17 @@ def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
     cause = r"the reward failed on all responses: OSError.*the grader is out of paper"
     assert re.match(cause, str(run.error))
     assert run.weights == [] and not (run.run_dir / "model").exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_sampler_that_has_lost_weights_ends_the_run(name, run_main, monkeypatch):
+    report = loops.report_logprobs
+    monkeypatch.setattr(
+        loops, "report_logprobs", lambda *args: [[p - 0.01 for p in row] for row in report(*args)]
+    )
+    run = run_main(name)
+    assert re.match("vLLM's log-probabilities are off the learner's by 0.01", str(run.error))
+    assert not (run.run_dir / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

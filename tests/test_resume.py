@@ -282,6 +282,17 @@ def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     assert set(checkpoints_of(tmp_path / "run")) == kept - {"step_10"}
 
 
+def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
+    def copy(*_):
+        raise OSError("no space left")
+
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(script.shutil, "copy", copy)
+    with pytest.raises(OSError, match="no space left"):
+        save_fake_checkpoints(tmp_path, [4])
+    assert script.list_checkpoints(tmp_path) == []
+
+
 def test_responses_of_a_checkpoint_come_back_to_the_bit(tmp_path, monkeypatch):
     prompts = [Prompt(str(i), "", [i], [i], None, None, None) for i in range(3)]
     ones = [
