@@ -453,7 +453,7 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
     return {name: total / len(mini_batch) for name, total in zip(sums, totals, strict=True)}
 
 
-# ---------------------------------------------------------------------------- metrics and files
+# ------------------------------------------------------------------------------ metrics and files
 
 
 def evaluation_metrics(scores):
