@@ -551,7 +551,9 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
     if not prompts:
-        raise ValueError(f"{path}: each prompt is empty or longer than --max_prompt_token_length")
+        raise ValueError(
+            f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
+        )
     if len(prompts) < len(rows) and is_rank_0():
         print(
             f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or too long"

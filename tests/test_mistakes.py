@@ -212,7 +212,7 @@ def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tm
 
 @pytest.mark.parametrize(("prompt", "longest"), [("53812=", 5), ("", 256)])
 def test_prompts_that_are_all_too_long_or_empty_are_refused(prompt, longest, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.jsonl: .*empty .*--max_prompt_token_length"):
+    with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length.*tokenizer"):
         load(tmp_path, [ROW | {"prompt": prompt}], tokenizer, max_prompt_token_length=longest)
 
 

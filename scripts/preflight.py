@@ -1,0 +1,1440 @@
+r"""Checks a run before it is launched, and prints its plan; also on a laptop without the GPUs.
+
+    python scripts/preflight.py [--num_processes 8] [--gpu_memory 80] SCRIPT FLAGS...
+
+SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
+fork of one; FLAGS are those that it is to be launched with. It is loaded as a module, and its own
+arguments, data and reward functions are used, so a fork is checked as it is.
+
+The checks are in parts: the environment, the arguments, the tokenizer, the data, the models, the
+reward, the output folder and the checkpoint in it, the disk, accounts. Each part tells its first
+mistake in one line, and the others go on. Then the exit status is 2. The plan comes before the
+mistakes. Nothing is written.
+
+Memory is an estimate from the sizes of the models: it is not measured.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import multiprocessing as mp
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import accelerate
+import datasets
+import torch
+import transformers
+import tyro
+from preprocessing import hub_answers, printable
+from requests.utils import get_netrc_auth
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+IMPORT_TIMEOUT = 300  # seconds that the file of a --reward_fn may take to be imported
+TEMPLATE_TIMEOUT = 5  # seconds for a row: a chat template is a program, and may loop for ever
+GIB = 2**30
+
+
+@dataclass
+class Options:
+    """Where the run is to be launched."""
+
+    num_processes: int = 1
+    """learner processes on all machines, as for accelerate launch"""
+    num_machines: int = 1
+    """machines, as for accelerate launch"""
+    num_gpus: int | None = None
+    """GPUs of each machine; None: those of this one"""
+    gpu_memory: float | None = None
+    """GiB of memory of each GPU; None: that of this machine's"""
+
+    def local_processes(self):
+        """Learner processes of a machine."""
+        return self.num_processes // self.num_machines
+
+    def has_gpus(self):
+        """Whether the run is to have GPUs."""
+        return bool(self.num_gpus or self.gpu_memory)
+
+
+@dataclass
+class Run:
+    """What is known of a run. The parts fill it in; None: a part has found a mistake."""
+
+    script: ModuleType
+    options: Options
+    args: Any  # as they were given, then as the script fills them in
+    is_filled_in: bool = False
+    tokenizers: tuple | None = None  # of the policy and of the reward model
+    train_rows: list | None = None  # the script's Prompts, or its Pairs
+    eval_rows: list | None = None
+    model: Any = None  # without its weights, like the next two
+    value_model: Any = None
+    reward_model: Any = None
+    answers: dict | None = None  # scores that the reward gave, by data source and kind of answer
+    run_dir: Path | None = None
+    checkpoint_dir: Path | None = None
+    changed: dict | None = None  # arguments that are not those of the checkpoint: (was, is)
+    notes: list | None = None  # what is no mistake, but should be known
+
+    def trains_reward_model(self):
+        return hasattr(self.script, "load_pairs")
+
+    def max_length(self):
+        """Tokens of the longest prompt with its response; of the longest row of pairs."""
+        if self.trains_reward_model():
+            return max(pair.length for pair in self.train_rows)
+        rows = self.train_rows + (self.eval_rows or [])
+        return max(len(prompt.token_ids) for prompt in rows) + self.args.response_length
+
+    def knows_sizes(self):
+        """Whether no part that memory depends on has found a mistake."""
+        models = [self.model]
+        if hasattr(self.args, "value_model_path"):
+            models.append(self.value_model)
+        if getattr(self.args, "reward_model_path", None) is not None:
+            models.append(self.reward_model)
+        return self.is_filled_in and self.train_rows is not None and None not in models
+
+
+class Mistake(Exception):
+    """What is wrong, where, and what to do."""
+
+
+# --------------------------------------------------------------------------- script and arguments
+
+
+def load_script(path):
+    """The script as a module."""
+    if not os.path.isfile(path):
+        raise Mistake(f"{path}: no such script")
+    name = Path(path).stem
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        raise Mistake(f"{path} cannot be imported ({describe(error, path)})") from error
+    if not hasattr(module, "Args"):
+        raise Mistake(f"{path} has no dataclass Args; it must be one of the scripts, or a fork")
+    return module
+
+
+def parse_flags(script, words):
+    """The script's arguments as they are given, and what is wrong with the flags, if anything."""
+    args, unknown = tyro.cli(
+        script.Args, args=words, return_unknown_args=True, use_underscores=True
+    )
+    for field in fields(args):
+        if getattr(args, field.name) == "" != field.default:
+            raise Mistake(f"--{field.name} is empty; give it a value, or leave it out")
+    names = [field.name for field in fields(script.Args)]
+    for word in unknown:
+        flag = word.lstrip("-").partition("=")[0]
+        similar = difflib.get_close_matches(flag.replace("-", "_"), names, n=1)
+        meant = f"did you mean --{similar[0]}?" if similar else "--help lists all"
+        return args, Mistake(f"unknown flag {word}; {meant}")
+    return args, None
+
+
+def check_launcher(run):
+    """What earlier launchers, or a user, have left in the environment."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    ranks = {name: os.environ.get(name, "0" if "RANK" in name else "1") for name in names}
+    needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if not os.environ.get(name)]
+    problem = None
+    if not all(value.isdecimal() for value in ranks.values()):
+        problem = "must be whole numbers"
+    elif int(ranks["MASTER_PORT"]) not in range(1, 2**16):
+        problem = "have a MASTER_PORT that is none"
+    elif "0" in (ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]):
+        problem = "are a launch of no processes"
+    elif missing and (int(ranks["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in os.environ):
+        problem = f"lack {', '.join(missing)}"
+    elif int(ranks["RANK"]) >= int(ranks["WORLD_SIZE"]):
+        problem = "have a RANK that is not below the WORLD_SIZE"
+    if problem is not None:
+        found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+        raise Mistake(
+            f"the environment variables {', '.join(found)} {problem}; unset them: the launcher "
+            f"sets them"
+        )
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            raise Mistake(f"{name} is set, but neither is supported; launch with plain DDP")
+    try:
+        accelerate.utils.TorchDynamoPlugin()  # reads the environment
+    except Exception as error:
+        raise Mistake(f"accelerate does not start with this environment ({error})") from error
+
+
+# A number must be above 0; these, and those whose default is 0, may be 0
+MAY_BE_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
+MAY_BE_0 |= {"value_learning_rate", "value_lam", "verification_reward", "keep_last_n"}
+MAY_BE_0 |= {"reward_model_multiplier", "penalty_reward_value"}
+# What is smaller than this is 0 to float32 (eps), or becomes 0.01 in vLLM
+AT_LEAST = {"temperature": 0.01, "eval_temperature": 0.01, "eps": 1e-20}
+# Other floats may be a million at most, integers a billion: more overflows, or fills the memory
+AT_MOST = dict.fromkeys(["learning_rate", "value_learning_rate", "weight_decay"], 1)
+AT_MOST |= dict.fromkeys(["warmup_ratio", "gamma", "lam", "value_lam"], 1)
+AT_MOST |= {"vllm_gpu_memory_utilization": 1, "mismatch_mask_range": math.inf}
+AT_MOST |= {"tis_cap": 1e30, "max_grad_norm": 1e30}
+AT_MOST |= {"num_evals": 10_000, "num_epochs": 1000, "reward_workers": 1000}
+AT_MOST |= {"seed": 2**32 - 1, "temperature": 2, "eval_temperature": 2}  # vLLM's limits
+
+
+def check_number(name, value, default):
+    """Refuses a number that is out of range, or that no one can mean."""
+    most = AT_MOST.get(name, 10**6 if isinstance(value, float) else 10**9)
+    if math.isnan(value) or (math.isinf(value) and most != math.inf):
+        raise Mistake(f"--{name} is {value}; it must be finite")
+    if value > most:
+        raise Mistake(f"--{name} is {value}; it must be at most {most}")
+    if name == "penalty_reward_value":
+        if value < -most:
+            raise Mistake(f"--{name} is {value}; it must be at least {-most}")
+    elif name == "mismatch_mask_range":
+        if value < 1:
+            raise Mistake(f"--{name} is {value}; it must be 1 or more")
+    elif value < 0 and (name in MAY_BE_0 or default == 0):
+        raise Mistake(f"--{name} is {value}; it must be 0 or more")
+    elif value <= 0 and not (name in MAY_BE_0 or default == 0):
+        raise Mistake(f"--{name} is {value}; it must be above 0")
+    elif 0 < value < AT_LEAST.get(name, 0):
+        raise Mistake(f"--{name} is {value}; it must be at least {AT_LEAST[name]}")
+    if name == "dual_clip" and 0 < value <= 1:
+        raise Mistake(f"--dual_clip is {value}; it must be above 1, or 0")
+
+
+def check_numbers(run):
+    """Refuses numbers out of range."""
+    for field in fields(run.args):
+        value = getattr(run.args, field.name)
+        if type(value) in (int, float) and field.name != "stop_token_id":  # True is none
+            check_number(field.name, value, field.default)
+    if getattr(run.args, "kl_target", 0) > 0 and run.args.beta == 0:
+        raise Mistake("--kl_target: a --beta of 0 stays 0; begin with one above 0")
+
+
+def sizes_that_divide(whole, part, unit=1):
+    """In words: the sizes nearest to part, below and above, that divide the whole evenly."""
+    sizes = [size for size in range(unit, whole + 1, unit) if whole % size == 0]
+    below = [size for size in sizes if size < part][-1:]
+    above = [size for size in sizes if size > part][:1]
+    return " or ".join(map(str, below + above)) or "none"
+
+
+def check_batches(run):
+    """Refuses sizes that do not divide; says which would."""
+    args = run.args
+    mini, micro = args.local_mini_batch_size, args.per_device_train_batch_size
+    episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
+    if episodes * run.options.num_processes > 10**6:
+        raise Mistake(
+            f"a step would have {episodes * run.options.num_processes:,} responses "
+            f"(local_rollout_batch_size * number_samples_per_prompt * ranks); a million at most"
+        )
+    if episodes % mini:
+        raise Mistake(
+            f"local_rollout_batch_size * number_samples_per_prompt ({episodes}) must be a multiple "
+            f"of local_mini_batch_size ({mini}); a local_mini_batch_size that would do: "
+            f"{sizes_that_divide(episodes, mini, micro)}"
+        )
+    if mini % micro:
+        raise Mistake(
+            f"local_mini_batch_size ({mini}) must be a multiple of per_device_train_batch_size "
+            f"({micro}); a per_device_train_batch_size that would do: "
+            f"{sizes_that_divide(mini, micro)}"
+        )
+
+
+def check_warm_up(run):
+    """Refuses a run without steps, and warm-ups as long as the run."""
+    args = run.args
+    if args.num_training_steps == 0:
+        raise Mistake(
+            f"--total_episodes {args.total_episodes} is less than the {args.episodes_per_step} of "
+            f"one step"
+        )
+    updates_per_step = args.num_updates // args.num_training_steps
+    warm_up_of_values = getattr(args, "value_warmup_steps", 0)
+    updates = args.num_updates - warm_up_of_values * updates_per_step
+    if updates <= 0:
+        raise Mistake(
+            f"--value_warmup_steps {warm_up_of_values}: the run has only "
+            f"{args.num_training_steps} steps, so the policy would not learn"
+        )
+    if args.warm_up_steps >= updates:
+        raise Mistake(
+            f"warm_up_steps or warmup_ratio: the learning rate would rise in {args.warm_up_steps} "
+            f"updates, and the policy has only {updates} updates"
+        )
+
+
+def check_gpus(run):
+    """Refuses GPUs that a machine does not have."""
+    num_gpus, learners = run.options.num_gpus, run.options.local_processes()
+    if run.options.num_processes % run.options.num_machines:
+        raise Mistake("--num_processes must be a multiple of --num_machines")
+    gpus = getattr(run.args, "vllm_gpus", ())
+    if num_gpus and max([*gpus, learners - 1]) >= num_gpus:
+        raise Mistake(
+            f"{learners} learners on a machine and --vllm_gpus {gpus} need more than its "
+            f"{num_gpus} GPUs, which are counted from 0"
+        )
+
+
+def check_arguments(run):
+    """Refuses arguments that do not fit together. Fills in those of run time."""
+    check_numbers(run)
+    check_gpus(run)
+    local_processes = str(run.options.local_processes())
+    if not run.trains_reward_model():
+        check_batches(run)
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": local_processes}):
+            run.args = run.script.fill_in(run.args, run.options.num_processes)
+        check_warm_up(run)
+    args = run.args
+    # What only GRPO has
+    if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
+        raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
+    if getattr(args, "importance_sampling_level", "token") == "sequence":
+        if args.mismatch_mask == "token":
+            raise Mistake("--mismatch_mask token: by GSPO all tokens of a response have one ratio")
+        if args.cliprange == type(args).cliprange:
+            run.notes.append(
+                f"--cliprange {args.cliprange:g} never clips the ratio of a whole response; GSPO "
+                f"has --cliprange 3e-4 --cliprange_higher 4e-4"
+            )
+    run.is_filled_in = True
+
+
+# -------------------------------------------------------------------------------- tokenizer, data
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raises TimeoutError inside the block after so many seconds. In the main thread alone."""
+
+    def stop(signal_number, frame):
+        raise TimeoutError(f"it took longer than {seconds} seconds")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def describe(error, path=None):
+    """An exception in words; with a path, also the last line of that file that led to it."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if path and same_path(frame.filename, path)]
+    if lines:
+        text += f" ({path}, line {lines[-1]})"
+    return text
+
+
+def same_path(path, other):
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def load_pretrained(auto_class, flag, path, revision):
+    """auto_class.from_pretrained(path); where that fails, the path given by --flag is wrong."""
+    if not os.path.exists(path) and not hub_answers():
+        advice = "no such folder, the hub does not answer, and it is not in the cache"
+    elif not os.path.exists(path):
+        advice = "no such folder, and the hub has no such model that you may read"
+    else:
+        advice = None
+    try:
+        return auto_class.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        # Of what is not there, a library tells at length where it has looked
+        advice = advice or f"it cannot be loaded ({describe(error)})"
+        raise Mistake(f"--{flag} {path}: {advice}") from error
+
+
+def revision_of(run, path):
+    args = run.args
+    revisions = {
+        getattr(args, "reward_model_path", None): getattr(args, "reward_model_revision", None),
+        args.model_name_or_path: args.model_revision,
+    }
+    return revisions.get(path)
+
+
+def check_tokenizers(run):
+    """Loads the tokenizers, whose tokens must be the same."""
+    args = run.args
+    flag = "tokenizer_name_or_path" if args.tokenizer_name_or_path else "model_name_or_path"
+    path = getattr(args, flag)
+    tokenizer = load_pretrained(AutoTokenizer, flag, path, revision_of(run, path))
+    if args.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(args.chat_template)
+    if not tokenizer("1 + 1 = 2, is it not?")["input_ids"]:
+        raise Mistake(f"--{flag} {path}: the tokenizer turns text into nothing; is it whole?")
+    if args.stop_token is not None:
+        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+        if stop_token not in tokenizer.get_vocab():
+            raise Mistake(f"--stop_token {args.stop_token}: no token of the tokenizer {path}")
+        if run.trains_reward_model():
+            args.stop_token_id = tokenizer.get_vocab()[stop_token]
+    run.tokenizers = (tokenizer, tokenizer)
+    reward_model_path = getattr(args, "reward_model_path", None)
+    if reward_model_path is not None:
+        revision = revision_of(run, reward_model_path)
+        load_pretrained(AutoTokenizer, "reward_model_path", reward_model_path, revision)
+        run.tokenizers = run.script.load_tokenizers(args)
+
+
+def read_chat_template(path):
+    """The text of the file of --chat_template."""
+    if not os.path.isfile(path):
+        raise Mistake(f"--chat_template {path}: no such file")
+    if os.path.getsize(path) > 2**20:
+        raise Mistake(f"--chat_template {path}: it is larger than 1 MiB; is it a template?")
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise Mistake(f"--chat_template {path}: it cannot be read ({error})") from error
+
+
+def read_rows(run, path, split):
+    """The rows of a dataset, all of them objects."""
+    is_file = Path(path).suffix in (".parquet", ".jsonl")
+    if is_file and not os.path.isfile(path):
+        raise Mistake(f"{path}: no such file")
+    advice = "is it a .parquet, a .jsonl, or the name of a dataset on the hub?"
+    if is_file:
+        advice = "is it damaged?"
+    elif not os.path.exists(path) and not hub_answers():
+        advice = "no such .parquet or .jsonl, the hub does not answer, and it is not in the cache"
+    try:
+        rows = run.script.load_rows(path, split)
+    except Exception as error:
+        raise Mistake(f"{path}: cannot be read; {advice} ({describe(error)})") from error
+    if not rows:
+        raise Mistake(f"{path}: the dataset is empty")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise Mistake(f"{path}, row {index}: cannot be read; it must be a JSON object")
+    return rows
+
+
+def check_content(content, name):
+    """Refuses what is neither a text nor messages."""
+    if isinstance(content, str) and content:
+        return
+    if not isinstance(content, list) or not content:
+        raise Mistake(f"`{name}` must be a text, or messages with role and content")
+    for message in content:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise Mistake(f"`{name}` must be a text, or messages with role and content")
+        if not message["role"] or not message["content"]:
+            raise Mistake(f"`{name}` has a message without role or content")
+
+
+def check_columns(run, path, row):
+    """Refuses a dataset without the columns that its script reads. row: the first."""
+    columns = f"the columns are {', '.join(row)}"
+    if "prompt" not in row and "messages" not in row:
+        raise Mistake(f"{path}: there is no column `prompt`; {columns}")
+    uses_source = run.args.apply_verifiable_reward and run.args.reward_fn is None
+    if uses_source and "messages" not in row and "data_source" not in row:
+        raise Mistake(
+            f"{path}: there is no column `data_source`, which chooses the reward; or name a "
+            f"--reward_fn; {columns}"
+        )
+
+
+WITHOUT_TRUTH = "for rows without one use --no-apply_verifiable_reward --reward_model_path MODEL"
+
+
+def read_prompt(run, row, name, is_eval):
+    """A row as the script's Prompt. Mistake: it has not what it must have."""
+    is_open_instruct = row.get("messages") is not None
+    column = "messages" if is_open_instruct else "prompt"
+    check_content(row.get(column), column)
+    source = row.get("dataset" if is_open_instruct else "data_source")
+    if not isinstance(source or "", str):
+        raise Mistake("`data_source` must be a string")
+    rule = row.get("reward_model")
+    if rule is not None and not isinstance(rule, dict):
+        raise Mistake(f"`reward_model` must be an object with a ground_truth; {WITHOUT_TRUTH}")
+    try:  # the run's files are going to hold these
+        json.dumps([source, row.get("ground_truth"), rule], ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise Mistake(f"the ground truth is nothing that JSON holds ({error})") from error
+    try:
+        with time_limit(TEMPLATE_TIMEOUT):
+            return run.script.read_prompt(row, name, *run.tokenizers, run.args, is_eval)
+    except Exception as error:
+        if isinstance(error, AttributeError) and error.obj is run.script:
+            raise  # a fork has not this function
+        if "ground_truth" in str(error):
+            raise Mistake(f"{error}; {WITHOUT_TRUTH}") from error
+        if isinstance(error, NotImplementedError | ValueError):
+            raise Mistake(str(error)) from error
+        raise Mistake(
+            f"`{column}` is not what tokenizer and --chat_template take ({describe(error)})"
+        ) from error
+
+
+def read_prompts(run, path, split, is_eval):
+    """The prompts of a dataset that are neither empty nor too long."""
+    rows = read_rows(run, path, split)
+    check_columns(run, path, rows[0])
+    prompts = []
+    for index, row in enumerate(rows):
+        name = f"{path}, row {index}"
+        try:
+            prompts.append(read_prompt(run, row, name, is_eval))
+        except Mistake as error:
+            raise Mistake(f"{name}: {error}") from error
+    limit = run.args.max_prompt_token_length
+    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
+    dropped = (
+        f"{len(rows) - len(kept)} of {len(rows)} prompts, empty or longer than "
+        f"--max_prompt_token_length {limit}"
+    )
+    if not kept:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        raise Mistake(
+            f"{path}: none is left; dropped {dropped} (they have {min(lengths)} to {max(lengths)} "
+            f"tokens)"
+        )
+    if len(kept) < len(rows):
+        run.notes.append(f"{path}: dropped {dropped}")
+    warn_of_lost_characters(run, path, kept)
+    return kept
+
+
+def warn_of_lost_characters(run, path, prompts):
+    """Text that is not there any more when it has been encoded and decoded."""
+    tokenizer = run.tokenizers[0]
+    for prompt in prompts:
+        decoded = tokenizer.decode(prompt.token_ids)
+        lost = "".join(sorted(set(prompt.text) - set(decoded))).strip()
+        if lost:
+            run.notes.append(
+                f"{prompt.row}: the tokenizer loses {lost[:20]!r}: {prompt.text[-40:]!r} comes "
+                f"back as {decoded[-40:]!r}"
+            )
+            return
+
+
+def read_pairs(run, path, split):
+    """The pairs that are neither equal nor too long."""
+    args, tokenizer = run.args, run.tokenizers[0]
+    rows = read_rows(run, path, split)
+    missing = [name for name in ("chosen", "rejected") if name not in rows[0]]
+    if missing:
+        missing = ", ".join(f"`{name}`" for name in missing)
+        raise Mistake(f"{path}: there is no column {missing}; the columns are {', '.join(rows[0])}")
+    pairs, too_long, equal = [], 0, 0
+    for index, row in enumerate(rows):
+        token_ids = []
+        for column in ("chosen", "rejected"):
+            try:
+                check_content(row.get(column), column)
+                context, response = run.script.split_row(row.get("prompt"), row[column])
+                check_content(context, f"prompt` or what precedes the answer in `{column}")
+                with time_limit(TEMPLATE_TIMEOUT):
+                    _, context_ids = run.script.tokenize_prompt(context, tokenizer)
+                    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+            except Exception as error:
+                if isinstance(error, AttributeError) and error.obj is run.script:
+                    raise
+                what = str(error) if isinstance(error, Mistake) else f"`{column}`: {error}"
+                raise Mistake(f"{path}, row {index}: {what}") from error
+            token_ids.append([*context_ids, *response_ids, args.stop_token_id])
+        pair = run.script.Pair(*token_ids, length=max(map(len, token_ids)))
+        if pair.length > args.max_token_length:
+            too_long += 1
+        elif pair.chosen_ids == pair.rejected_ids:
+            equal += 1
+        else:
+            pairs.append(pair)
+    dropped = (
+        f"{len(rows) - len(pairs)} of {len(rows)} pairs: {too_long} longer than --max_token_length "
+        f"{args.max_token_length}, {equal} whose responses are equal"
+    )
+    if not pairs:
+        raise Mistake(f"{path}: none is left; dropped {dropped}")
+    if len(pairs) < len(rows):
+        run.notes.append(f"{path}: dropped {dropped}")
+    return pairs
+
+
+def check_data(run):
+    """Reads the training rows, as the script will."""
+    args = run.args
+    if run.trains_reward_model():
+        run.train_rows = read_pairs(run, args.dataset, args.dataset_split)
+        return
+    prompts = read_prompts(run, args.dataset, args.dataset_split, is_eval=False)
+    if args.apply_verifiable_reward and all(prompt.ground_truth is None for prompt in prompts):
+        raise Mistake(f"{args.dataset}, every row: there is no `ground_truth`; {WITHOUT_TRUTH}")
+    run.train_rows = prompts
+
+
+def check_eval_data(run):
+    """Reads the held-out rows."""
+    args = run.args
+    if args.eval_dataset is None:
+        run.eval_rows = []
+    elif run.trains_reward_model():
+        run.eval_rows = read_pairs(run, args.eval_dataset, args.eval_dataset_split)
+    else:
+        run.eval_rows = read_prompts(run, args.eval_dataset, args.eval_dataset_split, is_eval=True)
+
+
+def check_updates(run):
+    """The reward model's: the updates follow from the number of pairs."""
+    args = run.args
+    args.mini_batch_size = args.local_mini_batch_size * run.options.num_processes
+    args.num_updates = len(run.train_rows) * args.num_train_epochs // args.mini_batch_size
+    args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+    if args.warm_up_steps >= args.num_updates:
+        raise Mistake(
+            f"{args.dataset}: {len(run.train_rows)} pairs x {args.num_train_epochs} are "
+            f"{args.num_updates} updates of {args.mini_batch_size}; more than the warm-up's "
+            f"{args.warm_up_steps} are needed: a smaller --local_mini_batch_size?"
+        )
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+def check_finite(flag, path):
+    """Refuses weights that are not finite."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
+                tensor = tensors.get_tensor(name)
+                total = tensor.sum(dtype=torch.float32)  # which one that is not would spoil
+                if tensor.is_floating_point() and not total.isfinite():
+                    raise Mistake(f"--{flag} {path}: {name} holds numbers that are not finite")
+
+
+def build_model(run, auto_class, flag, path, may_lack=(), **config_options):
+    """The model without its weights, whose names and shapes must be those that its config asks for.
+
+    A model on the hub is built from its config alone: its weights are not downloaded.
+    """
+    revision = revision_of(run, path)
+    config = load_pretrained(AutoConfig, flag, path, revision)
+    if getattr(config, "quantization_config", None) is not None:
+        raise Mistake(f"--{flag} {path} is quantized; give the model that it was made from")
+    text_config = config.get_text_config()
+    heads = getattr(text_config, "num_attention_heads", None)
+    groups = getattr(text_config, "num_key_value_heads", None)
+    options = {"attn_implementation": run.args.attn_implementation, **config_options}
+    report = {"missing_keys": set(), "mismatched_keys": set()}
+    try:
+        if heads and groups and heads % groups != 0:
+            raise ValueError(f"{heads} attention heads cannot share {groups} key-value heads")
+        if os.path.exists(path):
+            model, report = auto_class.from_pretrained(
+                path,
+                device_map="meta",
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # the report names them
+                output_loading_info=True,
+                **options,
+            )
+        else:
+            with torch.device("meta"):
+                model = auto_class.from_config(config, **options)
+            if auto_class is AutoModelForCausalLM:
+                with contextlib.suppress(OSError):  # a model may come without one
+                    model.generation_config = GenerationConfig.from_pretrained(
+                        path, revision=revision
+                    )
+    except Exception as error:
+        raise Mistake(
+            f"--{flag} {path}: no model can be built from its config.json and weights "
+            f"({describe(error)})"
+        ) from error
+    missing = sorted(set(report["missing_keys"]) - set(may_lack))
+    if missing:
+        raise Mistake(f"--{flag} {path}: its weights lack {', '.join(missing[:3])}")
+    for name, shape, needed_shape in sorted(report["mismatched_keys"]):
+        raise Mistake(
+            f"--{flag} {path}: in its weights {name} is {list(shape)}, and by its config.json "
+            f"{list(needed_shape)}"
+        )
+    if os.path.exists(path):
+        check_finite(flag, path)
+    return model
+
+
+def check_policy(run):
+    """Refuses a policy that is no decoder."""
+    path = run.args.model_name_or_path
+    model = build_model(run, AutoModelForCausalLM, "model_name_or_path", path)
+    name = type(model).__name__
+    # AutoModelForCausalLM builds decoders of encoders such as BERT, too; what was saved tells
+    saved_as = str(model.config.architectures or name)
+    is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
+    if model.config.is_encoder_decoder or not is_decoder:
+        raise Mistake(
+            f"--model_name_or_path {path} is {saved_as}; it must be a decoder, a causal language "
+            f"model"
+        )
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise Mistake(f"--model_name_or_path {path}: a {name} takes no logits_to_keep")
+    generation_config = Path(path, "generation_config.json")
+    if generation_config.exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        except Exception as error:
+            raise Mistake(f"--model_name_or_path {path}: {error}") from error
+    run.model = model
+
+
+def build_classifier(run, flag, path, may_lack_head):
+    """A reward or value model, with one label and the policy's vocabulary."""
+    config = load_pretrained(AutoConfig, flag, path, revision_of(run, path))
+    labels = 1 if may_lack_head else 0
+    if "SequenceClassification" in str(config.architectures):
+        labels = config.num_labels
+    vocab_size = getattr(config.get_text_config(), "vocab_size", 0)  # a ViT has none
+    needed = vocab_size
+    if run.model is not None:
+        needed = run.model.config.get_text_config().vocab_size
+    if labels != 1 or vocab_size != needed:
+        raise Mistake(
+            f"--{flag} {path} needs one label (it has {labels} labels) and the policy's vocabulary "
+            f"of {needed} (it has {vocab_size})"
+        )
+    may_lack = ("score.weight",) if may_lack_head else ()
+    model = build_model(run, AutoModelForSequenceClassification, flag, path, may_lack, num_labels=1)
+    if not hasattr(model, "score"):
+        raise Mistake(f"--{flag} {path}: a {type(model).__name__} has no head named score")
+    return model
+
+
+def check_trained_reward_model(run):
+    """The model that a reward model is to be made from."""
+    path = run.args.model_name_or_path
+    run.model = build_classifier(run, "model_name_or_path", path, may_lack_head=True)
+
+
+def check_value_model(run):
+    """What the value model starts from."""
+    args = run.args
+    paths = {"value_model_path": args.value_model_path, "reward_model_path": args.reward_model_path}
+    for flag, path in paths.items():
+        if path is not None:
+            run.value_model = build_classifier(run, flag, path, may_lack_head=True)
+            return
+    run.value_model = run.model  # with another head
+
+
+def check_reward_model(run):
+    """The reward model, also one of weight 0, which a value model starts from."""
+    if run.args.reward_model_path is not None:
+        path = run.args.reward_model_path
+        run.reward_model = build_classifier(run, "reward_model_path", path, may_lack_head=False)
+
+
+def check_tokens(run):
+    """Stop tokens, vocabulary and positions: tokenizer, model and data together."""
+    args, tokenizer = run.args, run.tokenizers[0]
+    config = run.model.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        raise Mistake(
+            f"the tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
+            f"see --tokenizer_name_or_path"
+        )
+    if not run.trains_reward_model():
+        try:
+            args.stop_token_ids = run.script.find_stop_tokens(args, tokenizer, run.model)
+        except (TypeError, ValueError) as error:
+            raise Mistake(
+                f"the model's stop tokens ({run.model.generation_config.eos_token_id!r}) and those "
+                f"of --stop_token or --stop_token_id must be in its vocabulary of "
+                f"{config.vocab_size}; see its generation_config.json ({error})"
+            ) from error
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and run.train_rows is not None and run.max_length() > limit:
+        raise Mistake(
+            f"the longest row with --response_length takes {run.max_length()} positions; the model "
+            f"has {limit}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- reward
+
+
+def serve_calls(connection, script, reward_fn, calls):
+    """The main function of a process of its own: tries the reward on (prompt, answer) pairs.
+
+    It sends (score, what went wrong) for the import, and then for each of the calls.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):  # what a reward prints would stand among the plan's lines
+        os.dup2(nowhere, number)
+    os.setsid()
+    pid, path = os.getpid(), reward_fn and reward_fn.rpartition(":")[0]
+
+    def attempt(function, *arguments, **options):
+        try:
+            answer = function(*arguments, **options), None
+        except BaseException as error:  # sys.exit() raises no Exception
+            answer = None, describe(error, path)
+        if os.getpid() != pid:  # a child that the reward has forked must not answer
+            os._exit(1)
+        connection.send(answer)
+        return answer[0]
+
+    def load():
+        nonlocal function
+        function = load_reward_fn(script, reward_fn)
+
+    def score(prompt, answer):
+        options = {"extra_info": prompt.extra_info} if reward_fn else {}
+        value = function(prompt.data_source, answer, prompt.ground_truth, **options)
+        try:
+            is_finite = math.isfinite(value)
+        except TypeError:
+            is_finite = False
+        if not is_finite:
+            raise ValueError(f"the reward is {value!r}, and not a finite number")
+        return float(value)
+
+    function = None
+    attempt(load)
+    if function is not None:
+        for prompt, answer in calls:
+            attempt(score, prompt, answer)
+    os._exit(0)
+
+
+def load_reward_fn(script, reward_fn):
+    """The function that grades. ImportError: there is none of that name."""
+    if reward_fn is None:
+        return script.compute_score
+    path, _, name = reward_fn.rpartition(":")
+    if reward_fn.endswith(".py"):  # without a name: the error below lists what there is
+        path, name = reward_fn, ""
+    if not path.endswith(".py"):
+        raise ImportError("it must be path/to/file.py:function")
+    if not os.path.isfile(path):
+        raise ImportError(f"{path}: No such file")
+    stem = Path(path).stem
+    if stem in sys.stdlib_module_names:
+        raise ImportError(f"Python has a module {stem} of its own; rename the file")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[stem] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        own = [key for key, function in functions if function.__module__ == stem]
+        known = ", ".join(f"{path}:{key}" for key in own) or "there is none"
+        raise ImportError(f"name one of its functions: {known}")
+    return function
+
+
+def try_reward(run, calls):
+    """The scores of calls, (prompt, answer) pairs. Mistake: one of them fails, hangs or crashes."""
+    args = run.args
+    name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
+    context = mp.get_context("fork")  # it has the script, and what that has imported
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_calls, args=(theirs, run.script, args.reward_fn, calls))
+    process.start()
+    theirs.close()
+
+    def receive(seconds):
+        try:
+            if not ours.poll(seconds):
+                return None, f"TimeoutError: no answer in {seconds:g} seconds"
+            return ours.recv()
+        except EOFError:
+            process.join()
+            return None, f"its process has ended, with exit code {process.exitcode}"
+
+    try:
+        _, failure = receive(IMPORT_TIMEOUT)
+        if failure is not None:
+            raise Mistake(f"{name}: {failure}")
+        scores = []
+        for prompt, answer in calls:
+            score, failure = receive(min(args.reward_timeout, IMPORT_TIMEOUT))
+            if failure is not None:
+                answer = answer if len(answer) < 60 else answer[:60] + "..."
+                raise Mistake(f"{prompt.row}: {name} fails on the answer {answer!r}: {failure}")
+            scores.append(score)
+        return scores
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def check_reward(run):
+    """Tries the reward on a right, a wrong and an empty answer, one row of each data source.
+
+    Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
+    """
+    prompts = [p for p in run.train_rows + (run.eval_rows or []) if p.ground_truth is not None]
+    of_source = {}
+    for prompt in prompts:
+        of_source.setdefault(prompt.data_source, []).append(prompt)
+    kinds, calls = [], []
+    for source, rows in of_source.items():
+        truth = str(rows[0].ground_truth)
+        others = (str(row.ground_truth) for row in rows if str(row.ground_truth) != truth)
+        wrong = next(others, "I do not know.")
+        answers = {truth: "right", f"\\boxed{{{truth}}}": "right", wrong: "wrong", "": "empty"}
+        for answer, kind in answers.items():
+            kinds.append((source, kind))
+            calls.append((rows[0], answer))
+    if not calls and not run.args.reward_fn:
+        return
+    scores = {}
+    for kind, score in zip(kinds, try_reward(run, calls), strict=True):
+        scores[kind] = max(score, scores.get(kind, -math.inf))
+    run.answers = {source: {} for source in of_source}
+    for (source, kind), score in scores.items():
+        run.answers[source][kind] = score
+    for source, by_kind in run.answers.items():
+        if by_kind["right"] <= max(by_kind["wrong"], by_kind["empty"]):
+            run.notes.append(
+                f"{source}: the ground truth as an answer scores no more than a wrong or an empty "
+                f"answer; is a right answer of another form?"
+            )
+
+
+# ------------------------------------------------------------------ folder, checkpoint, disk, hub
+
+
+def check_run_folder(run):
+    """Refuses a run folder with another run, or which cannot be written."""
+    args = run.args
+    if args.run_name is None:
+        if args.resume_from_checkpoint == "latest":
+            raise Mistake("--resume_from_checkpoint latest: of which run? Give its --run_name")
+        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
+    run_dir = Path(args.output_dir, args.run_name).absolute()
+    if args.resume_from_checkpoint is not None:
+        run_dir = find_checkpoint(run, run_dir)
+    try:
+        if (run_dir / "metrics.jsonl").exists() and args.resume_from_checkpoint is None:
+            raise Mistake(
+                f"{run_dir} holds another run; choose another --run_name or --output_dir, or go on "
+                f"with --resume_from_checkpoint latest"
+            )
+        str(run_dir).encode()  # the libraries that write the model need a name in UTF-8
+        if run_dir.is_symlink() and not run_dir.exists():
+            raise OSError("a link that leads nowhere")
+        existing = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
+        # The same folders are made and removed in one of their own
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as folder:
+            probe = Path(folder, run_dir.relative_to(existing))
+            probe.mkdir(parents=True, exist_ok=True)
+            (probe / "metrics.jsonl").write_text("a probe")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Mistake(
+            f"--output_dir {args.output_dir}: {run_dir} cannot be written to ({reason})"
+        ) from error
+    run.run_dir = run_dir
+
+
+def find_checkpoint(run, run_dir):
+    """Finds the checkpoint to resume. Returns the folder of its run."""
+    args, script = run.args, run.script
+    given = f"--resume_from_checkpoint {args.resume_from_checkpoint}"
+    if args.resume_from_checkpoint == "latest":
+        checkpoints = script.list_checkpoints(run_dir)
+        if not checkpoints:
+            raise Mistake(
+                f"{given}: {run_dir} has no checkpoint; is it the right --run_name? To begin a run "
+                f"leave the flag out"
+            )
+        run.checkpoint_dir = checkpoints[-1]
+        return run_dir
+    path = Path(args.resume_from_checkpoint).absolute()
+    is_named = re.fullmatch(r"step_\d+", path.name) and path.parent.name == "checkpoints"
+    if not is_named or not path.is_dir():
+        advice = "it must be a folder such as output/RUN_NAME/checkpoints/step_100"
+        with contextlib.suppress(ValueError):  # names of another form
+            checkpoints = script.list_checkpoints(path)
+            if checkpoints:
+                advice = f"its newest is {checkpoints[-1]}"
+        raise Mistake(f"{given}: this is no checkpoint; {advice}")
+    run.checkpoint_dir = path
+    return path.parents[1]
+
+
+# Under others the steps until the checkpoint would have been others. The scripts refuse them, too
+MUST_AGREE = ["seed", "beta", "episodes_per_step", "number_samples_per_prompt", "mini_batch_size"]
+MUST_AGREE += ["num_epochs", "num_updates", "data_hash", "num_evals", "eval_temperature"]
+# Where it runs, and what follows from the rest
+MAY_DIFFER = {"exp_name", "run_name", "output_dir", "resume_from_checkpoint", "world_size"}
+MAY_DIFFER |= {"local_world_size", "rollout_batch_size"}
+
+
+def hash_data(run):
+    """The hash that the script takes of its data."""
+    if run.trains_reward_model():
+        data_hash = hashlib.sha256()
+        for pair in run.train_rows:
+            data_hash.update(repr(pair).encode())
+        return data_hash.hexdigest()
+    stable_hash = run.script.stable_hash
+    prompts = run.train_rows + run.eval_rows
+    return stable_hash([stable_hash(replace(prompt, row="")) for prompt in prompts])
+
+
+def check_checkpoint(run):
+    """Refuses a checkpoint with damaged files, or of another run."""
+    path, script = run.checkpoint_dir, run.script
+    given = f"--resume_from_checkpoint {path}"
+    older = "resume an older one"
+    try:
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, "pt"):
+                pass
+        for file in path.glob("*.bin"):
+            zipfile.ZipFile(file).close()
+        rows = path.glob("**/*.jsonl")
+        for file in rows:
+            for line in file.read_text().splitlines():
+                json.loads(line)
+        file = path / "state.json"
+        state = json.loads(file.read_text())
+        file = path.parents[1] / "args.json"
+        saved = json.loads(file.read_text())
+    except Exception as error:
+        raise Mistake(f"{given}: {file.name} is damaged or missing; {older} ({error})") from error
+    needed = [] if run.trains_reward_model() else ["beta"]
+    if hasattr(script, "load_rollout"):
+        needed.append("policy_version")
+        if not (path / "next_rollout/responses.jsonl").is_file():
+            raise Mistake(f"{given} lacks next_rollout/responses.jsonl; another script wrote it?")
+    run.args.data_hash = saved.get("data_hash")
+    if run.train_rows is not None and run.eval_rows is not None:
+        run.args.data_hash = hash_data(run)
+    current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
+    unknown = saved.keys() - current.keys()
+    if unknown or not set(needed) <= state.keys():
+        raise Mistake(f"{given} was written by another script (which has {', '.join(unknown)})")
+    weights = ["model.safetensors", "optimizer.bin"]
+    if hasattr(run.args, "value_learning_rate"):
+        weights += ["model_1.safetensors", "optimizer_1.bin"]
+    missing = [name for name in weights if not (path / name).is_file()]
+    if missing:
+        raise Mistake(f"{given} lacks {', '.join(missing)}; {older}")
+    run.changed = {
+        name: (saved[name], current[name])
+        for name in sorted(saved)
+        if saved[name] != current[name] and name not in MAY_DIFFER
+    }
+    if any(name in run.changed for name in MUST_AGREE):
+        differences = [f"{name} was {was} and is {now}" for name, (was, now) in run.changed.items()]
+        raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
+    step = script.step_of(path)
+    steps = getattr(run.args, "num_training_steps", run.args.num_updates)
+    if step >= steps:
+        raise Mistake(
+            f"{given}: its {step} steps are done, and this run has only {steps}; make it longer"
+        )
+
+
+def disk_bytes(run):
+    """Bytes that checkpoints and the final model take on the disk, all that are there at once."""
+    args = run.args
+    trained = sum(count_parameters(model) for model in trained_models(run).values())
+    steps = getattr(args, "num_training_steps", args.num_updates)
+    count = 0
+    if args.save_freq > 0:
+        count = (steps - 1) // args.save_freq  # there is none after the last step
+        if args.keep_last_n > 0:  # the oldest is removed only when a new one is whole
+            count = min(count, args.keep_last_n + 1)
+    # Weights and AdamW's two moments in float32; of the final model the weights
+    return 12 * trained * count, 4 * count_parameters(run.model)
+
+
+def check_disk(run):
+    """Refuses a disk that has no room for checkpoints, the final model, and a little besides."""
+    args = run.args
+    existing = next(path for path in (run.run_dir, *run.run_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if run.checkpoint_dir is not None:  # its run has some of them already
+        free += sum(file.stat().st_size for file in run.run_dir.glob("checkpoints/**/*"))
+    checkpoints, model = disk_bytes(run)
+    needed = checkpoints + model + 2**25
+    if free < needed:
+        raise Mistake(
+            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
+            f"{checkpoints >> 20} of them for checkpoints; see --keep_last_n"
+        )
+
+
+def check_accounts(run):
+    """Refuses tracking by somebody who is not logged in."""
+    if run.args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
+            raise Mistake("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def count_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def trained_models(run):
+    """The models that are trained, by role."""
+    if run.trains_reward_model():
+        return {"reward model": run.model}
+    if hasattr(run.args, "value_learning_rate"):
+        return {"policy": run.model, "value model": run.value_model}
+    return {"policy": run.model}
+
+
+def uses_reference(args):
+    """Whether a reference policy is loaded: in GRPO only for its KL term."""
+    return hasattr(args, "value_learning_rate") or args.beta > 0
+
+
+def activation_bytes(run, model, rows, is_trained):
+    """About what a forward pass, and the backward pass after it, hold for some rows.
+
+    Transformer layers: a float32 residual stream, inputs of the matrix products in dtype. Of a
+    policy also the logits of the response.
+    """
+    args, config = run.args, model.config.get_text_config()
+    size = 2 if args.dtype == "bfloat16" else 4
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    tokens = rows * run.max_length()
+    layer = tokens * (hidden * (6 * 4 + 8 * size) + inner * 4 * size)
+    total = layer
+    if is_trained:
+        layers = config.num_hidden_layers
+        total = layer * layers
+        if args.gradient_checkpointing:
+            total = layer + tokens * hidden * 4 * layers
+    if size == 2 and is_trained:
+        total += 2 * count_parameters(model)  # autocast's copies of the weights
+    if hasattr(args, "response_length") and not hasattr(model, "score"):
+        logits = rows * args.response_length * config.vocab_size
+        softmax = min(logits, max(2**24, logits // rows))  # in float32, a few rows at a time
+        total += logits * size * (3 if is_trained else 1) + softmax * 4 * 3
+    return total
+
+
+def learner_memory(run):
+    """Bytes on the GPU of a learner, by part."""
+    args = run.args
+    size = 2 if args.dtype == "bfloat16" else 4
+    # Float32 weights, gradients and AdamW's two moments; DDP has a second copy of the gradients
+    trained_size = 16 if run.options.num_processes == 1 else 20
+    parts, peaks = {}, []
+    for name, model in trained_models(run).items():
+        parts[f"{name}, trained"] = trained_size * count_parameters(model)
+        peaks.append(activation_bytes(run, model, args.per_device_train_batch_size, True))
+        peaks.append(4 * count_parameters(model))  # AdamW's own, in its step
+    if not run.trains_reward_model():
+        rows = args.local_rollout_forward_batch_size
+        if uses_reference(args):
+            parts["reference policy"] = size * count_parameters(run.model)
+            peaks.append(activation_bytes(run, run.model, rows, False))
+        if run.script.uses_reward_model(args):
+            parts["reward model"] = size * count_parameters(run.reward_model)
+            peaks.append(activation_bytes(run, run.reward_model, rows, False))
+    parts["activations, or AdamW's step"] = max(peaks)
+    parts["CUDA"] = GIB
+    return parts
+
+
+def engine_memory(run):
+    """Bytes on the GPUs of an engine: weights, and the KV cache of one longest response."""
+    config = run.model.config.get_text_config()
+    size = 2 if run.args.dtype == "bfloat16" else 4
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    cache = 2 * config.num_hidden_layers * heads * head_size * size * run.max_length()
+    return size * count_parameters(run.model) + cache + GIB
+
+
+def check_memory(run):
+    """Refuses a run that needs more memory than its GPUs have."""
+    if run.options.gpu_memory is None:
+        return
+    memory, args = run.options.gpu_memory * GIB, run.args
+    room = memory
+    if not run.trains_reward_model():
+        share = args.vllm_gpu_memory_utilization
+        if not args.vllm_gpus:
+            room = (0.98 - share) * memory  # the script keeps to it
+        engine_room = share * memory * args.vllm_tensor_parallel_size
+        if engine_memory(run) > engine_room:
+            raise Mistake(
+                f"--vllm_gpu_memory_utilization {share:g}: vLLM needs about "
+                f"{engine_memory(run) / GIB:.1f} GiB, and has {engine_room / GIB:.1f}"
+            )
+    needed = sum(learner_memory(run).values())
+    if needed > room:
+        helps = ["a smaller --per_device_train_batch_size"]
+        if not args.gradient_checkpointing:
+            helps.append("--gradient_checkpointing")
+        if not run.trains_reward_model() and not args.vllm_gpus:
+            helps.append("GPUs of vLLM's own (--vllm_gpus)")
+        raise Mistake(
+            f"memory: a learner needs about {needed / GIB:.1f} GiB, and has {room / GIB:.1f} of "
+            f"the {run.options.gpu_memory:g} of its GPU; what helps: {', '.join(helps)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------- plan
+
+
+def in_words(count):
+    """A number of bytes, as MiB or GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def plan_of_data(run):
+    """Lines on data, steps and updates."""
+    args = run.args
+    kind = "pairs" if run.trains_reward_model() else "prompts"
+    for rows, name in ((run.train_rows, f"{kind} to train on"), (run.eval_rows, "held out")):
+        if rows:
+            yield "data", f"{len(rows):,} {name}"
+    if not run.is_filled_in:
+        return
+    if run.trains_reward_model():
+        yield "updates", f"{args.num_updates:,} of {args.mini_batch_size} pairs"
+        return
+    batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
+    tokens = ""
+    if run.train_rows is not None:
+        most = args.episodes_per_step * run.max_length()
+        tokens = f", up to {run.max_length():,} tokens each, {most:,} in all"
+    yield "steps", f"{args.num_training_steps:,} of {batch} responses{tokens}"
+    updates = args.num_updates // args.num_training_steps
+    yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
+    if run.options.num_processes > 1:
+        ranks = run.options.num_processes
+        yield "", f"sizes are per rank: one rank would take {ranks} times the steps, each {ranks}"
+        yield "", "times smaller, which is another run"
+
+
+def plan_of_processes(run):
+    """Lines on learners and engines."""
+    args, options = run.args, run.options
+    yield "learners", f"{options.num_processes}"
+    if options.num_processes > 1 and not options.has_gpus():
+        yield "", "no GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 SCRIPT ..."
+    if run.trains_reward_model():
+        return
+    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
+    engines = options.num_processes
+    if args.vllm_gpus:
+        gpus = len(args.vllm_gpus) * options.num_machines
+        engines = gpus // args.vllm_tensor_parallel_size
+        place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
+    yield "engines", f"{engines} of vLLM, {place}"
+
+
+def plan_of_memory(run):
+    """Lines on GPU memory, by part and in sum, and on the disk."""
+    parts = learner_memory(run)
+    condition = "" if run.options.has_gpus() else " on a GPU"
+    yield "memory", f"of a learner{condition}: about {in_words(sum(parts.values()))}"
+    for name, size in parts.items():
+        yield "", f"{in_words(size):>10}  {name}"
+    if not run.trains_reward_model():
+        share = run.args.vllm_gpu_memory_utilization
+        yield (
+            "",
+            f"of vLLM: {in_words(engine_memory(run))} at the least; it takes {share:g} of a GPU",
+        )
+    checkpoints, model = disk_bytes(run)
+    yield "disk", f"{in_words(model)} for the final model, {in_words(checkpoints)} for checkpoints"
+    if run.args.save_freq == 0:
+        yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
+
+
+def plan_of_reward(run):
+    """Lines on the parts of a score."""
+    args, rewards = run.args, []
+    if args.apply_verifiable_reward:
+        rewards.append(f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}")
+    if run.script.uses_reward_model(args):
+        rewards.append(f"{args.reward_model_multiplier:g} x the reward model's score")
+    if args.add_r1_style_format_reward:
+        rewards.append(f"{args.r1_style_format_reward:g} for <think> and <answer>")
+    yield "reward", " + ".join(rewards)
+    if args.non_stop_penalty:
+        yield "", f"or {args.penalty_reward_value:g} without a stop token"
+    for source, scores in (run.answers or {}).items():
+        others = f"a wrong answer {scores['wrong']:g}, an empty one {scores['empty']:g}"
+        yield "", f"the ground truth of a row of {source} scores {scores['right']:g}, {others}"
+
+
+def plan_of_checkpoint(run):
+    """Lines on what is resumed."""
+    yield "resumes", str(run.checkpoint_dir)
+    step = run.script.step_of
+    checkpoints = run.script.list_checkpoints(run.checkpoint_dir.parents[1])
+    newer = [path.name for path in checkpoints if step(path) > step(run.checkpoint_dir)]
+    if newer:
+        yield "", f"and removes {', '.join(newer)}, which are newer"
+    for name, (was, now) in (run.changed or {}).items():
+        yield "", f"{name} was {was} and is {now} from here on"
+
+
+def print_plan(run):
+    """Prints what the run will do, as far as it is known."""
+    lines = [*plan_of_data(run), *plan_of_processes(run)]
+    if run.knows_sizes():
+        lines += plan_of_memory(run)
+    if not run.trains_reward_model():
+        lines += plan_of_reward(run)
+    if run.checkpoint_dir is not None:
+        lines += plan_of_checkpoint(run)
+    lines += [("note", note) for note in run.notes]
+    print(f"Plan of {run.script.__name__}.py")
+    for name, text in lines:
+        print(f"  {name:<9}{printable(text)}")
+
+
+# ------------------------------------------------------------------------------------------- main
+
+
+def one_line(mistake):
+    """A mistake in one line that a terminal shows."""
+    message = " ".join(str(mistake).split())
+    if re.search(r"(^|\s)debug_assets/", message) and not os.path.exists("debug_assets"):
+        message += "; scripts/make_debug_assets.py makes debug_assets"
+    line = re.sub(r"(\S{80})\S{20,}(\S{20})", r"\1...\2", printable(message))  # very long names
+    if len(line) > 450:
+        line = f"{line[:330]} ... {line[-115:]}"
+    return f"preflight: error: {line}"
+
+
+def check(run):
+    """All parts; returns the mistakes, the first of each part."""
+    mistakes = []
+
+    def attempt(part, *needed):
+        """Runs a part, unless another has not found what it needs."""
+        if any(need is None or need is False for need in needed):
+            return
+        try:
+            part(run)
+        except AttributeError as error:
+            if error.obj is not run.script:
+                raise
+            name = part.__name__.replace("_", " ")
+            mistakes.append(f"the script has no {error.name}, so preflight cannot {name}")
+        except (Mistake, ValueError) as error:  # the latter from the script
+            mistakes.append(error)
+
+    is_trainer = run.trains_reward_model()
+    attempt(check_launcher)
+    attempt(check_arguments)
+    attempt(check_tokenizers)
+    attempt(check_data, run.tokenizers)
+    attempt(check_eval_data, run.tokenizers)
+    if is_trainer:
+        attempt(check_updates, run.is_filled_in, run.train_rows)
+        attempt(check_trained_reward_model)
+    else:
+        attempt(check_policy)
+        if hasattr(run.args, "value_learning_rate"):
+            attempt(check_value_model)
+        attempt(check_reward_model)
+        attempt(check_reward, run.train_rows)
+    attempt(check_tokens, run.tokenizers, run.model)
+    attempt(check_run_folder)
+    attempt(check_checkpoint, run.is_filled_in, run.checkpoint_dir)
+    attempt(check_disk, run.run_dir, run.knows_sizes())
+    attempt(check_accounts)
+    attempt(check_memory, run.knows_sizes())
+    return mistakes
+
+
+def main(words):
+    """Checks and prints; returns the exit status."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stderr.reconfigure(errors="backslashreplace")
+    torch.set_num_threads(1)  # a process that is forked beside more may hang
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    own = [index for index, word in enumerate(words) if word.endswith(".py")]
+    split = own[0] if own else len(words)
+    try:
+        description = __doc__.partition("\n\n")[0]
+        options = tyro.cli(
+            Options, args=words[:split], description=description, use_underscores=True
+        )
+        if not own:
+            raise Mistake("which script? preflight.py [OPTIONS] SCRIPT FLAGS..., see --help")
+        script = load_script(words[split])
+        args, mistake = parse_flags(script, words[split + 1 :])
+    except Mistake as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    if torch.cuda.is_available():
+        options.num_gpus = options.num_gpus or torch.cuda.device_count()
+    run = Run(script, options, args, notes=[])
+    mistakes = check(run)
+    if mistake is not None:
+        mistakes.insert(0, mistake)
+    print_plan(run)
+    sys.stdout.flush()
+    for line in dict.fromkeys(map(one_line, mistakes)):
+        print(line, file=sys.stderr)
+    return 2 if mistakes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
