@@ -148,7 +148,11 @@ def load_script(path):
 def parse_flags(script, words):
     """The script's arguments as they are given, and what is wrong with the flags, if anything."""
     args, unknown = tyro.cli(
-        script.Args, args=words, return_unknown_args=True, use_underscores=True
+        script.Args,
+        prog=f"{script.__name__}.py",
+        args=words,
+        return_unknown_args=True,
+        use_underscores=True,
     )
     for field in fields(args):
         if getattr(args, field.name) == "" != field.default:
@@ -327,10 +331,11 @@ def check_arguments(run):
     if getattr(args, "importance_sampling_level", "token") == "sequence":
         if args.mismatch_mask == "token":
             raise Mistake("--mismatch_mask token: by GSPO all tokens of a response have one ratio")
-        if args.cliprange == type(args).cliprange:
+        if max(args.cliprange, args.cliprange_higher) > 0.01:
             run.notes.append(
-                f"--cliprange {args.cliprange:g} never clips the ratio of a whole response; GSPO "
-                f"has --cliprange 3e-4 --cliprange_higher 4e-4"
+                f"--cliprange {args.cliprange:g} and --cliprange_higher {args.cliprange_higher:g} "
+                f"do not bind: the ratio of a whole response stays near 1. GSPO has "
+                f"--cliprange 3e-4 --cliprange_higher 4e-4"
             )
     run.is_filled_in = True
 
@@ -1204,6 +1209,8 @@ def engine_memory(run):
 
 def check_memory(run):
     """Refuses a run that needs more memory than its GPUs have."""
+    if run.options.gpu_memory is None and torch.cuda.device_count() > 0:
+        run.options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     if run.options.gpu_memory is None:
         return
     memory, args = run.options.gpu_memory * GIB, run.args
@@ -1252,11 +1259,9 @@ def plan_of_data(run):
         yield "updates", f"{args.num_updates:,} of {args.mini_batch_size} pairs"
         return
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
-    tokens = ""
+    yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
-        most = args.episodes_per_step * run.max_length()
-        tokens = f", up to {run.max_length():,} tokens each, {most:,} in all"
-    yield "steps", f"{args.num_training_steps:,} of {batch} responses{tokens}"
+        yield "", f"of up to {run.max_length():,} tokens, each with its prompt"
     updates = args.num_updates // args.num_training_steps
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
     if run.options.num_processes > 1:
@@ -1412,10 +1417,7 @@ def main(words):
     own = [index for index, word in enumerate(words) if word.endswith(".py")]
     split = own[0] if own else len(words)
     try:
-        description = __doc__.partition("\n\n")[0]
-        options = tyro.cli(
-            Options, args=words[:split], description=description, use_underscores=True
-        )
+        options = tyro.cli(Options, args=words[:split], description=__doc__, use_underscores=True)
         if not own:
             raise Mistake("which script? preflight.py [OPTIONS] SCRIPT FLAGS..., see --help")
         script = load_script(words[split])
@@ -1423,8 +1425,7 @@ def main(words):
     except Mistake as error:
         print(one_line(error), file=sys.stderr)
         return 2
-    if torch.cuda.is_available():
-        options.num_gpus = options.num_gpus or torch.cuda.device_count()
+    options.num_gpus = options.num_gpus or torch.cuda.device_count()
     run = Run(script, options, args, notes=[])
     mistakes = check(run)
     if mistake is not None:
