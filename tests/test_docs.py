@@ -8,11 +8,11 @@ from helpers import REPO, SCRIPTS
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-# Flags of other programs: the launchers, the tests, the benchmarks, docker
+# Flags of other programs: the launchers, the preflight, the benchmarks, docker
 OTHER_FLAGS = """
     num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
     cpu privileged quiet steps what local_save_dir local_dataset_path split
-    center_rewards_coefficient
+    center_rewards_coefficient num_gpus gpu_memory
 """
 
 
@@ -55,7 +55,7 @@ def test_pages_of_the_scripts_have_the_same_headings():
         tuple(re.findall(r"^## (.+)$", (REPO / "docs" / name).read_text(), re.MULTILINE))
         for name in ("ppo_sync.md", "ppo_vllm_async.md", "grpo_vllm_async.md")
     }
-    assert headings == {("Usage", "Logged metrics", "Details that matter", "Results")}
+    assert headings == {("Usage", "Logged metrics", "Implementation details", "Results")}
 
 
 @pytest.mark.slow
