@@ -124,6 +124,16 @@ class Mistake(Exception):
     """What is wrong, where, and what to do."""
 
 
+def lacks(run, error):
+    """In words: a function or an argument that a fork has not, or not by this name; else None."""
+    if isinstance(error, AttributeError):
+        if error.obj is run.script:
+            return f"the script has no {error.name}"
+        if isinstance(error.obj, run.script.Args):
+            return f"the script's Args have no {error.name}"
+    return None
+
+
 # --------------------------------------------------------------------------- script and arguments
 
 
@@ -303,9 +313,13 @@ def check_warm_up(run):
 
 def check_gpus(run):
     """Refuses GPUs that a machine does not have."""
+    machines, processes = run.options.num_machines, run.options.num_processes
+    if processes < 1 or machines < 1 or processes % machines:
+        raise Mistake(
+            f"--num_processes {processes} must be a multiple of --num_machines {machines}, and "
+            f"both 1 or more"
+        )
     num_gpus, learners = run.options.num_gpus, run.options.local_processes()
-    if run.options.num_processes % run.options.num_machines:
-        raise Mistake("--num_processes must be a multiple of --num_machines")
     gpus = getattr(run.args, "vllm_gpus", ())
     if num_gpus and max([*gpus, learners - 1]) >= num_gpus:
         raise Mistake(
@@ -434,6 +448,17 @@ def read_chat_template(path):
         raise Mistake(f"--chat_template {path}: it cannot be read ({error})") from error
 
 
+def broken_line(path):
+    """File and number of its first line that is no JSON."""
+    with open(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                json.loads(line)
+            except ValueError:
+                return f"{path}, line {number}"
+    return path
+
+
 def read_rows(run, path, split):
     """The rows of a dataset, all of them objects."""
     is_file = Path(path).suffix in (".parquet", ".jsonl")
@@ -447,7 +472,10 @@ def read_rows(run, path, split):
     try:
         rows = run.script.load_rows(path, split)
     except Exception as error:
-        raise Mistake(f"{path}: cannot be read; {advice} ({describe(error)})") from error
+        if lacks(run, error):
+            raise
+        place = broken_line(path) if isinstance(error, json.JSONDecodeError) else path
+        raise Mistake(f"{place}: cannot be read; {advice} ({describe(error)})") from error
     if not rows:
         raise Mistake(f"{path}: the dataset is empty")
     for index, row in enumerate(rows):
@@ -458,28 +486,15 @@ def read_rows(run, path, split):
 
 def check_content(content, name):
     """Refuses what is neither a text nor messages."""
-    if isinstance(content, str) and content:
+    if isinstance(content, str):
         return
     if not isinstance(content, list) or not content:
         raise Mistake(f"`{name}` must be a text, or messages with role and content")
     for message in content:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise Mistake(f"`{name}` must be a text, or messages with role and content")
-        if not message["role"] or not message["content"]:
+        if message["role"] is None or message["content"] is None:
             raise Mistake(f"`{name}` has a message without role or content")
-
-
-def check_columns(run, path, row):
-    """Refuses a dataset without the columns that its script reads. row: the first."""
-    columns = f"the columns are {', '.join(row)}"
-    if "prompt" not in row and "messages" not in row:
-        raise Mistake(f"{path}: there is no column `prompt`; {columns}")
-    uses_source = run.args.apply_verifiable_reward and run.args.reward_fn is None
-    if uses_source and "messages" not in row and "data_source" not in row:
-        raise Mistake(
-            f"{path}: there is no column `data_source`, which chooses the reward; or name a "
-            f"--reward_fn; {columns}"
-        )
 
 
 WITHOUT_TRUTH = "for rows without one use --no-apply_verifiable_reward --reward_model_path MODEL"
@@ -487,10 +502,16 @@ WITHOUT_TRUTH = "for rows without one use --no-apply_verifiable_reward --reward_
 
 def read_prompt(run, row, name, is_eval):
     """A row as the script's Prompt. Mistake: it has not what it must have."""
-    is_open_instruct = row.get("messages") is not None
-    column = "messages" if is_open_instruct else "prompt"
-    check_content(row.get(column), column)
-    source = row.get("dataset" if is_open_instruct else "data_source")
+    args, columns = run.args, f"the columns are {', '.join(row)}"
+    column = "prompt" if row.get("messages") is None else "messages"
+    if column in row:  # a fork may have columns of its own
+        check_content(row[column], column)
+        if not isinstance(row[column], str) and run.tokenizers[0].chat_template is None:
+            raise Mistake(
+                f"`{column}` has messages, and the tokenizer no template for them: see "
+                f"--chat_template"
+            )
+    source = row.get("data_source" if column == "prompt" else "dataset")
     if not isinstance(source or "", str):
         raise Mistake("`data_source` must be a string")
     rule = row.get("reward_model")
@@ -502,10 +523,17 @@ def read_prompt(run, row, name, is_eval):
         raise Mistake(f"the ground truth is nothing that JSON holds ({error})") from error
     try:
         with time_limit(TEMPLATE_TIMEOUT):
-            return run.script.read_prompt(row, name, *run.tokenizers, run.args, is_eval)
+            return run.script.read_prompt(row, name, *run.tokenizers, args, is_eval)
     except Exception as error:
-        if isinstance(error, AttributeError) and error.obj is run.script:
-            raise  # a fork has not this function
+        if lacks(run, error):
+            raise
+        if isinstance(error, KeyError):
+            raise Mistake(f"there is no column `{error.args[0]}`; {columns}") from error
+        if source is None and args.apply_verifiable_reward and args.reward_fn is None:
+            raise Mistake(
+                f"there is no `data_source`, which chooses the reward; or name a --reward_fn; "
+                f"{columns}"
+            ) from error
         if "ground_truth" in str(error):
             raise Mistake(f"{error}; {WITHOUT_TRUTH}") from error
         if isinstance(error, NotImplementedError | ValueError):
@@ -518,7 +546,6 @@ def read_prompt(run, row, name, is_eval):
 def read_prompts(run, path, split, is_eval):
     """The prompts of a dataset that are neither empty nor too long."""
     rows = read_rows(run, path, split)
-    check_columns(run, path, rows[0])
     prompts = []
     for index, row in enumerate(rows):
         name = f"{path}, row {index}"
@@ -578,7 +605,7 @@ def read_pairs(run, path, split):
                     _, context_ids = run.script.tokenize_prompt(context, tokenizer)
                     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             except Exception as error:
-                if isinstance(error, AttributeError) and error.obj is run.script:
+                if lacks(run, error):
                     raise
                 what = str(error) if isinstance(error, Mistake) else f"`{column}`: {error}"
                 raise Mistake(f"{path}, row {index}: {what}") from error
@@ -759,12 +786,9 @@ def check_trained_reward_model(run):
 def check_value_model(run):
     """What the value model starts from."""
     args = run.args
-    paths = {"value_model_path": args.value_model_path, "reward_model_path": args.reward_model_path}
-    for flag, path in paths.items():
-        if path is not None:
-            run.value_model = build_classifier(run, flag, path, may_lack_head=True)
-            return
-    run.value_model = run.model  # with another head
+    flags = ("value_model_path", "reward_model_path", "model_name_or_path")
+    flag = next(flag for flag in flags if getattr(args, flag) is not None)
+    run.value_model = build_classifier(run, flag, getattr(args, flag), may_lack_head=True)
 
 
 def check_reward_model(run):
@@ -803,7 +827,7 @@ def check_tokens(run):
 # ----------------------------------------------------------------------------------------- reward
 
 
-def serve_calls(connection, script, reward_fn, calls):
+def serve_calls(connection, compute_score, reward_fn, calls):
     """The main function of a process of its own: tries the reward on (prompt, answer) pairs.
 
     It sends (score, what went wrong) for the import, and then for each of the calls.
@@ -826,7 +850,7 @@ def serve_calls(connection, script, reward_fn, calls):
 
     def load():
         nonlocal function
-        function = load_reward_fn(script, reward_fn)
+        function = load_reward_fn(reward_fn) if reward_fn else compute_score
 
     def score(prompt, answer):
         options = {"extra_info": prompt.extra_info} if reward_fn else {}
@@ -847,10 +871,8 @@ def serve_calls(connection, script, reward_fn, calls):
     os._exit(0)
 
 
-def load_reward_fn(script, reward_fn):
-    """The function that grades. ImportError: there is none of that name."""
-    if reward_fn is None:
-        return script.compute_score
+def load_reward_fn(reward_fn):
+    """The function of --reward_fn path/to/file.py:function. ImportError: there is none."""
     path, _, name = reward_fn.rpartition(":")
     if reward_fn.endswith(".py"):  # without a name: the error below lists what there is
         path, name = reward_fn, ""
@@ -881,7 +903,8 @@ def try_reward(run, calls):
     name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
     context = mp.get_context("fork")  # it has the script, and what that has imported
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_calls, args=(theirs, run.script, args.reward_fn, calls))
+    job = (theirs, run.script.compute_score, args.reward_fn, calls)
+    process = context.Process(target=serve_calls, args=job)
     process.start()
     theirs.close()
 
@@ -1012,7 +1035,7 @@ def find_checkpoint(run, run_dir):
 
 # Under others the steps until the checkpoint would have been others. The scripts refuse them, too
 MUST_AGREE = ["seed", "beta", "episodes_per_step", "number_samples_per_prompt", "mini_batch_size"]
-MUST_AGREE += ["num_epochs", "num_updates", "data_hash", "num_evals", "eval_temperature"]
+MUST_AGREE += ["num_epochs", "num_updates", "data_hash"]
 # Where it runs, and what follows from the rest
 MAY_DIFFER = {"exp_name", "run_name", "output_dir", "resume_from_checkpoint", "world_size"}
 MAY_DIFFER |= {"local_world_size", "rollout_batch_size"}
@@ -1049,9 +1072,13 @@ def check_checkpoint(run):
         state = json.loads(file.read_text())
         file = path.parents[1] / "args.json"
         saved = json.loads(file.read_text())
+        if not isinstance(state, dict) or not isinstance(saved, dict):
+            raise ValueError("state.json and args.json must be objects")
     except Exception as error:
         raise Mistake(f"{given}: {file.name} is damaged or missing; {older} ({error})") from error
-    needed = [] if run.trains_reward_model() else ["beta"]
+    needed = ["seconds", "wandb_id"]
+    if hasattr(run.args, "kl_target"):
+        needed.append("beta")
     if hasattr(script, "load_rollout"):
         needed.append("policy_version")
         if not (path / "next_rollout/responses.jsonl").is_file():
@@ -1060,9 +1087,15 @@ def check_checkpoint(run):
     if run.train_rows is not None and run.eval_rows is not None:
         run.args.data_hash = hash_data(run)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    unknown = saved.keys() - current.keys()
-    if unknown or not set(needed) <= state.keys():
-        raise Mistake(f"{given} was written by another script (which has {', '.join(unknown)})")
+    must_agree = MUST_AGREE
+    if hasattr(script, "load_rollout"):  # an evaluation may be in the checkpoint
+        must_agree = [*MUST_AGREE, "num_evals", "eval_temperature"]
+    differing = [f"{name} too many in args.json" for name in saved if name not in current]
+    names = [name for name in must_agree if name in current and name not in saved]
+    differing += [f"{name} missing in args.json" for name in names]
+    differing += [f"{name} missing in state.json" for name in needed if name not in state]
+    if differing:
+        raise Mistake(f"{given} was written by another script: {', '.join(differing)}")
     weights = ["model.safetensors", "optimizer.bin"]
     if hasattr(run.args, "value_learning_rate"):
         weights += ["model_1.safetensors", "optimizer_1.bin"]
@@ -1074,8 +1107,10 @@ def check_checkpoint(run):
         for name in sorted(saved)
         if saved[name] != current[name] and name not in MAY_DIFFER
     }
-    if any(name in run.changed for name in MUST_AGREE):
+    if any(name in run.changed for name in must_agree):
         differences = [f"{name} was {was} and is {now}" for name, (was, now) in run.changed.items()]
+        if "data_hash" in run.changed:
+            differences.append("so --dataset or --eval_dataset has other rows")
         raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
     step = script.step_of(path)
     steps = getattr(run.args, "num_training_steps", run.args.num_updates)
@@ -1337,17 +1372,26 @@ def plan_of_checkpoint(run):
 
 def print_plan(run):
     """Prints what the run will do, as far as it is known."""
-    lines = [*plan_of_data(run), *plan_of_processes(run)]
+    parts = [plan_of_data, plan_of_processes]
     if run.knows_sizes():
-        lines += plan_of_memory(run)
+        parts.append(plan_of_memory)
     if not run.trains_reward_model():
-        lines += plan_of_reward(run)
+        parts.append(plan_of_reward)
     if run.checkpoint_dir is not None:
-        lines += plan_of_checkpoint(run)
-    lines += [("note", note) for note in run.notes]
+        parts.append(plan_of_checkpoint)
     print(f"Plan of {run.script.__name__}.py")
-    for name, text in lines:
-        print(f"  {name:<9}{printable(text)}")
+    for part in parts:
+        try:
+            lines = list(part(run))
+        except AttributeError as error:
+            if lacks(run, error) is None:
+                raise
+            name = part.__name__.replace("_", " ")
+            lines = [("note", f"{lacks(run, error)}, so there is no {name}")]
+        for name, text in lines:
+            print(f"  {name:<9}{printable(text)}")
+    for note in run.notes:
+        print(f"  note     {printable(note)}")
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -1375,10 +1419,10 @@ def check(run):
         try:
             part(run)
         except AttributeError as error:
-            if error.obj is not run.script:
+            if lacks(run, error) is None:
                 raise
             name = part.__name__.replace("_", " ")
-            mistakes.append(f"the script has no {error.name}, so preflight cannot {name}")
+            mistakes.append(f"{lacks(run, error)}, so preflight does not {name}")
         except (Mistake, ValueError) as error:  # the latter from the script
             mistakes.append(error)
 
@@ -1417,9 +1461,16 @@ def main(words):
     own = [index for index, word in enumerate(words) if word.endswith(".py")]
     split = own[0] if own else len(words)
     try:
-        options = tyro.cli(Options, args=words[:split], description=__doc__, use_underscores=True)
-        if not own:
-            raise Mistake("which script? preflight.py [OPTIONS] SCRIPT FLAGS..., see --help")
+        options, unknown = tyro.cli(
+            Options,
+            args=words[:split],
+            description=__doc__,
+            return_unknown_args=True,
+            use_underscores=True,
+        )
+        if unknown or not own:
+            found = f"{unknown[0]} is neither an option nor a script of Python; " if unknown else ""
+            raise Mistake(f"{found}it is preflight.py [OPTIONS] script.py FLAGS..., see --help")
         script = load_script(words[split])
         args, mistake = parse_flags(script, words[split + 1 :])
     except Mistake as error:
@@ -1430,6 +1481,8 @@ def main(words):
     mistakes = check(run)
     if mistake is not None:
         mistakes.insert(0, mistake)
+    if hub_answers.cache_info().misses > 0 and not hub_answers():
+        run.notes.append("the hub does not answer; what is in the cache of it is used")
     print_plan(run)
     sys.stdout.flush()
     for line in dict.fromkeys(map(one_line, mistakes)):

@@ -45,10 +45,14 @@ def describe_speed(metrics: list[dict]) -> str | None:
     >>> line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
     >>> describe_speed([line, line])  # of a run in turns: either side always waits for the other
     >>> line["policy/staleness"] = 1
-    >>> describe_speed([line, line])
+    >>> resumed = {"time/training": 4.0, "policy/staleness": 1}  # generated before the checkpoint
+    >>> describe_speed([resumed, line, line])
     'training-bound: the other waited 50% of the time; more learners, shorter responses help'
     """
     if not any(line.get("policy/staleness") for line in metrics):
+        return None
+    metrics = [line for line in metrics if "time/wait_for_prompts" in line]
+    if not metrics:
         return None
     seconds = sum(line["time/training"] for line in metrics)
     learner_waited = sum(line["time/wait_for_generation"] for line in metrics) / seconds
