@@ -1,9 +1,9 @@
-"""Odd input of every kind: the cases that scripts/preflight.py is to answer with one line.
+"""Odd input of every kind: the cases that scripts/preflight.py answers with one line.
 
-The specification of that program, which is not there yet: no test runs these cases so far. To each
-of CASES, ENVIRONMENTS and SURROUNDINGS it is to say what is wrong in one printable line of less
-than 500 characters, to end with status 2, and to have written nothing. FLAGS cannot be parsed, HUBS
-do not answer, and in PLANS nothing is wrong, but there is something that the plan must say.
+The specification of that program. To each of CASES, LAUNCHES, FORKS, CHECKPOINTS, ENVIRONMENTS and
+SURROUNDINGS it says what is wrong in one printable line of less than 500 characters, ends with
+status 2, and has written nothing. FLAGS cannot be parsed, HUBS do not answer. In PLANS, RESUMED and
+LAUNCHED nothing is wrong, but there is something that the plan must say.
 
     make, words, scripts = CASES[name]
     options = good_options(folder, script) | make(folder)     for each of the scripts
@@ -15,19 +15,29 @@ Relative paths are looked up in the folder, where there are no debug assets.
 import contextlib
 import datetime
 import decimal
+import hashlib
+import importlib
 import json
 import math
 import os
+import pickle
+import re
 import shutil
 import socket
 import socketserver
 import threading
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet
+import torch
 import transformers
-from helpers import GRPO, PPO, REPO, SCRIPTS
+import tyro
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS
 from helpers.files import write_rows, write_text
+from helpers.processes import flags_of
 from safetensors.torch import load_file, save_file
 
 TRAINER = ("scripts/train_reward_model.py",)
@@ -55,6 +65,19 @@ def good_options(folder, script):
         options |= {"local_rollout_batch_size": 32, "number_samples_per_prompt": 2}
         options |= {"local_mini_batch_size": 64}
     return options
+
+
+def words_of(options):
+    """Options as they are typed."""
+    words = []
+    for name, value in options.items():
+        if name == "vllm_gpus" and value is not None:
+            words += ["--vllm_gpus", *value.split()]
+        elif isinstance(value, int | float) and value < 0:
+            words.append(f"--{name}={value}")  # -1e-06 alone would be a flag to Python's parser
+        else:
+            words += flags_of({name: value})
+    return words
 
 
 # ---------------------------------------------------------------------------------------- builders
@@ -178,6 +201,13 @@ def swap_digits(folder):
     path.write_text(json.dumps(tokenizer))
 
 
+def empty_vocabulary(folder):
+    """A tokenizer that turns every text into nothing."""
+    path = folder / "tokenizer.json"
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+
+
 SMALL = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -198,7 +228,7 @@ def classifier(*changes, flag="reward_model_path", **settings):
 # name: (builder, words of the line), for the three scripts; or with the scripts that it is for.
 # Words are separated by bars.
 
-CSV = file("dataset", "csv/a.csv", "prompt,x\n1,2\n")
+CSV = file("dataset", "csv/a.csv", "prompt,x\n5=,2\n")
 REFUSES = file("chat_template", "t.jinja", "{{ raise_exception('no system role') }}")
 ENDLESS = file("chat_template", "t.jinja", "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4)
 FILES = {
@@ -245,8 +275,6 @@ ROWS = {
     "reward_model is a text": ([ROW | {"reward_model": "12358"}], 0, "ground_truth"),
     "for a reward model": ([HH], 0, NO_TRUTH),
     "for a reward model among others": ([ROW, HH], 1, NO_TRUTH),
-    "verl's after open-instruct's": ([OPEN_INSTRUCT, ROW], 1, "ground_truth"),
-    "open-instruct's after verl's": ([ROW, OPEN_INSTRUCT], 1, "ground_truth"),
     "source unknown": ([ROW, ROW | {"data_source": "no/such"}], 1, "no/such | gsm8k | --reward_fn"),
     "source is a list": ([OPEN_INSTRUCT | {"dataset": ["gsm8k"]}], 0, "`data_source` | string"),
     "source with control characters": ([ROW | {"data_source": "\x1b[31mx"}], 0, r"\x1b[31mx"),
@@ -283,8 +311,7 @@ PAIRS = {
     "all equal": (rows(*[PAIR | {"rejected": "12358"}] * 3), "3 pairs | 3 whose responses are"),
     "all too long": (given(max_token_length=5), "good.jsonl | 70 longer than --max_token_length 5"),
     "too few": (given(local_mini_batch_size=80), "good.jsonl | 70 pairs | --local_mini_batch_size"),
-    "rest of a batch": (given(per_device_train_batch_size=7), "local_mini_batch_size | 64 | 7"),
-    "rate": (given(learning_rate=-1.0), "--learning_rate | above 0"),
+    "rate": (given(learning_rate=-1.0), "--learning_rate | -1.0 | 0"),
     "not finite": (given(center_rewards_coefficient="nan"), "--center_rewards_coefficient"),
     "warm-up of more than all": (given(warmup_ratio=1.5), "--warmup_ratio | at most 1"),
     "two labels": (classifier(flag="model_name_or_path", num_labels=2), "2 labels"),
@@ -311,6 +338,9 @@ NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 BERT = architecture("BertForSequenceClassification", num_labels=1)
 NO_END = (content(GENERATION, b"{}"), config(eos_token_id=None))
 
+NO_TOKENIZER = (remove("tokenizer.json"), remove("tokenizer_config.json"))
+EMPTY_TOKENIZER = model(empty_vocabulary, flag="tokenizer_name_or_path")
+
 # A model to train a reward model from need not be a decoder, and has no generation config
 MODELS = {
     "no folder": (missing("model_name_or_path"), "--model_name_or_path | none", EVERY),
@@ -319,7 +349,7 @@ MODELS = {
     "empty path": (given(model_name_or_path=""), "--model_name_or_path is empty"),
     "name too long": (given(model_name_or_path="x" * 5000), "--model_name"),
     "no weights": (model(remove(WEIGHTS)), "safetensors | no file named", EVERY),
-    "empty weights": (model(content(WEIGHTS, b"")), "safetensors | header", EVERY),
+    "empty weights": (model(content(WEIGHTS, b"")), "--model_name_or_path | header", EVERY),
     "weights cut off": (model(cut_off), "--model_name_or_path | incomplete", EVERY),
     "rubbish for weights": (model(content(WEIGHTS, b"\xff" * 999)), "header", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
@@ -327,7 +357,7 @@ MODELS = {
     "not a number": (model(NAN), f"{Q_PROJ} | finite", EVERY),
     "infinite": (model(INFINITE), f"{Q_PROJ} | finite", EVERY),
     "a shard lacks": (model(*NO_SHARD), "model-00002-of-00002.safetensors", EVERY),
-    "pickle": (model(*PICKLED), "safetensors", EVERY),
+    "empty pickle": (model(*PICKLED), "--model_name_or_path | weights", EVERY),
     "T5": (model(T5), "T5Config"),
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "ViT": (model(VIT), "ViTConfig"),
@@ -350,6 +380,12 @@ MODELS = {
     "too few positions": (given(response_length=512), "--response_length | positions | 512"),
     "no tokenizer": (missing("tokenizer_name_or_path"), "--tokenizer_name_or_path | none", EVERY),
     "broken tokenizer": (model(content("tokenizer.json", b"{")), "--model_name_or_path", EVERY),
+    "tokenizer lacks": (model(*NO_TOKENIZER), "--model_name_or_path | tokenizer", EVERY),
+    "empty tokenizer": (EMPTY_TOKENIZER, "tokenizer | --tokenizer_name_or_path", EVERY),
+    "no chat template": (
+        model(remove("chat_template.jinja")),
+        "row 0 | `prompt` | --chat_template",
+    ),
     "tokenizer of another": (model(NINE), "tokenizer | 17 | 9"),
     "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
     "stop token beyond": (given(stop_token_id=17), "17 | --stop_token_id"),
@@ -390,7 +426,9 @@ def f(*_, extra_info):
     print("called", file=sys.stderr)
     argparse.ArgumentParser().parse_args(["--help"])
 """
-WRONG = reward("def f(_, text, truth, extra_info): return {truth: 1.0}[text]\n")
+FIVE = ROW | {"reward_model": {"ground_truth": "5"}}
+# The wrong answer to a row is another row's ground truth
+WRONG = together(call("return 1.0 / (_[1] != '5')"), rows(*[ROW] * 35, *[FIVE] * 35))
 EMPTY = reward("def f(_, text, truth, extra_info): return float(text[0] == '1')\n")
 HANGS = together(call("time.sleep(1000)"), given(reward_timeout=0.5))
 OF_ROW = "good.jsonl, row 0 | r.py:f"
@@ -413,8 +451,8 @@ REWARDS = {
     "file parses arguments": (reward(PARSER), "r.py:f | SystemExit | line 2"),
     "fails": (call("return 1 / 0"), f"{OF_ROW} | ZeroDivisionError | line 3"),
     # Of these the line quotes the answer
-    "fails on a wrong answer": (WRONG, f"{OF_ROW} | KeyError"),
-    "fails on an empty answer": (EMPTY, f"{OF_ROW} | IndexError"),
+    "fails on a wrong answer": (WRONG, "data.jsonl, row 0 | answer '5' | ZeroDivisionError"),
+    "fails on an empty answer": (EMPTY, f"{OF_ROW} | answer '' | IndexError"),
     "hangs": (HANGS, f"{OF_ROW} | TimeoutError | 0.5 seconds"),
     "exits": (call("sys.exit(0)"), f"{OF_ROW} | SystemExit"),
     "ends its process": (call("os._exit(0)"), f"{OF_ROW} | exit code 0"),
@@ -423,6 +461,10 @@ REWARDS = {
     "coroutine": (reward("async def f(*_, extra_info): return 1.0\n"), "r.py:f | coroutine"),
     "closes stderr": (reward(CLOSED_STDERR), "r.py:f | no such thing | line 4"),
     "prints and exits": (reward(TALKATIVE), "SystemExit: 0 | line 6"),
+    "name of Python's own module": (
+        reward(FUNCTIONS, ":first", "math.py"),
+        "math.py:first | rename",
+    ),
     "odd error": (call(r"raise ValueError('\ud800\x1b[31m')"), r"r.py:f | \ud800\x1b[31m"),
 }
 
@@ -464,8 +506,8 @@ NUMBERS = {
     "cold evaluation": (given(eval_temperature=1e-300), "--eval_temperature | at least"),
     "small epsilon": (given(eps=1e-300), "--eps | at least"),
     # Which do not fit each other
-    "rest of a step": (given(local_mini_batch_size=24), "(64) | local_mini_batch_size (24)"),
-    "rest of a batch": (given(per_device_train_batch_size=7), "local_mini_batch_size (64) | (7)"),
+    "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 16 or 32"),
+    "rest of a batch": (given(per_device_train_batch_size=7), "(64) | (7) | 4 or 8"),
     "billion": (given(local_rollout_batch_size=10**8, number_samples_per_prompt=10), "a million"),
     "no step": (given(total_episodes=63), "--total_episodes"),
     "warm-up": (given(**TEN, warm_up_steps=10), "warm_up_steps | 10 updates"),
@@ -526,6 +568,356 @@ CASES = {
     for name, (make, words, *scripts) in table.items()
 }
 
+# What preflight is told of the machines, for the case; for those of GPUS
+EIGHT_GPUS = {"num_processes": 2, "num_gpus": 8}
+# name: (the same, options, words)
+LAUNCHES = {
+    "no processes": ({"num_processes": 0}, {}, "--num_processes"),
+    "no machines": ({"num_machines": 0}, {}, "--num_machines"),
+    "uneven machines": ({"num_processes": 3, "num_machines": 2}, {}, "--num_machines"),
+    "too few GPUs": ({"num_processes": 4, "num_gpus": 2}, {}, "4 learners | 2 GPUs"),
+    "memory of vLLM": (
+        {"num_gpus": 1, "gpu_memory": 2.0},
+        {"vllm_gpu_memory_utilization": 0.1},
+        "--vllm_gpu_memory_utilization 0.1 | GiB",
+    ),
+    "memory of a learner": (
+        {"num_gpus": 2, "gpu_memory": 1.25},
+        {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500},
+        "learner | 1.25 | GiB | --per_device_train_batch_size | --gradient_checkpointing",
+    ),
+    # Each fits, and the two do not
+    "memory of both": (
+        {"num_gpus": 1, "gpu_memory": 10.0},
+        {"vllm_gpu_memory_utilization": 0.9},
+        "learner | 10 | GiB | --vllm_gpus",
+    ),
+}
+
+
+# A fork is a file with the name fork.py, of ppo_vllm_async.py unless the case says otherwise
+
+
+def fork(text, name="fork.py"):
+    return lambda folder: write_text(folder / name, text)
+
+
+def rename(*names):
+    """The script with functions or arguments of other names."""
+
+    def make(folder):
+        text = (REPO / ASYNC[0]).read_text()
+        for name in names:
+            text = re.sub(rf"\b{name}\b", f"my_{name}", text)
+        return write_text(folder / "fork.py", text)
+
+    return make
+
+
+# name: (builder of the script, words)
+FORKS = {
+    "not there": (lambda folder: folder / "none.py", "none.py | no such"),
+    "no Python by its name": (fork("", "fork.sh"), "fork.sh | SCRIPT"),
+    "no Python": (fork("def f(:\n"), "fork.py | SyntaxError | line 1"),
+    "fails": (fork("\nraise OSError('no licence')\n"), "fork.py | OSError: no licence | line 2"),
+    "exits": (fork("import sys\nsys.exit(0)\n"), "fork.py | SystemExit"),
+    "no script": (fork("x = 1\n"), "fork.py | Args"),
+    "another name of fill_in": (rename("fill_in"), "the script has no fill_in"),
+    "other names for data": (rename("load_rows", "load_prompts"), "the script has no load_rows"),
+    "other names for rows": (
+        rename("read_prompt", "load_prompts"),
+        "the script has no read_prompt",
+    ),
+    "another name of compute_score": (rename("compute_score"), "the script has no compute_score"),
+    "another argument": (rename("gradient_checkpointing"), "gradient_checkpointing"),
+    "no held-out data": (rename("eval_dataset"), "eval_dataset"),
+}
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def filled_in(script, options):
+    """Arguments of a run as its main() has them when it writes args.json, and the prompts."""
+    module = importlib.import_module(Path(script).stem)
+    args = tyro.cli(module.Args, args=words_of(options))
+    if script in TRAINER:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+        args.stop_token_id = tokenizer.eos_token_id
+        rows = module.load_pairs(None, args.dataset, args.dataset_split, tokenizer, args)
+        args.mini_batch_size = args.local_mini_batch_size
+        args.num_updates = len(rows) * args.num_train_epochs // args.mini_batch_size
+        args.data_hash = hashlib.sha256("".join(map(repr, rows)).encode()).hexdigest()
+        return args, rows
+    args = module.fill_in(args, 1)
+    tokenizers = module.load_tokenizers(args)
+    rows = module.load_prompts(args.dataset, "train", *tokenizers, args, is_eval=False)
+    args.data_hash = module.stable_hash([module.stable_hash(replace(row, row="")) for row in rows])
+    args.stop_token_ids = (1,)
+    return args, rows
+
+
+def options_of_run(folder, script):
+    """Of ten steps, or of eight updates of a reward model."""
+    length = {"local_mini_batch_size": 8} if script in TRAINER else {"total_episodes": 640}
+    return good_options(folder, script) | length
+
+
+def save_run(folder, script):
+    """A run that was interrupted in step 8, with checkpoints after 3 and 6 whose weights are small.
+
+    Its folder is output/run.
+    """
+    module = importlib.import_module(Path(script).stem)
+    args, rows = filled_in(script, options_of_run(folder, script))
+    run_dir = folder / "output" / "run"
+    write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
+    state = {"seconds": 12.5, "wandb_id": "abc"}
+    models = ["", "_1"] if script in PPO else [""]
+    if script in PPO:
+        state["beta"] = args.beta
+
+    def save_state(checkpoint):
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        for suffix in models:
+            save_file({"weight": torch.ones(2)}, checkpoint / f"model{suffix}.safetensors")
+            torch.save({"state": {}, "param_groups": []}, checkpoint / f"optimizer{suffix}.bin")
+        (checkpoint / "random_states_0.pkl").write_bytes(pickle.dumps({}))
+
+    accelerator = SimpleNamespace(
+        save_state=save_state, wait_for_everyone=lambda: None, is_main_process=True
+    )
+    for step in range(1, 8):
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"training_step": step}) + "\n")
+        if step in (3, 6):
+            if script in ASYNC:
+                responses = [
+                    module.Response(row, [5, 1], [-0.5, -0.25], True, "5", 0.0) for row in rows[:64]
+                ]
+                module.save_rollout(run_dir, module.Rollout(step + 1, step - 1, responses, [], {}))
+                state["policy_version"] = step - 1
+            module.save_checkpoint(accelerator, run_dir, step, state, args)
+
+
+# What may have happened to a run, whose folder it is given
+
+
+def at(name, change, step=3):
+    """A change of a file of a checkpoint."""
+    return lambda run_dir: change(run_dir / "checkpoints" / f"step_{step}" / name)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def unlink(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def zeros(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def rewrite(change):
+    """A change of an object in JSON, which it gets."""
+
+    def do(path):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return do
+
+
+def list_of(path):
+    path.write_text("[]")
+
+
+def arguments(change):
+    return lambda run_dir: change(run_dir / "args.json")
+
+
+def move(old, new):
+    def do(run_dir):
+        (run_dir / new).parent.mkdir(exist_ok=True)
+        (run_dir / "checkpoints" / old).rename(run_dir / new)
+
+    return do
+
+
+def no_checkpoints(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+
+
+def nothing(run_dir):
+    pass
+
+
+LATEST = {"resume_from_checkpoint": "latest"}
+WEIGHTS_OF_VALUES = at("model_1.safetensors", unlink)
+ROLLOUT = "next_rollout/responses.jsonl"
+SEVERAL = {"seed": 2, "beta": 0.5}
+BATCH = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32}
+BATCH_OF_GRPO = {"local_rollout_batch_size": 16, "local_mini_batch_size": 32}
+UNFINISHED = {"resume_from_checkpoint": "output/run/checkpoints/unfinished"}
+LEFT_OVER = move("step_3", "checkpoints/unfinished")
+BEST = {"resume_from_checkpoint": "output/run/best/step_3"}
+DONE = {"resume_from_checkpoint": "output/run/checkpoints/step_10"}
+
+
+def other_data(folder):
+    return {"dataset": write_rows(folder / "other.jsonl", [ROW] * 69)}
+
+
+# name: (what has happened to the run; options, or what builds them in the folder; words)
+# Unless they say otherwise, options are to resume output/run/checkpoints/step_3
+CHECKPOINTS = {
+    "weights cut off": (at("model.safetensors", cut), {}, "model.safetensors | older", EVERY),
+    "empty weights": (at("model.safetensors", empty), {}, "model.safetensors | older", EVERY),
+    "weights of zeros": (at("model.safetensors", zeros), {}, "model.safetensors | older", EVERY),
+    "no weights": (at("model.safetensors", unlink), {}, "model.safetensors | older", EVERY),
+    "optimizer cut off": (at("optimizer.bin", cut), {}, "optimizer.bin | older", EVERY),
+    "empty optimizer": (at("optimizer.bin", empty), {}, "optimizer.bin | older", EVERY),
+    "optimizer of zeros": (at("optimizer.bin", zeros), {}, "optimizer.bin | older", EVERY),
+    "no value model": (WEIGHTS_OF_VALUES, {}, "model_1.safetensors | older", PPO),
+    "no optimizer of values": (at("optimizer_1.bin", unlink), {}, "optimizer_1.bin | older", PPO),
+    "no state": (at("state.json", unlink), {}, "state.json | older", EVERY),
+    "state cut off": (at("state.json", cut), {}, "state.json | older", EVERY),
+    "state of zeros": (at("state.json", zeros), {}, "state.json | older", EVERY),
+    "state that is a list": (at("state.json", list_of), {}, "state.json", EVERY),
+    "state without seconds": (
+        at("state.json", rewrite(lambda state: state.pop("seconds"))),
+        {},
+        "state.json | seconds",
+        EVERY,
+    ),
+    "no rollout": (at(ROLLOUT, unlink), {}, ROLLOUT, ASYNC),
+    "rollout cut off": (at(ROLLOUT, cut), {}, "responses.jsonl | older", ASYNC),
+    "rollout of zeros": (at(ROLLOUT, zeros), {}, "responses.jsonl | older", ASYNC),
+    "metrics cut off": (at("metrics.jsonl", cut), {}, "metrics.jsonl | older", EVERY),
+    "no arguments": (arguments(unlink), {}, "args.json", EVERY),
+    "arguments cut off": (arguments(cut), {}, "args.json", EVERY),
+    "arguments that are a list": (arguments(list_of), {}, "args.json", EVERY),
+    "arguments without the seed": (
+        arguments(rewrite(lambda args: args.pop("seed"))),
+        {},
+        "args.json | seed",
+        EVERY,
+    ),
+    # What is given
+    "unfinished": (LEFT_OVER, UNFINISHED, "unfinished | no checkpoint", EVERY),
+    "the run's folder": (
+        nothing,
+        {"resume_from_checkpoint": "output/run"},
+        "no checkpoint | its newest | output/run/checkpoints/step_6",
+        EVERY,
+    ),
+    "no such folder": (
+        nothing,
+        {"resume_from_checkpoint": "output/run/checkpoints/step_4"},
+        "step_4 | no checkpoint",
+        EVERY,
+    ),
+    "elsewhere": (move("step_3", "best/step_3"), BEST, "no checkpoint | /checkpoints/step_", EVERY),
+    "empty": (nothing, {"resume_from_checkpoint": ""}, "--resume_from_checkpoint", EVERY),
+    "latest of no run": (nothing, LATEST | {"run_name": None}, "--run_name", EVERY),
+    "latest of another": (
+        nothing,
+        LATEST | {"run_name": "other"},
+        "other has no checkpoint | --run_name",
+        EVERY,
+    ),
+    "latest of none": (no_checkpoints, LATEST, "run has no checkpoint", EVERY),
+    "latest, cut off": (at("model.safetensors", cut, 6), LATEST, "step_6 | older", EVERY),
+    "all steps are done": (
+        move("step_6", "checkpoints/step_10"),
+        DONE,
+        "step_10 | 10 steps are done",
+    ),
+    # Arguments by which the steps so far would have been others
+    "seed": (nothing, {"seed": 2}, "seed was 1 and is 2", EVERY),
+    "beta": (nothing, {"beta": 0.5}, "beta was 0.01 and is 0.5", PPO),
+    "several": (nothing, SEVERAL, "seed was 1 and is 2 | beta was 0.01 and is 0.5", PPO),
+    "epochs": (nothing, {"num_epochs": 2}, "num_epochs was 1 and is 2"),
+    "data": (nothing, other_data, "--dataset"),
+    "held-out data": (
+        nothing,
+        lambda folder: {"eval_dataset": write_rows(folder / "other.jsonl", [ROW] * 8)},
+        "--eval_dataset",
+    ),
+    "batches": (nothing, BATCH, "episodes_per_step was 64 and is 32", PPO),
+    "batches of GRPO": (nothing, BATCH_OF_GRPO, "episodes_per_step was 64 and is 32", GRPO),
+    "samples": (
+        nothing,
+        {"number_samples_per_prompt": 4, "local_rollout_batch_size": 16},
+        "number_samples_per_prompt was",
+    ),
+    "mini-batches": (nothing, {"local_mini_batch_size": 32}, "mini_batch_size was 64 and is 32"),
+    "longer": (nothing, {"total_episodes": 1280}, "num_updates was 10 and is 20"),
+    "shorter": (nothing, {"total_episodes": 128}, "num_updates was 10 and is 2"),
+    "evaluations": (nothing, {"num_evals": 5}, "num_evals was 10 and is 5", ASYNC),
+    "warm evaluations": (
+        nothing,
+        {"eval_temperature": 0.5},
+        "eval_temperature was 0.0 and is 0.5",
+        ASYNC,
+    ),
+    "pairs": (
+        nothing,
+        lambda folder: {"dataset": write_rows(folder / "other.jsonl", [PAIR] * 69)},
+        "--dataset",
+        TRAINER,
+    ),
+    "batches of pairs": (
+        nothing,
+        {"local_mini_batch_size": 16},
+        "mini_batch_size was 8 and is 16; num_updates was 8 and is 4",
+        TRAINER,
+    ),
+}
+
+# name: (the script that has written it, the one that is to go on, words)
+OTHER_SCRIPTS = {
+    "PPO by GRPO": ("ppo_vllm_async.py", "grpo_vllm_async.py", "another script"),
+    "GRPO by PPO": ("grpo_vllm_async.py", "ppo_vllm_async.py", "another script"),
+    "synchronous by asynchronous": ("ppo_sync.py", "ppo_vllm_async.py", ROLLOUT),
+    "reward model by PPO": ("scripts/train_reward_model.py", "ppo_sync.py", "another script"),
+}
+
+
+def move_data(folder):
+    (folder / "good.jsonl").rename(folder / "moved.jsonl")
+    return {"dataset": folder / "moved.jsonl"}
+
+
+def copy_of_model(folder):
+    shutil.copytree(MODEL, folder / "model")
+    return {"model_name_or_path": folder / "model"}
+
+
+# Nothing is wrong. name: (as in CHECKPOINTS, words of the plan, scripts)
+RESUMED = {
+    "older": (nothing, {}, "resumes | checkpoints/step_3 and removes step_6", EVERY),
+    "newest": (nothing, LATEST, "resumes | checkpoints/step_6", EVERY),
+    "unfinished besides": (move("step_6", "checkpoints/unfinished"), LATEST, "step_3", EVERY),
+    "another folder is given": (nothing, {"run_name": "other"}, "run/checkpoints/step_3", EVERY),
+    "moved data": (nothing, move_data, "dataset was | moved.jsonl", EVERY),
+    "rate": (nothing, {"learning_rate": 0.5}, "learning_rate was | and is 0.5", EVERY),
+    "model": (nothing, copy_of_model, "model_name_or_path was | and is", EVERY),
+    "evaluations": (nothing, {"num_evals": 5, "eval_temperature": 0.5}, "step_3", PPO[:1]),
+    "adapted beta": (
+        at("state.json", rewrite(lambda state: state.update(beta=0.03))),
+        {"kl_target": 6.0},
+        "step_3",
+        PPO,
+    ),
+}
+
 # ------------------------------------------------------------------------- not from options alone
 
 # name: (flags as they are typed, words)
@@ -576,10 +968,17 @@ SURROUNDINGS = {
 HUBS = ("no/such | the hub does not answer", ("refuses", "silent", "full", "out of order"))
 
 
+class OutOfOrder(BaseHTTPRequestHandler):
+    """A server that knows no GET, and says nothing of it in a terminal."""
+
+    def log_message(self, *_):
+        pass
+
+
 @contextlib.contextmanager
 def hub(kind):
     """The address of a hub that does not work."""
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), OutOfOrder) as server:
         address = server.server_address
         if kind == "refuses":
             server.socket.close()
@@ -589,7 +988,7 @@ def hub(kind):
             for other in others:
                 other.setblocking(False)
                 other.connect_ex(address)
-        elif kind == "out of order":  # it knows no GET
+        elif kind == "out of order":
             threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{address[1]}"
         if kind == "out of order":
@@ -603,11 +1002,29 @@ SCORE = "2 x compute_score + 0.25 x the reward model's score + 1 for <think> | o
 MODEL_ALONE = together(REWARD_MODEL, given(apply_verifiable_reward=False))
 LIMITS = {"mismatch_mask": "token", "mismatch_mask_range": 1.0, "dual_clip": 3.0}
 MASK_NOTHING = {"mismatch_mask": "sequence", "mismatch_mask_range": "inf"}
-FIVE = ROW | {"reward_model": {"ground_truth": "5"}}
+LOST = [ROW, ROW | {"prompt": "5\u00e94="}] * 35
+ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 TWO = [FIVE | {"data_source": name} for name in ("openai/gsm8k", "\x1b[31mgsm8k, français")] * 35
 ODD_NAMES = r"openai/gsm8k scores 1 | \x1b[31mgsm8k, fran"
+
+
+def not_one_step(folder):
+    """The folder of a run that ended while vLLM started."""
+    write_text(folder / "output/run/args.json", "{}")
+    (folder / "output/run/checkpoints/unfinished").mkdir(parents=True)
+    return {}
+
+
 PLANS = {
     "debug": (given(), "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
+    "steps": (given(**TEN), "70 prompts | 10 of | 1 a step, 10 in all, 64 each"),
+    "pairs": (given(local_mini_batch_size=8), "70 pairs | 8 of 8 pairs | learners 1", TRAINER),
+    "empty answer": (rows(*[PAIR | {"rejected": ""}] * 70), "70 pairs", TRAINER),
+    "held-out rows": (rows(*[ROW] * 5, flag="eval_dataset"), "5 held out"),
+    "no step was finished": (not_one_step, "learners 1", EVERY),
+    "rows by verl and by open-instruct": (rows(ROW, OPEN_INSTRUCT), "gsm8k scores 1"),
+    "characters are lost": (rows(*LOST), "data.jsonl, row 1 | loses '\u00e9' | 5\u00e94="),
+    "right and wrong alike": (ALWAYS, "debug/sorting | no more than a wrong"),
     "limits": (given(**LIMITS, **TEN, warm_up_steps=9), "learners 1"),
     "mask of nothing": (given(**MASK_NOTHING), "learners 1"),
     "all parts of a score": (together(REWARD_MODEL, given(**PARTS)), SCORE),
@@ -617,4 +1034,27 @@ PLANS = {
     "odd sources": (rows(*TWO), ODD_NAMES),
     "never clips": (given(**GSPO), "--cliprange 3e-4 --cliprange_higher 4e-4", GRPO),
     "one bound of two": (given(**GSPO, cliprange=3e-4), "--cliprange 3e-4", GRPO),
+}
+
+LARGE = {"num_gpus": 8, "gpu_memory": 80.0}
+# As LAUNCHES, but nothing is wrong; words of the plan
+LAUNCHED = {
+    "eight GPUs": (LARGE | {"num_processes": 8}, {}, "learners 8 | engines 8"),
+    "two of them for vLLM": (
+        LARGE | {"num_processes": 6},
+        {"vllm_gpus": "6 7"},
+        "learners 6 | engines 2 | GPUs 6, 7",
+    ),
+    "one engine of two": (
+        LARGE | {"num_processes": 6},
+        {"vllm_gpus": "6 7", "vllm_tensor_parallel_size": 2},
+        "engines 1",
+    ),
+    "two machines": (
+        LARGE | {"num_processes": 12, "num_machines": 2},
+        {"vllm_gpus": "6 7"},
+        "learners 12 | engines 4 | steps 130 of 768",
+    ),
+    "two ranks without GPUs": ({"num_processes": 2}, {}, "ACCELERATE_USE_CPU=true torchrun"),
+    "memory": ({"num_gpus": 1, "gpu_memory": 24.0}, {}, "memory | GiB | policy | CUDA"),
 }
