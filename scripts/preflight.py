@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 import zipfile
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,7 +98,7 @@ class Run:
     run_dir: Path | None = None
     checkpoint_dir: Path | None = None
     changed: dict | None = None  # arguments that are not those of the checkpoint: (was, is)
-    notes: list | None = None  # what is no mistake, but should be known
+    notes: list = field(default_factory=list)  # what is no mistake, but should be known
 
     def trains_reward_model(self):
         return hasattr(self.script, "load_pairs")
@@ -164,10 +164,10 @@ def parse_flags(script, words):
         return_unknown_args=True,
         use_underscores=True,
     )
-    for field in fields(args):
-        if getattr(args, field.name) == "" != field.default:
-            raise Mistake(f"--{field.name} is empty; give it a value, or leave it out")
-    names = [field.name for field in fields(script.Args)]
+    for option in fields(args):
+        if getattr(args, option.name) == "" != option.default:
+            raise Mistake(f"--{option.name} is empty; give it a value, or leave it out")
+    names = [option.name for option in fields(script.Args)]
     for word in unknown:
         flag = word.lstrip("-").partition("=")[0]
         similar = difflib.get_close_matches(flag.replace("-", "_"), names, n=1)
@@ -248,10 +248,10 @@ def check_number(name, value, default):
 
 def check_numbers(run):
     """Refuses numbers out of range."""
-    for field in fields(run.args):
-        value = getattr(run.args, field.name)
-        if type(value) in (int, float) and field.name != "stop_token_id":  # True is none
-            check_number(field.name, value, field.default)
+    for option in fields(run.args):
+        value = getattr(run.args, option.name)
+        if type(value) in (int, float) and option.name != "stop_token_id":  # True is none
+            check_number(option.name, value, option.default)
     if getattr(run.args, "kl_target", 0) > 0 and run.args.beta == 0:
         raise Mistake("--kl_target: a --beta of 0 stays 0; begin with one above 0")
 
@@ -788,6 +788,8 @@ def check_value_model(run):
     args = run.args
     flags = ("value_model_path", "reward_model_path", "model_name_or_path")
     flag = next(flag for flag in flags if getattr(args, flag) is not None)
+    if flag == "model_name_or_path" and run.model is None:
+        return  # a mistake has been found in it already
     run.value_model = build_classifier(run, flag, getattr(args, flag), may_lack_head=True)
 
 
@@ -1116,7 +1118,7 @@ def check_checkpoint(run):
     steps = getattr(run.args, "num_training_steps", run.args.num_updates)
     if step >= steps:
         raise Mistake(
-            f"{given}: its {step} steps are done, and this run has only {steps}; make it longer"
+            f"{given}: its {step} steps are done, and this run has only {steps}: it is at its end"
         )
 
 
@@ -1477,7 +1479,7 @@ def main(words):
         print(one_line(error), file=sys.stderr)
         return 2
     options.num_gpus = options.num_gpus or torch.cuda.device_count()
-    run = Run(script, options, args, notes=[])
+    run = Run(script, options, args)
     mistakes = check(run)
     if mistake is not None:
         mistakes.insert(0, mistake)
@@ -1491,4 +1493,5 @@ def main(words):
 
 
 if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # beside the script, or the file of a reward
     sys.exit(main(sys.argv[1:]))

@@ -26,12 +26,12 @@ Which file.
     test_runs, test_ends
                         real runs of the scripts; how they end, and that nothing is left of them
     test_mistakes       what the scripts refuse
+    test_preflight      preflight, on the odd inputs that preflight_cases.py has
     test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
     test_data_preprocess, test_pictures
                         a program of scripts/ each
     test_scripts_agree, test_doctests, test_budget, test_docs
                         texts
-    preflight_cases     odd inputs that scripts/preflight.py is to answer; no test runs them yet
 
 Helpers, in tests/helpers.
     rollouts, preference_pairs, formulas

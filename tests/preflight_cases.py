@@ -617,7 +617,7 @@ def rename(*names):
 # name: (builder of the script, words)
 FORKS = {
     "not there": (lambda folder: folder / "none.py", "none.py | no such"),
-    "no Python by its name": (fork("", "fork.sh"), "fork.sh | SCRIPT"),
+    "no Python by its name": (fork("", "fork.sh"), "fork.sh | script"),
     "no Python": (fork("def f(:\n"), "fork.py | SyntaxError | line 1"),
     "fails": (fork("\nraise OSError('no licence')\n"), "fork.py | OSError: no licence | line 2"),
     "exits": (fork("import sys\nsys.exit(0)\n"), "fork.py | SystemExit"),
@@ -629,7 +629,6 @@ FORKS = {
         "the script has no read_prompt",
     ),
     "another name of compute_score": (rename("compute_score"), "the script has no compute_score"),
-    "another argument": (rename("gradient_checkpointing"), "gradient_checkpointing"),
     "no held-out data": (rename("eval_dataset"), "eval_dataset"),
 }
 

@@ -1,0 +1,407 @@
+"""scripts/preflight.py: what is wrong in one line, what will be done in a plan, nothing written.
+
+The cases are those of preflight_cases.py. A check is the same text for all scripts, so a case is
+tried with one of those that it is for, and the next case with the next.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import preflight
+import preflight_cases as cases
+import pytest
+from helpers import ASYNC, REPO, SCRIPTS
+from helpers.files import write_rows, write_text
+from helpers.loops import options_of
+from helpers.processes import environment
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Those that find a mistake in two parts
+TWO_LINES = ("model: config that is a list",)
+# Those that are waited for
+SLOW = ("data: template that runs for ever", "reward: file hangs")
+
+
+def one_script_each(table, scripts_of):
+    """The names of a table, each with one of its scripts."""
+    return [
+        pytest.param(
+            name,
+            scripts[number % len(scripts)],
+            id=name,
+            marks=pytest.mark.slow if name in SLOW else (),
+        )
+        for number, name in enumerate(table)
+        for scripts in [scripts_of(table[name])]
+    ]
+
+
+def given_scripts(entry):
+    """Of an entry (..., words), or (..., words, scripts)."""
+    return SCRIPTS if isinstance(entry[-1], str) else entry[-1]
+
+
+@pytest.fixture(autouse=True)
+def folder(assets, tmp_path_factory, monkeypatch):
+    """An empty folder, in which preflight is called, with nothing of a launcher around it.
+
+    Its name has no word of a case in it, as that of tmp_path would.
+    """
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = [*(Path(script).stem for script in cases.EVERY), "fork", "neighbour"]
+    before = {name: sys.modules.get(name) for name in names}
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.chdir(folder)
+    yield folder
+    for name, module in before.items():  # preflight loads its own
+        if module is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = module
+
+
+def files_of(folder):
+    """All that is in a folder, but for what Python keeps of files that it has imported."""
+    found = {}
+    for path, folders, files in os.walk(folder):
+        for name in folders + files:
+            one = Path(path, name)
+            is_text = one.is_file() and not one.is_symlink()
+            found[one] = one.read_bytes() if is_text else os.lstat(one).st_mode
+    return {path: content for path, content in found.items() if "__pycache__" not in str(path)}
+
+
+@contextlib.contextmanager
+def streams():
+    """stdout and stderr as a process has them; what pytest has put there a fork would write to."""
+    with (
+        open(1, "w", closefd=False) as stdout,
+        open(2, "w", closefd=False) as stderr,
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        yield
+
+
+@pytest.fixture
+def ask(folder, capfd):
+    """ask("ppo_sync.py", options, num_gpus=8): status, plan and lines of the mistakes."""
+
+    def ask(script, options, *flags, **launch):
+        words = [*cases.words_of(launch), str(REPO / script), *cases.words_of(options), *flags]
+        before = files_of(folder)
+        capfd.readouterr()
+        with streams():
+            try:
+                status = preflight.main(words)
+            except SystemExit as ended:  # by tyro, where a flag's value cannot be parsed
+                status = ended.code
+        plan, mistakes = capfd.readouterr()
+        assert files_of(folder) == before
+        return status, plan, mistakes
+
+    return ask
+
+
+def check_mistake(answer, words, name=None):
+    """One line has all the words, which bars separate, and there is no other line."""
+    status, plan, mistakes = answer
+    lines = mistakes.splitlines()
+    assert status == 2, plan + mistakes
+    for line in lines:
+        assert line.startswith("preflight: error: "), mistakes
+        assert len(line) < 500 and line.isprintable(), mistakes
+    wanted = words if isinstance(words, list) else words.split(" | ")
+    assert any(all(word in line for word in wanted) for line in lines), f"{wanted}\n{mistakes}"
+    assert len(lines) == 1 or name in TWO_LINES, mistakes
+
+
+def check_plan(answer, words):
+    """Nothing is wrong, and the plan has all the words, which bars separate."""
+    status, plan, mistakes = answer
+    assert (status, mistakes) == (0, ""), plan + mistakes
+    in_one_line = " ".join(plan.split())
+    assert [word for word in words.split(" | ") if word not in in_one_line] == [], plan
+    assert all(line.isprintable() for line in plan.splitlines())
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "script"), one_script_each(cases.CASES, lambda entry: (*entry[2:],)[0])
+)
+def test_mistake_is_told_in_one_line(name, script, ask, folder, monkeypatch):
+    make, words, *_ = cases.CASES[name]
+    if name == "reward: file hangs":
+        monkeypatch.setattr(preflight, "IMPORT_TIMEOUT", 2)
+    launch = cases.EIGHT_GPUS if name.startswith("GPUs") else {}
+    options = cases.good_options(folder, script) | make(folder)
+    check_mistake(ask(script, options, **launch), words, name)
+
+
+@pytest.mark.parametrize(("name", "script"), one_script_each(cases.LAUNCHES, lambda _: SCRIPTS))
+def test_machines_that_do_not_fit_are_told_after_the_plan(name, script, ask, folder):
+    launch, options, words = cases.LAUNCHES[name]
+    answer = ask(script, cases.good_options(folder, script) | options, **launch)
+    check_mistake(answer, words)
+    if "memory" in name:
+        assert "memory" in answer[1]
+
+
+@pytest.mark.parametrize("name", cases.FORKS)
+def test_fork_that_cannot_be_checked_says_what_it_lacks(name, ask, folder):
+    make, words = cases.FORKS[name]
+    options = cases.good_options(folder, ASYNC[0])
+    check_mistake(ask(make(folder), options), words, name)
+
+
+@pytest.mark.parametrize("name", cases.FLAGS)
+def test_flag_that_cannot_be_parsed_is_named(name, ask, folder):
+    flags, words = cases.FLAGS[name]
+    answer = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py"), *flags.split())
+    if name in ("unknown", "misspelt"):
+        check_mistake(answer, words)
+    status, _, mistakes = answer
+    assert status == 2
+    assert "Traceback" not in mistakes
+    assert [word for word in words.split(" | ") if word not in mistakes] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "script"), one_script_each(cases.ENVIRONMENTS, lambda _: cases.EVERY)
+)
+def test_what_another_launcher_has_left_is_named(name, script, ask, folder, monkeypatch):
+    variables, words = cases.ENVIRONMENTS[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    check_mistake(ask(script, cases.good_options(folder, script)), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "script"), one_script_each(cases.SURROUNDINGS, lambda _: cases.EVERY)
+)
+def test_disk_and_accounts_are_looked_at(name, script, ask, folder, monkeypatch):
+    arrange, options, words = cases.SURROUNDINGS[name]
+    arrange(monkeypatch, folder)
+    check_mistake(ask(script, cases.good_options(folder, script) | options), words)
+
+
+@pytest.fixture
+def hub_that_does_not_work(request, monkeypatch):
+    constants = huggingface_hub.constants
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    preflight.hub_answers.cache_clear()
+    with cases.hub(request.param) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        yield
+    preflight.hub_answers.cache_clear()
+
+
+HUBS = [
+    pytest.param(kind, marks=pytest.mark.slow if kind in ("silent", "full") else ())
+    for kind in cases.HUBS[1]
+]
+
+
+@pytest.mark.parametrize("hub_that_does_not_work", HUBS, indirect=True)
+def test_hub_that_does_not_work_is_asked_once(hub_that_does_not_work, ask, folder):
+    options = cases.good_options(folder, "ppo_sync.py") | {"dataset": "no/such"}
+    started_at = time.monotonic()
+    check_mistake(ask("ppo_sync.py", options), cases.HUBS[0])
+    assert time.monotonic() - started_at < 9
+
+
+# -------------------------------------------------------------------------------------- good plans
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        pytest.param(name, script, id=f"{name}, {Path(script).stem}")
+        for name, entry in cases.PLANS.items()
+        for script in given_scripts(entry)
+    ],
+)
+def test_plan_says_what_will_be_done(name, script, ask, folder):
+    make, words, *_ = cases.PLANS[name]
+    check_plan(ask(script, cases.good_options(folder, script) | make(folder)), words)
+
+
+@pytest.mark.parametrize(("name", "script"), one_script_each(cases.LAUNCHED, lambda _: SCRIPTS))
+def test_plan_is_of_the_machines_that_are_named(name, script, ask, folder):
+    launch, options, words = cases.LAUNCHED[name]
+    check_plan(ask(script, cases.good_options(folder, script) | options, **launch), words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", cases.EVERY)
+def test_defaults_train_a_model(script, ask, monkeypatch):
+    monkeypatch.chdir(REPO)  # which has debug assets
+    before = files_of(REPO / "debug_assets") | dict.fromkeys(REPO.iterdir())
+    check_plan(ask(script, {}), "learners 1")
+    assert files_of(REPO / "debug_assets") | dict.fromkeys(REPO.iterdir()) == before
+
+
+def test_memory_is_the_sum_of_its_parts(ask, folder):
+    options = cases.good_options(folder, "ppo_sync.py")
+    _, plan, _ = ask("ppo_sync.py", options, num_processes=2, num_gpus=2, gpu_memory=80.0)
+    units = {"GiB": 1024, "MiB": 1}
+    whole, of_vllm = re.search(r"memory .*?([\d.]+) (GiB)", plan), plan.index("of vLLM:")
+    parts = re.findall(r"^ +([\d.]+) (GiB|MiB)  ", plan[:of_vllm], re.MULTILINE)
+    assert len(parts) >= 5
+    total = sum(float(number) * units[unit] for number, unit in parts)
+    assert total == pytest.approx(float(whole[1]) * units[whole[2]], abs=60)  # as it is rounded
+
+
+def test_fork_is_checked_as_it_is(ask, folder):
+    """With its own flag, reward and neighbours."""
+    text = (REPO / "ppo_sync.py").read_text()
+    own_reward = 'if data_source == "mine":\n        return neighbour.SCORE\n    '
+    for old, new in (
+        ("import contextlib\n", "import contextlib\nimport neighbour\n"),
+        ("    seed: int = 1\n", '    my_flag: int = 0\n    """mine"""\n    seed: int = 1\n'),
+        (
+            'if data_source == "debug/sorting":\n',
+            own_reward + 'if data_source == "debug/sorting":\n',
+        ),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    write_text(folder / "fork.py", text)
+    write_text(folder / "neighbour.py", "SCORE = 0.75\n")
+    rows = [cases.ROW | {"data_source": "mine"}] * 70
+    options = cases.good_options(folder, "ppo_sync.py") | {"my_flag": 3}
+    options["dataset"] = write_rows(folder / "mine.jsonl", rows)
+    check_plan(ask(folder / "fork.py", options), "Plan of fork.py | mine scores 0.75")
+
+
+def test_fork_without_an_argument_has_a_plan_without_it(ask, folder):
+    fork = cases.rename("gradient_checkpointing")(folder)
+    words = "learners 1 | Args have no gradient_checkpointing | reward 1 x compute_score"
+    check_plan(ask(fork, cases.good_options(folder, "ppo_sync.py")), words)
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+STEP_3 = {"resume_from_checkpoint": "output/run/checkpoints/step_3"}
+
+
+def options_to_resume(folder, script, changes):
+    changes = changes(folder) if callable(changes) else changes
+    return cases.options_of_run(folder, script) | STEP_3 | changes
+
+
+@pytest.mark.parametrize(("name", "script"), one_script_each(cases.CHECKPOINTS, given_scripts))
+def test_checkpoint_that_cannot_be_resumed_is_told(name, script, ask, folder):
+    damage, changes, words, *_ = cases.CHECKPOINTS[name]
+    cases.save_run(folder, script)
+    damage(folder / "output" / "run")
+    check_mistake(ask(script, options_to_resume(folder, script, changes)), words, name)
+
+
+@pytest.mark.parametrize("name", cases.OTHER_SCRIPTS)
+def test_checkpoint_of_another_script_is_told(name, ask, folder):
+    writer, script, words = cases.OTHER_SCRIPTS[name]
+    cases.save_run(folder, writer)
+    check_mistake(ask(script, options_to_resume(folder, script, {})), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        pytest.param(name, script, id=f"{name}, {Path(script).stem}")
+        for name, entry in cases.RESUMED.items()
+        for script in given_scripts(entry)
+    ],
+)
+def test_plan_says_what_is_resumed(name, script, ask, folder):
+    happened, changes, words, *_ = cases.RESUMED[name]
+    cases.save_run(folder, script)
+    happened(folder / "output" / "run")
+    check_plan(ask(script, options_to_resume(folder, script, changes)), words)
+
+
+def test_checkpoint_of_one_rank_is_one_of_two_with_half_the_batch(ask, folder):
+    cases.save_run(folder, "ppo_sync.py")
+    options = options_to_resume(folder, "ppo_sync.py", {})
+    halves = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32}
+    check_plan(ask("ppo_sync.py", options | halves, num_processes=2), "resumes")
+    quarter = halves | {"local_mini_batch_size": 16}
+    answer = ask("ppo_sync.py", options | quarter, num_processes=2)
+    check_mistake(answer, "; mini_batch_size was 64 and is 32; num_updates was 10 and is 20")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_checkpoint_that_a_script_has_written_is_good(script, ask, few_prompts, run_main, folder):
+    changes = {"output_dir": folder, "eval_dataset": few_prompts / "test.parquet", "save_freq": 1}
+    run_main(script, **changes)
+    options = options_of(script, few_prompts, folder) | changes
+    options["resume_from_checkpoint"] = "latest"
+    check_plan(ask(script, options), "resumes | run/checkpoints/step_2")
+
+
+# -------------------------------------------------------------------------------- the real command
+
+
+def run_command(words, variables=None):
+    command = [sys.executable, str(REPO / "scripts" / "preflight.py"), *map(str, words)]
+    result = subprocess.run(
+        command, env=environment(variables), capture_output=True, text=True, timeout=120
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def command_words(folder, script, **changes):
+    options = cases.good_options(folder, script) | changes
+    return [REPO / script, *cases.words_of(options)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo_vllm_async.py", *cases.TRAINER])
+def test_command_prints_the_plan_and_writes_nothing(script, folder):
+    words = ["--num_processes", "1", *command_words(folder, script)]
+    before = files_of(folder)
+    check_plan(run_command(words), "learners 1")
+    assert files_of(folder) == before
+
+
+@pytest.mark.slow
+def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
+    words = command_words(folder, "ppo_sync.py", dataset="none.parquet", seed=-1)
+    status, plan, mistakes = run_command(words)
+    assert status == 2 and plan.startswith("Plan of ppo_sync.py")
+    first, second = mistakes.splitlines()
+    assert "--seed is -1" in first and "none.parquet: no such file" in second
+
+
+@pytest.mark.slow
+def test_command_does_not_wait_for_a_silent_hub(folder):
+    words = command_words(folder, "ppo_sync.py", dataset="no/such", eval_dataset="no/other")
+    started_at = time.monotonic()
+    with cases.hub("silent") as address:
+        variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(folder / "hf")}
+        status, _, mistakes = run_command(words, variables)
+    assert status == 2 and "Traceback" not in mistakes
+    for line, name in zip(mistakes.splitlines(), ("no/such", "no/other"), strict=True):
+        assert name in line and "the hub does not answer" in line
+    assert time.monotonic() - started_at < 40  # five of them for the hub, most for imports
+
+
+@pytest.mark.slow
+def test_terminal_that_knows_ascii_alone_is_written_to(folder):
+    data = write_rows(folder / "data.jsonl", cases.TWO)
+    words = command_words(folder, "ppo_sync.py", dataset=data, eval_dataset="donn\u00e9es.jsonl")
+    status, plan, mistakes = run_command(words, {"PYTHONIOENCODING": "ascii:strict"})
+    assert r"\x1b[31mgsm8k, fran\xe7ais scores 1" in " ".join(plan.split())
+    check_mistake((status, plan, mistakes), r"donn\xe9es.jsonl: no such file")
