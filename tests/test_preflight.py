@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -216,9 +215,8 @@ HUBS = [
 @pytest.mark.parametrize("hub_that_does_not_work", HUBS, indirect=True)
 def test_hub_that_does_not_work_is_asked_once(hub_that_does_not_work, ask, folder):
     options = cases.good_options(folder, "ppo_sync.py") | {"dataset": "no/such"}
-    started_at = time.monotonic()
     check_mistake(ask("ppo_sync.py", options), cases.HUBS[0])
-    assert time.monotonic() - started_at < 9
+    assert preflight.hub_answers.cache_info().misses == 1
 
 
 # -------------------------------------------------------------------------------------- good plans
@@ -244,7 +242,7 @@ def test_plan_is_of_the_machines_that_are_named(name, script, ask, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", cases.EVERY)
+@pytest.mark.parametrize("script", ["ppo_vllm_async.py", *cases.TRAINER])
 def test_defaults_train_a_model(script, ask, monkeypatch):
     monkeypatch.chdir(REPO)  # which has debug assets
     before = files_of(REPO / "debug_assets") | dict.fromkeys(REPO.iterdir())
@@ -378,30 +376,12 @@ def test_command_prints_the_plan_and_writes_nothing(script, folder):
 
 @pytest.mark.slow
 def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
-    words = command_words(folder, "ppo_sync.py", dataset="none.parquet", seed=-1)
-    status, plan, mistakes = run_command(words)
-    assert status == 2 and plan.startswith("Plan of ppo_sync.py")
-    first, second = mistakes.splitlines()
-    assert "--seed is -1" in first and "none.parquet: no such file" in second
-
-
-@pytest.mark.slow
-def test_command_does_not_wait_for_a_silent_hub(folder):
-    words = command_words(folder, "ppo_sync.py", dataset="no/such", eval_dataset="no/other")
-    started_at = time.monotonic()
-    with cases.hub("silent") as address:
-        variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(folder / "hf")}
-        status, _, mistakes = run_command(words, variables)
-    assert status == 2 and "Traceback" not in mistakes
-    for line, name in zip(mistakes.splitlines(), ("no/such", "no/other"), strict=True):
-        assert name in line and "the hub does not answer" in line
-    assert time.monotonic() - started_at < 40  # five of them for the hub, most for imports
-
-
-@pytest.mark.slow
-def test_terminal_that_knows_ascii_alone_is_written_to(folder):
+    """In a terminal that knows ASCII alone."""
     data = write_rows(folder / "data.jsonl", cases.TWO)
-    words = command_words(folder, "ppo_sync.py", dataset=data, eval_dataset="donn\u00e9es.jsonl")
+    changes = {"seed": -1, "dataset": data, "eval_dataset": "donn\u00e9es.jsonl"}
+    words = command_words(folder, "ppo_sync.py", **changes)
     status, plan, mistakes = run_command(words, {"PYTHONIOENCODING": "ascii:strict"})
+    assert status == 2
     assert r"\x1b[31mgsm8k, fran\xe7ais scores 1" in " ".join(plan.split())
-    check_mistake((status, plan, mistakes), r"donn\xe9es.jsonl: no such file")
+    first, second = mistakes.splitlines()
+    assert "--seed is -1" in first and r"donn\xe9es.jsonl: no such file" in second
