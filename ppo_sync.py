@@ -26,8 +26,9 @@ Training step g, on every rank:
     3. prompts g ---------------------------------------------------->  sample
        verifiable rewards of the responses <--------------------------
        share them with the other ranks
-    4. reward model; then forward
-       passes, advantages, updates
+    4. reward model
+    5. to 8. forward passes, advantages,
+       updates
 
 A version is the number of completed training steps. The learner waits while vLLM samples, and vLLM
 while the learner trains. ppo_vllm_async.py has them work side by side.
@@ -46,7 +47,7 @@ Deliberate simplifications:
  4. Few inputs are checked: those that would go wrong in silence, or late.
  5. A response cut at `response_length` counts as finished: no bootstrap from its last value.
 
-Map of this file, section by section; main, at its end, is what to read first:
+Map of this file, section by section. Read the dataclasses, then main: it calls all the rest.
     Args and dataclasses      what a run is told; the rows and tensors that travel    look up
     small helpers             how a process ends                                      skim
     data, rewards             from a row of a dataset to a Request; to a score        skim
@@ -186,11 +187,12 @@ class Args:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """how the learning rate changes after its warm-up"""
     warm_up_steps: int = 0
-    """optimizer updates (not steps) in which a learning rate rises, from its model's first on"""
+    """first optimizer updates (not steps) of a model, in which its learning rate rises"""
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
-    """AdamW's epsilon (2403.17031 has 1e-5, but gradients of large models are as small as that)"""
+    """AdamW's epsilon (1e-5, as in 2403.17031, would halve the steps of large models, whose
+    gradients are as small as that)"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float = 1.0
@@ -212,7 +214,7 @@ class Args:
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
-    """about this many evaluations, the first before any update; one more follows the last update"""
+    """evaluations of the run, about; the first is before any update. One more follows the last"""
     eval_temperature: float = 0.0
     """sampling temperature of evaluations; 0: greedy"""
 
@@ -236,8 +238,8 @@ class Args:
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """the reward model's score is multiplied by this; 0: it scores nothing (in PPO it still starts
-    the value model)"""
+    """the reward model's score is multiplied by this; 0: it scores nothing (PPO's value model still
+    begins with its weights)"""
     apply_verifiable_reward: bool = True
     """score responses with compute_score, or with reward_fn"""
     verification_reward: float = 1.0
@@ -247,8 +249,8 @@ class Args:
     reward_workers: int | None = None
     """processes that call reward_fn, on each rank with an engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; a response whose call fails is left out of the loss, but for
-    those that non_stop_penalty scores"""
+    """seconds for a call of reward_fn; a response whose call fails is left out of the loss, unless
+    non_stop_penalty gives it a score"""
     add_r1_style_format_reward: bool = False
     """reward the form <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
@@ -275,7 +277,8 @@ class Args:
     """the policy ratio is clipped from below to 1 - this, from above to 1 + this (GRPO: to 1 +
     cliprange_higher)"""
     dual_clip: float = 0.0
-    """for negative advantages the ratio is clipped to this as well (1912.09729: 3.0); 0: off"""
+    """for negative advantages the ratio is also clipped from above, to this (1912.09729: 3.0); 0:
+    off"""
     cliprange_value: float = 0.0
     """values are clipped to within this of the old ones, in units of reward; 0: no clipping"""
     gamma: float = 1.0
@@ -285,10 +288,11 @@ class Args:
     value_lam: float = 1.0
     """lambda of GAE for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler on the policy's loss terms; 0: no weights"""
+    """truncated importance sampling: cap of the weight learner/sampler on the policy's loss terms;
+    0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
     """token: no policy gradient from tokens whose ratio learner/sampler is far from 1; sequence:
-    from responses where its geometric mean is; either way they still count in the loss's mean"""
+    none from responses where its geometric mean is. Masked tokens still count in the loss's mean"""
     mismatch_mask_range: float = 2.0
     """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
 
@@ -325,11 +329,11 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """policy versions at which a request has an evaluation, but for the one after the last step"""
+    """policy versions whose request has an evaluation; the last one has a request of its own"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
-    """of all prompts"""
+    """hash of all prompts"""
 
 
 @dataclass
@@ -839,7 +843,8 @@ def load_model(auto_class, path, args, trained, **config_options):
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train(trained)  # gradient checkpointing works in training mode only
+    # Gradient checkpointing works in training mode only. Dropout is off by the config
+    model.train(trained)
     return model.requires_grad_(trained)
 
 
@@ -871,7 +876,7 @@ class PolicyModel(nn.Module):
     def forward(self, inputs, width):
         """Log-probabilities of the response tokens and entropies: (batch, width).
 
-        Both can be trained on. Only the logits of the response exist. Their softmax is taken a
+        Both have gradients. Only the logits of the response exist. Their softmax is taken a
         few rows at a time, and computed again in the backward pass: it would be the largest thing
         in memory.
         """
@@ -893,7 +898,8 @@ class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every response token.
 
     offset 1: the value before each token, which is read one position earlier. offset 0: the score
-    of the sequence up to and with each token, as a reward model gives it.
+    of the sequence up to and with each token, as a reward model gives it. Of a prompt "a b" and a
+    response "c d", that is at b and c, or at c and d.
     """
 
     def __init__(self, model, offset, args):
@@ -1111,8 +1117,8 @@ def policy_loss(
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
         clipped = clipped | too_large
-    # The importance weight comes after the max: it says how much a sample counts, not which
-    # branch is the pessimistic one.
+    # The importance weight comes after the max: it says how much a token counts, not which of the
+    # two losses is the larger.
     return loss * importance_weights, clipped
 
 
@@ -1665,6 +1671,7 @@ def batch_metrics(batch, beta, args):
     non_score_reward = (-beta * kl).sum(1).mean()
     # How far the sampler's log-probabilities are from the learner's
     mismatch = (batch.logprobs - batch.sampler_logprobs) * mask
+    # The KL of the sampler to the learner: the sampler's are the samples
     mismatch_kl = kl_penalty(batch.sampler_logprobs, batch.logprobs, "kl3")
     weights = mismatch.exp()[mask.bool()]  # (tokens,)
     cap = args.tis_cap if args.tis_cap > 0 else math.inf

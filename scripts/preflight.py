@@ -1,6 +1,6 @@
 r"""Checks a run before it is launched, and prints its plan; also on a laptop without the GPUs.
 
-    python scripts/preflight.py [--num_processes 8] [--gpu_memory 80] SCRIPT FLAGS...
+    python scripts/preflight.py [--num_processes 8] [--num_gpus 8] [--gpu_memory 80] SCRIPT FLAGS...
 
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
 fork of one; FLAGS are those that it is to be launched with. It is loaded as a module, and its own
@@ -170,6 +170,10 @@ def parse_flags(script, words):
     names = [option.name for option in fields(script.Args)]
     for word in unknown:
         flag = word.lstrip("-").partition("=")[0]
+        if flag in {option.name for option in fields(Options)}:
+            return args, Mistake(
+                f"--{flag} is an option of preflight.py: it goes before the script"
+            )
         similar = difflib.get_close_matches(flag.replace("-", "_"), names, n=1)
         meant = f"did you mean --{similar[0]}?" if similar else "--help lists all"
         return args, Mistake(f"unknown flag {word}; {meant}")
@@ -321,11 +325,27 @@ def check_gpus(run):
         )
     num_gpus, learners = run.options.num_gpus, run.options.local_processes()
     gpus = getattr(run.args, "vllm_gpus", ())
-    if num_gpus and max([*gpus, learners - 1]) >= num_gpus:
+    if gpus and not num_gpus:
+        raise Mistake("--vllm_gpus: there is no GPU here; of another machine say --num_gpus")
+    if not num_gpus:
+        return
+    if learners > num_gpus:
         raise Mistake(
-            f"{learners} learners on a machine and --vllm_gpus {gpus} need more than its "
-            f"{num_gpus} GPUs, which are counted from 0"
+            f"{learners} learners on a machine need a GPU each, and it has {num_gpus} GPUs"
         )
+    beyond = [gpu for gpu in gpus if gpu >= num_gpus]
+    if beyond:
+        raise Mistake(
+            f"--vllm_gpus {gpus}: there is no GPU {beyond[0]}; a machine has 0 to {num_gpus - 1}"
+        )
+    if gpus and min(gpus) < learners:
+        raise Mistake(
+            f"--vllm_gpus {gpus}: the {learners} learners have GPUs 0 to {learners - 1}; name "
+            f"others, or launch fewer learners (--num_processes)"
+        )
+    idle = num_gpus - learners - len(set(gpus))
+    if idle > 0:
+        run.notes.append(f"{idle} of a machine's {num_gpus} GPUs are not used; see --num_processes")
 
 
 def check_arguments(run):
@@ -421,7 +441,10 @@ def check_tokenizers(run):
     if args.chat_template is not None:
         tokenizer.chat_template = read_chat_template(args.chat_template)
     if not tokenizer("1 + 1 = 2, is it not?")["input_ids"]:
-        raise Mistake(f"--{flag} {path}: the tokenizer turns text into nothing; is it whole?")
+        raise Mistake(
+            f"--{flag} {path}: the tokenizer turns text into nothing; are its files there, such as "
+            f"tokenizer.json? Or give a --tokenizer_name_or_path"
+        )
     if args.stop_token is not None:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         if stop_token not in tokenizer.get_vocab():
@@ -810,6 +833,9 @@ def check_tokens(run):
             f"see --tokenizer_name_or_path"
         )
     if not run.trains_reward_model():
+        known = (args.stop_token, args.stop_token_id, run.model.generation_config.eos_token_id)
+        if known == (None, None, None):
+            raise Mistake("no stop token is known; give a --stop_token, such as eos")
         try:
             args.stop_token_ids = run.script.find_stop_tokens(args, tokenizer, run.model)
         except (TypeError, ValueError) as error:
@@ -988,9 +1014,11 @@ def check_run_folder(run):
         run_dir = find_checkpoint(run, run_dir)
     try:
         if (run_dir / "metrics.jsonl").exists() and args.resume_from_checkpoint is None:
+            advice = ""
+            if run.script.list_checkpoints(run_dir):
+                advice = ", or go on with --resume_from_checkpoint latest"
             raise Mistake(
-                f"{run_dir} holds another run; choose another --run_name or --output_dir, or go on "
-                f"with --resume_from_checkpoint latest"
+                f"{run_dir} holds another run; choose another --run_name or --output_dir{advice}"
             )
         str(run_dir).encode()  # the libraries that write the model need a name in UTF-8
         if run_dir.is_symlink() and not run_dir.exists():
@@ -1122,8 +1150,8 @@ def check_checkpoint(run):
         )
 
 
-def disk_bytes(run):
-    """Bytes that checkpoints and the final model take on the disk, all that are there at once."""
+def checkpoints_on_disk(run):
+    """How many checkpoints are there at once, and the bytes of each."""
     args = run.args
     trained = sum(count_parameters(model) for model in trained_models(run).values())
     steps = getattr(args, "num_training_steps", args.num_updates)
@@ -1132,8 +1160,7 @@ def disk_bytes(run):
         count = (steps - 1) // args.save_freq  # there is none after the last step
         if args.keep_last_n > 0:  # the oldest is removed only when a new one is whole
             count = min(count, args.keep_last_n + 1)
-    # Weights and AdamW's two moments in float32; of the final model the weights
-    return 12 * trained * count, 4 * count_parameters(run.model)
+    return count, 12 * trained  # weights and AdamW's two moments, in float32
 
 
 def check_disk(run):
@@ -1143,8 +1170,9 @@ def check_disk(run):
     free = shutil.disk_usage(existing).free
     if run.checkpoint_dir is not None:  # its run has some of them already
         free += sum(file.stat().st_size for file in run.run_dir.glob("checkpoints/**/*"))
-    checkpoints, model = disk_bytes(run)
-    needed = checkpoints + model + 2**25
+    number, size = checkpoints_on_disk(run)
+    checkpoints = number * size
+    needed = checkpoints + 4 * count_parameters(run.model) + 2**25
     if free < needed:
         raise Mistake(
             f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
@@ -1161,6 +1189,11 @@ def check_accounts(run):
 
 
 # ----------------------------------------------------------------------------------------- memory
+
+
+def in_words(count):
+    """A number of bytes, as MiB or GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def count_parameters(model):
@@ -1208,28 +1241,57 @@ def activation_bytes(run, model, rows, is_trained):
     return total
 
 
+def largest_passes(run):
+    """Bytes that come and go on the GPU of a learner, by what they are for; largest first."""
+    args, passes = run.args, {}
+    for name, model in trained_models(run).items():
+        size = args.per_device_train_batch_size
+        passes[f"{name}'s updates (--per_device_train_batch_size {size})"] = activation_bytes(
+            run, model, size, is_trained=True
+        )
+        passes[f"AdamW, in a step of the {name}"] = 4 * count_parameters(model)
+    if not run.trains_reward_model():
+        size, flag = args.local_rollout_forward_batch_size, "--local_rollout_forward_batch_size"
+        if uses_reference(args):
+            passes[f"passes of the reference policy ({flag} {size})"] = activation_bytes(
+                run, run.model, size, is_trained=False
+            )
+        if run.script.uses_reward_model(args):
+            passes[f"passes of the reward model ({flag} {size})"] = activation_bytes(
+                run, run.reward_model, size, is_trained=False
+            )
+    return dict(sorted(passes.items(), key=lambda item: -item[1]))
+
+
 def learner_memory(run):
     """Bytes on the GPU of a learner, by part."""
     args = run.args
     size = 2 if args.dtype == "bfloat16" else 4
     # Float32 weights, gradients and AdamW's two moments; DDP has a second copy of the gradients
     trained_size = 16 if run.options.num_processes == 1 else 20
-    parts, peaks = {}, []
+    parts = {}
     for name, model in trained_models(run).items():
         parts[f"{name}, trained"] = trained_size * count_parameters(model)
-        peaks.append(activation_bytes(run, model, args.per_device_train_batch_size, True))
-        peaks.append(4 * count_parameters(model))  # AdamW's own, in its step
     if not run.trains_reward_model():
-        rows = args.local_rollout_forward_batch_size
         if uses_reference(args):
             parts["reference policy"] = size * count_parameters(run.model)
-            peaks.append(activation_bytes(run, run.model, rows, False))
         if run.script.uses_reward_model(args):
             parts["reward model"] = size * count_parameters(run.reward_model)
-            peaks.append(activation_bytes(run, run.reward_model, rows, False))
-    parts["activations, or AdamW's step"] = max(peaks)
-    parts["CUDA"] = GIB
+    name, largest = next(iter(largest_passes(run).items()))
+    parts[f"at the most besides, for {name}"] = largest
+    if run.options.has_gpus():
+        parts["CUDA"] = GIB
     return parts
+
+
+def learner_room(run):
+    """Bytes of its GPU that a learner may take; None: the GPU is not known."""
+    if run.options.gpu_memory is None:
+        return None
+    room = run.options.gpu_memory * GIB
+    if not run.trains_reward_model() and not run.args.vllm_gpus:
+        room *= 0.98 - run.args.vllm_gpu_memory_utilization  # the script keeps to it
+    return room
 
 
 def engine_memory(run):
@@ -1250,46 +1312,40 @@ def check_memory(run):
         run.options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     if run.options.gpu_memory is None:
         return
-    memory, args = run.options.gpu_memory * GIB, run.args
-    room = memory
+    args, room = run.args, learner_room(run)
     if not run.trains_reward_model():
         share = args.vllm_gpu_memory_utilization
-        if not args.vllm_gpus:
-            room = (0.98 - share) * memory  # the script keeps to it
-        engine_room = share * memory * args.vllm_tensor_parallel_size
+        engine_room = share * run.options.gpu_memory * GIB * args.vllm_tensor_parallel_size
         if engine_memory(run) > engine_room:
             raise Mistake(
                 f"--vllm_gpu_memory_utilization {share:g}: vLLM needs about "
-                f"{engine_memory(run) / GIB:.1f} GiB, and has {engine_room / GIB:.1f}"
+                f"{in_words(engine_memory(run))}, and has {in_words(engine_room)}"
             )
     needed = sum(learner_memory(run).values())
     if needed > room:
-        helps = ["a smaller --per_device_train_batch_size"]
-        if not args.gradient_checkpointing:
+        largest = next(iter(largest_passes(run)))
+        helps = [f"a smaller {flag}" for flag in re.findall(r"--\w+", largest)]
+        if "updates" in largest and not args.gradient_checkpointing:
             helps.append("--gradient_checkpointing")
         if not run.trains_reward_model() and not args.vllm_gpus:
             helps.append("GPUs of vLLM's own (--vllm_gpus)")
+        advice = ", ".join(helps) or "a smaller model"
         raise Mistake(
-            f"memory: a learner needs about {needed / GIB:.1f} GiB, and has {room / GIB:.1f} of "
-            f"the {run.options.gpu_memory:g} of its GPU; what helps: {', '.join(helps)}"
+            f"memory: a learner needs about {in_words(needed)}, and has {in_words(room)} of its "
+            f"GPU; what helps: {advice}"
         )
 
 
 # ------------------------------------------------------------------------------------------- plan
 
 
-def in_words(count):
-    """A number of bytes, as MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
-
-
 def plan_of_data(run):
     """Lines on data, steps and updates."""
     args = run.args
     kind = "pairs" if run.trains_reward_model() else "prompts"
-    for rows, name in ((run.train_rows, f"{kind} to train on"), (run.eval_rows, "held out")):
-        if rows:
-            yield "data", f"{len(rows):,} {name}"
+    if run.train_rows is not None:
+        held_out = f"{len(run.eval_rows or []):,} held out"
+        yield "data", f"{len(run.train_rows):,} {kind} to train on, {held_out}"
     if not run.is_filled_in:
         return
     if run.trains_reward_model():
@@ -1325,21 +1381,25 @@ def plan_of_processes(run):
 
 
 def plan_of_memory(run):
-    """Lines on GPU memory, by part and in sum, and on the disk."""
-    parts = learner_memory(run)
-    condition = "" if run.options.has_gpus() else " on a GPU"
-    yield "memory", f"of a learner{condition}: about {in_words(sum(parts.values()))}"
+    """Lines on memory, by part and in sum, and on the disk."""
+    args, parts = run.args, learner_memory(run)
+    room = ""
+    if learner_room(run) is not None:
+        room = f", of the {in_words(learner_room(run))} that it may take of its GPU"
+    yield "memory", f"of a learner: about {in_words(sum(parts.values()))}{room}"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
-    if not run.trains_reward_model():
-        share = run.args.vllm_gpu_memory_utilization
+    if run.options.has_gpus() and not run.trains_reward_model():
+        share = args.vllm_gpu_memory_utilization
+        least = in_words(engine_memory(run))
         yield (
             "",
-            f"of vLLM: {in_words(engine_memory(run))} at the least; it takes {share:g} of a GPU",
+            f"of vLLM: {share:g} of a GPU (--vllm_gpu_memory_utilization), {least} at the least",
         )
-    checkpoints, model = disk_bytes(run)
-    yield "disk", f"{in_words(model)} for the final model, {in_words(checkpoints)} for checkpoints"
-    if run.args.save_freq == 0:
+    number, size = checkpoints_on_disk(run)
+    model = in_words(4 * count_parameters(run.model))
+    yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
+    if args.save_freq == 0:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
 
 

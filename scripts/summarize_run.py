@@ -47,7 +47,7 @@ def describe_speed(metrics: list[dict]) -> str | None:
     >>> line["policy/staleness"] = 1
     >>> resumed = {"time/training": 4.0, "policy/staleness": 1}  # generated before the checkpoint
     >>> describe_speed([resumed, line, line])
-    'training-bound: the other waited 50% of the time; more learners, shorter responses help'
+    'training-bound: vLLM waited 50% of the time; more learners, shorter responses help'
     """
     if not any(line.get("policy/staleness") for line in metrics):
         return None
@@ -58,13 +58,10 @@ def describe_speed(metrics: list[dict]) -> str | None:
     learner_waited = sum(line["time/wait_for_generation"] for line in metrics) / seconds
     generation_waited = sum(line["time/wait_for_prompts"] for line in metrics) / seconds
     if learner_waited > generation_waited:
-        side, waited, remedy = "generation", learner_waited, "--vllm_gpus"
+        who, waited, remedy = "generation-bound: the learner", learner_waited, "--vllm_gpus"
     else:
-        side, waited, remedy = "training", generation_waited, "learners"
-    return (
-        f"{side}-bound: the other waited {waited:.0%} of the time; "
-        f"more {remedy}, shorter responses help"
-    )
+        who, waited, remedy = "training-bound: vLLM", generation_waited, "learners"
+    return f"{who} waited {waited:.0%} of the time; more {remedy}, shorter responses help"
 
 
 def describe_cuts(metrics: list[dict]) -> str | None:

@@ -584,13 +584,13 @@ LAUNCHES = {
     "memory of a learner": (
         {"num_gpus": 2, "gpu_memory": 1.25},
         {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500},
-        "learner | 1.25 | GiB | --per_device_train_batch_size | --gradient_checkpointing",
+        "a learner needs about 1.3 GiB | --per_device_train_batch_size | --gradient_checkpointing",
     ),
     # Each fits, and the two do not
     "memory of both": (
         {"num_gpus": 1, "gpu_memory": 10.0},
         {"vllm_gpu_memory_utilization": 0.9},
-        "learner | 10 | GiB | --vllm_gpus",
+        "a learner needs about 1.0 GiB | 0.8 GiB | --vllm_gpus",
     ),
 }
 
