@@ -34,7 +34,7 @@ import zipfile
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, get_origin
 from unittest import mock
 
 import accelerate
@@ -520,7 +520,10 @@ def check_content(content, name):
             raise Mistake(f"`{name}` has a message without role or content")
 
 
-WITHOUT_TRUTH = "for rows without one use --no-apply_verifiable_reward --reward_model_path MODEL"
+WITHOUT_TRUTH = (
+    'it belongs in the column `reward_model`, as {"style": "rule", "ground_truth": ...}; for rows '
+    "without one use --no-apply_verifiable_reward --reward_model_path MODEL"
+)
 
 
 def read_prompt(run, row, name, is_eval):
@@ -590,6 +593,8 @@ def read_prompts(run, path, split, is_eval):
         )
     if len(kept) < len(rows):
         run.notes.append(f"{path}: dropped {dropped}")
+    if isinstance(rows[0].get("prompt"), str) and run.tokenizers[0].chat_template is not None:
+        run.notes.append(f"{path}: prompts are text, so the chat template is not used")
     warn_of_lost_characters(run, path, kept)
     return kept
 
@@ -954,7 +959,10 @@ def try_reward(run, calls):
             score, failure = receive(min(args.reward_timeout, IMPORT_TIMEOUT))
             if failure is not None:
                 answer = answer if len(answer) < 60 else answer[:60] + "..."
-                raise Mistake(f"{prompt.row}: {name} fails on the answer {answer!r}: {failure}")
+                raise Mistake(
+                    f"{prompt.row}: {name} fails on the answer {answer!r}, but a model may answer "
+                    f"anything: {failure}"
+                )
             scores.append(score)
         return scores
     finally:
@@ -1133,14 +1141,21 @@ def check_checkpoint(run):
     if missing:
         raise Mistake(f"{given} lacks {', '.join(missing)}; {older}")
     run.changed = {
-        name: (saved[name], current[name])
-        for name in sorted(saved)
-        if saved[name] != current[name] and name not in MAY_DIFFER
+        option.name: (saved[option.name], current[option.name])
+        for option in fields(run.args)
+        if option.name in saved and saved[option.name] != current[option.name]
+        # What the script fills in follows from other arguments, but for what must agree
+        if get_origin(option.type) is not Annotated or option.name in must_agree
+        if option.name not in MAY_DIFFER
     }
     if any(name in run.changed for name in must_agree):
-        differences = [f"{name} was {was} and is {now}" for name, (was, now) in run.changed.items()]
+        differences = [
+            f"{name} was {was} and is {now}"
+            for name, (was, now) in run.changed.items()
+            if name != "data_hash"
+        ]
         if "data_hash" in run.changed:
-            differences.append("so --dataset or --eval_dataset has other rows")
+            differences.append("--dataset or --eval_dataset has other rows")
         raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
     step = script.step_of(path)
     steps = getattr(run.args, "num_training_steps", run.args.num_updates)
@@ -1343,9 +1358,14 @@ def plan_of_data(run):
     """Lines on data, steps and updates."""
     args = run.args
     kind = "pairs" if run.trains_reward_model() else "prompts"
+    yield "model", f"{args.model_name_or_path}"
     if run.train_rows is not None:
-        held_out = f"{len(run.eval_rows or []):,} held out"
-        yield "data", f"{len(run.train_rows):,} {kind} to train on, {held_out}"
+        yield "data", f"{args.dataset}: {len(run.train_rows):,} {kind} to train on"
+    if run.eval_rows:
+        yield "", f"{args.eval_dataset}: {len(run.eval_rows):,} held out"
+    if run.train_rows is not None and not run.trains_reward_model():
+        text = run.train_rows[0].text
+        yield "", f"the first prompt, as the model reads it: {text[-70:]!r}"
     if not run.is_filled_in:
         return
     if run.trains_reward_model():
@@ -1354,7 +1374,11 @@ def plan_of_data(run):
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
-        yield "", f"of up to {run.max_length():,} tokens, each with its prompt"
+        longest = run.max_length() - args.response_length
+        yield (
+            "",
+            f"prompts of up to {longest:,} tokens, responses of up to {args.response_length:,}",
+        )
     updates = args.num_updates // args.num_training_steps
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
     if run.options.num_processes > 1:
@@ -1424,12 +1448,15 @@ def plan_of_checkpoint(run):
     """Lines on what is resumed."""
     yield "resumes", str(run.checkpoint_dir)
     step = run.script.step_of
-    checkpoints = run.script.list_checkpoints(run.checkpoint_dir.parents[1])
+    run_dir = run.checkpoint_dir.parents[1]
+    checkpoints = run.script.list_checkpoints(run_dir)
     newer = [path.name for path in checkpoints if step(path) > step(run.checkpoint_dir)]
     if newer:
-        yield "", f"and removes {', '.join(newer)}, which are newer"
+        yield "", f"and removes what is newer: {', '.join(newer)}"
+    if (run_dir / "model").exists():
+        yield "", "the run was at its end; its last steps and model/ are made again"
     for name, (was, now) in (run.changed or {}).items():
-        yield "", f"{name} was {was} and is {now} from here on"
+        yield "", f"{name} was {was} and is {now}"
 
 
 def print_plan(run):

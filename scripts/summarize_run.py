@@ -18,7 +18,7 @@ def describe_evaluations(metrics: list[dict]) -> list[str]:
     >>> describe_evaluations([{RATE: 0.5}, {}, {RATE: 0.75}])
     ['Held-out prompts answered right: 50.0% before training, 75.0% after']
     >>> describe_evaluations([{RATE: 0.0, SCORE: 0.3}])[1]
-    'Mean score of their answers: 0.300 after training'
+    'Mean verifiable score of their answers: 0.300 after training'
     """
     evaluations = [line for line in metrics if RATE in line]
     if not evaluations:
@@ -28,7 +28,7 @@ def describe_evaluations(metrics: list[dict]) -> list[str]:
     # Rewards that are shares of 1: an answer may be worth something and not be right
     if any(line.get(SCORE, line[RATE]) != line[RATE] for line in evaluations):
         scores = [f"{line[SCORE]:.3f}" for line in evaluations]
-        sentences.append(describe_change("Mean score of their answers", scores))
+        sentences.append(describe_change("Mean verifiable score of their answers", scores))
     return sentences
 
 
@@ -64,6 +64,21 @@ def describe_speed(metrics: list[dict]) -> str | None:
     return f"{who} waited {waited:.0%} of the time; more {remedy}, shorter responses help"
 
 
+def describe_signal(metrics: list[dict]) -> str | None:
+    """Whether there was anything to learn from.
+
+    >>> describe_signal([{"objective/scores": 0.0, "objective/scores_std": 0.0}])
+    'In every step all responses scored alike, at last 0: there was nothing to learn from'
+    """
+    if any(line.get("objective/scores_std", 1) > 0 for line in metrics):
+        return None
+    score = metrics[-1]["objective/scores"]
+    return (
+        f"In every step all responses scored alike, at last {score:g}: there was nothing to learn "
+        f"from"
+    )
+
+
 def describe_cuts(metrics: list[dict]) -> str | None:
     """Whether many responses of the last step were cut, and what to do about it.
 
@@ -90,7 +105,12 @@ def main():
     metrics = read_metrics(run_dir)
     if not metrics:
         parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
-    sentences = (*describe_evaluations(metrics), describe_cuts(metrics), describe_speed(metrics))
+    sentences = [
+        *describe_evaluations(metrics),
+        describe_signal(metrics),
+        describe_cuts(metrics),
+        describe_speed(metrics),
+    ]
     for sentence in sentences:
         if sentence:
             print(sentence)

@@ -901,7 +901,7 @@ def copy_of_model(folder):
 
 # Nothing is wrong. name: (as in CHECKPOINTS, words of the plan, scripts)
 RESUMED = {
-    "older": (nothing, {}, "resumes | checkpoints/step_3 and removes step_6", EVERY),
+    "older": (nothing, {}, "resumes | checkpoints/step_3 and removes what is newer: step_6", EVERY),
     "newest": (nothing, LATEST, "resumes | checkpoints/step_6", EVERY),
     "unfinished besides": (move("step_6", "checkpoints/unfinished"), LATEST, "step_3", EVERY),
     "another folder is given": (nothing, {"run_name": "other"}, "run/checkpoints/step_3", EVERY),
