@@ -1507,13 +1507,11 @@ def check(run):
             return
         try:
             part(run)
-        except AttributeError as error:
-            if lacks(run, error) is None:
-                raise
-            name = part.__name__.replace("_", " ")
-            mistakes.append(f"{lacks(run, error)}, so preflight does not {name}")
         except (Mistake, ValueError) as error:  # the latter from the script
             mistakes.append(error)
+        except Exception as error:  # of a fork, whose functions may take other arguments, say
+            name = part.__name__.replace("_", " ")
+            mistakes.append(f"{lacks(run, error) or describe(error)}, so preflight cannot {name}")
 
     is_trainer = run.trains_reward_model()
     attempt(check_launcher)
