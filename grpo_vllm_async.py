@@ -1773,9 +1773,11 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        names = ("objective/scores", "objective/kl", "val/sequence_lengths", "policy/entropy_avg")
-        figures = [f"{name} {metrics[name]:.3g}" for name in names if name in metrics]
-        tqdm.write(f"step {step}/{args.num_training_steps}  {'  '.join(figures)}")
+        kl = metrics.get("objective/kl", math.nan)  # without a reference policy there is none
+        tqdm.write(
+            f"step {step}/{args.num_training_steps}  score {metrics['objective/scores']:.3g}  "
+            f"KL {kl:.3g}  length {metrics['val/sequence_lengths']:.3g}"
+        )
 
 
 def save_model(model, tokenizer, path, args):
@@ -2340,6 +2342,10 @@ def main(args):
 
     # ---- The end: pictures and a summary, by programs that stand beside this script
     end_children()
+    # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
+    # it waits for gloo's threads, which may need it
+    accelerator.clear()
+    del policy
     accelerator.end_training()
     for tool in ("scripts/plot_runs.py", "scripts/summarize_run.py"):
         path = Path(__file__).parent / tool

@@ -9,14 +9,17 @@ arguments, data and reward functions are used, so a fork is checked as it is.
 The checks are in parts: the environment, the arguments, the tokenizer, the data, the models, the
 reward, the output folder and the checkpoint in it, the disk, accounts. Each part tells its first
 mistake in one line, and the others go on. Then the exit status is 2. The plan comes before the
-mistakes. Nothing is written.
+mistakes. Nothing is left on the disk but what comes from the hub, in its cache.
 
 Memory is an estimate from the sizes of the models: it is not measured.
 """
 
 import contextlib
 import difflib
+import faulthandler
+import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -87,6 +90,8 @@ class Run:
     script: ModuleType
     options: Options
     args: Any  # as they were given, then as the script fills them in
+    has_run_name: bool  # whether one was given
+    has_good_numbers: bool = False
     is_filled_in: bool = False
     tokenizers: tuple | None = None  # of the policy and of the reward model
     train_rows: list | None = None  # the script's Prompts, or its Pairs
@@ -106,7 +111,7 @@ class Run:
     def max_length(self):
         """Tokens of the longest prompt with its response; of the longest row of pairs."""
         if self.trains_reward_model():
-            return max(pair.length for pair in self.train_rows)
+            return max(pair.length for pair in self.train_rows + (self.eval_rows or []))
         rows = self.train_rows + (self.eval_rows or [])
         return max(len(prompt.token_ids) for prompt in rows) + self.args.response_length
 
@@ -169,12 +174,12 @@ def parse_flags(script, words):
             raise Mistake(f"--{option.name} is empty; give it a value, or leave it out")
     names = [option.name for option in fields(script.Args)]
     for word in unknown:
-        flag = word.lstrip("-").partition("=")[0]
+        flag = word.lstrip("-").partition("=")[0].replace("-", "_")
         if flag in {option.name for option in fields(Options)}:
             return args, Mistake(
                 f"--{flag} is an option of preflight.py: it goes before the script"
             )
-        similar = difflib.get_close_matches(flag.replace("-", "_"), names, n=1)
+        similar = difflib.get_close_matches(flag, names, n=1)
         meant = f"did you mean --{similar[0]}?" if similar else "--help lists all"
         return args, Mistake(f"unknown flag {word}; {meant}")
     return args, None
@@ -215,8 +220,8 @@ def check_launcher(run):
 # A number must be above 0; these, and those whose default is 0, may be 0
 MAY_BE_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
 MAY_BE_0 |= {"value_learning_rate", "value_lam", "verification_reward", "keep_last_n"}
-MAY_BE_0 |= {"reward_model_multiplier", "penalty_reward_value"}
-# What is smaller than this is 0 to float32 (eps), or becomes 0.01 in vLLM
+MAY_BE_0 |= {"reward_model_multiplier", "penalty_reward_value", "warmup_ratio", "stop_token_id"}
+# What is smaller than this does nothing (eps), or becomes 0.01 in vLLM
 AT_LEAST = {"temperature": 0.01, "eval_temperature": 0.01, "eps": 1e-20}
 # Other floats may be a million at most, integers a billion: more overflows, or fills the memory
 AT_MOST = dict.fromkeys(["learning_rate", "value_learning_rate", "weight_decay"], 1)
@@ -254,7 +259,7 @@ def check_numbers(run):
     """Refuses numbers out of range."""
     for option in fields(run.args):
         value = getattr(run.args, option.name)
-        if type(value) in (int, float) and option.name != "stop_token_id":  # True is none
+        if type(value) in (int, float):  # and not a bool, which isinstance would take for an int
             check_number(option.name, value, option.default)
     if getattr(run.args, "kl_target", 0) > 0 and run.args.beta == 0:
         raise Mistake("--kl_target: a --beta of 0 stays 0; begin with one above 0")
@@ -359,6 +364,8 @@ def check_arguments(run):
             run.args = run.script.fill_in(run.args, run.options.num_processes)
         check_warm_up(run)
     args = run.args
+    if not getattr(args, "vllm_gpus", True) and args.vllm_gpu_memory_utilization >= 0.98:
+        raise Mistake("--vllm_gpu_memory_utilization leaves nothing to the learner on its GPU")
     # What only GRPO has
     if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
         raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
@@ -371,7 +378,8 @@ def check_arguments(run):
                 f"do not bind: the ratio of a whole response stays near 1. GSPO has "
                 f"--cliprange 3e-4 --cliprange_higher 4e-4"
             )
-    run.is_filled_in = True
+    run.has_good_numbers = True
+    run.is_filled_in = not run.trains_reward_model()  # of which check_updates does the rest
 
 
 # -------------------------------------------------------------------------------- tokenizer, data
@@ -445,18 +453,17 @@ def check_tokenizers(run):
             f"--{flag} {path}: the tokenizer turns text into nothing; are its files there, such as "
             f"tokenizer.json? Or give a --tokenizer_name_or_path"
         )
-    if args.stop_token is not None:
-        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        if stop_token not in tokenizer.get_vocab():
-            raise Mistake(f"--stop_token {args.stop_token}: no token of the tokenizer {path}")
-        if run.trains_reward_model():
-            args.stop_token_id = tokenizer.get_vocab()[stop_token]
     run.tokenizers = (tokenizer, tokenizer)
     reward_model_path = getattr(args, "reward_model_path", None)
     if reward_model_path is not None:
         revision = revision_of(run, reward_model_path)
         load_pretrained(AutoTokenizer, "reward_model_path", reward_model_path, revision)
         run.tokenizers = run.script.load_tokenizers(args)
+    if run.trains_reward_model():
+        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+        if stop_token not in tokenizer.get_vocab():
+            raise Mistake(f"--stop_token {args.stop_token}: no token of the tokenizer {path}")
+        args.stop_token_id = tokenizer.get_vocab()[stop_token]
 
 
 def read_chat_template(path):
@@ -555,7 +562,8 @@ def read_prompt(run, row, name, is_eval):
             raise
         if isinstance(error, KeyError):
             raise Mistake(f"there is no column `{error.args[0]}`; {columns}") from error
-        if source is None and args.apply_verifiable_reward and args.reward_fn is None:
+        uses_source = args.apply_verifiable_reward and args.reward_fn is None
+        if source is None and uses_source and not isinstance(error, TimeoutError):
             raise Mistake(
                 f"there is no `data_source`, which chooses the reward; or name a --reward_fn; "
                 f"{columns}"
@@ -691,20 +699,28 @@ def check_updates(run):
             f"{args.num_updates} updates of {args.mini_batch_size}; more than the warm-up's "
             f"{args.warm_up_steps} are needed: a smaller --local_mini_batch_size?"
         )
+    run.is_filled_in = True
 
 
 # ----------------------------------------------------------------------------------------- models
 
 
-def check_finite(flag, path):
-    """Refuses weights that are not finite."""
+def is_local(path):
+    """Whether a model is in a folder of this machine, and not on the hub."""
+    return os.path.exists(path)
+
+
+@functools.cache
+def find_infinite(path):
+    """The first tensor in a model's folder that is not finite; None: there is none."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
                 tensor = tensors.get_tensor(name)
-                total = tensor.sum(dtype=torch.float32)  # which one that is not would spoil
-                if tensor.is_floating_point() and not total.isfinite():
-                    raise Mistake(f"--{flag} {path}: {name} holds numbers that are not finite")
+                # One such number makes the sum one
+                if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
+                    return name
+    return None
 
 
 def build_model(run, auto_class, flag, path, may_lack=(), **config_options):
@@ -719,23 +735,27 @@ def build_model(run, auto_class, flag, path, may_lack=(), **config_options):
     text_config = config.get_text_config()
     heads = getattr(text_config, "num_attention_heads", None)
     groups = getattr(text_config, "num_key_value_heads", None)
-    options = {"attn_implementation": run.args.attn_implementation, **config_options}
     report = {"missing_keys": set(), "mismatched_keys": set()}
     try:
         if heads and groups and heads % groups != 0:
             raise ValueError(f"{heads} attention heads cannot share {groups} key-value heads")
-        if os.path.exists(path):
+        if is_local(path):
             model, report = auto_class.from_pretrained(
                 path,
                 device_map="meta",
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # the report names them
                 output_loading_info=True,
-                **options,
+                attn_implementation=run.args.attn_implementation,
+                **config_options,
             )
         else:
+            for name, value in config_options.items():
+                setattr(config, name, value)
             with torch.device("meta"):
-                model = auto_class.from_config(config, **options)
+                model = auto_class.from_config(
+                    config, attn_implementation=run.args.attn_implementation
+                )
             if auto_class is AutoModelForCausalLM:
                 with contextlib.suppress(OSError):  # a model may come without one
                     model.generation_config = GenerationConfig.from_pretrained(
@@ -754,8 +774,9 @@ def build_model(run, auto_class, flag, path, may_lack=(), **config_options):
             f"--{flag} {path}: in its weights {name} is {list(shape)}, and by its config.json "
             f"{list(needed_shape)}"
         )
-    if os.path.exists(path):
-        check_finite(flag, path)
+    damaged = find_infinite(path)
+    if damaged is not None:
+        raise Mistake(f"--{flag} {path}: {damaged} holds numbers that are not finite")
     return model
 
 
@@ -845,15 +866,14 @@ def check_tokens(run):
             args.stop_token_ids = run.script.find_stop_tokens(args, tokenizer, run.model)
         except (TypeError, ValueError) as error:
             raise Mistake(
-                f"the model's stop tokens ({run.model.generation_config.eos_token_id!r}) and those "
-                f"of --stop_token or --stop_token_id must be in its vocabulary of "
-                f"{config.vocab_size}; see its generation_config.json ({error})"
+                f"{error}; by its generation_config.json the model's own stop token is "
+                f"{run.model.generation_config.eos_token_id!r}, its vocabulary {config.vocab_size}"
             ) from error
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and run.train_rows is not None and run.max_length() > limit:
+        flag = "--max_token_length" if run.trains_reward_model() else "--response_length"
         raise Mistake(
-            f"the longest row with --response_length takes {run.max_length()} positions; the model "
-            f"has {limit}"
+            f"the longest row takes {run.max_length()} positions by {flag}; the model has {limit}"
         )
 
 
@@ -868,6 +888,7 @@ def serve_calls(connection, compute_score, reward_fn, calls):
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):  # what a reward prints would stand among the plan's lines
         os.dup2(nowhere, number)
+    faulthandler.disable()  # a crash is told by its exit code
     os.setsid()
     pid, path = os.getpid(), reward_fn and reward_fn.rpartition(":")[0]
 
@@ -914,13 +935,10 @@ def load_reward_fn(reward_fn):
     if not os.path.isfile(path):
         raise ImportError(f"{path}: No such file")
     stem = Path(path).stem
-    if stem in sys.stdlib_module_names:
-        raise ImportError(f"Python has a module {stem} of its own; rename the file")
+    if stem in sys.modules or stem in sys.stdlib_module_names or "." in stem:
+        raise ImportError(f"{stem} is the name of another module, or none; rename the file")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[stem] = module
-    spec.loader.exec_module(module)
+    module = importlib.import_module(stem)
     function = getattr(module, name, None)
     if not callable(function):
         functions = inspect.getmembers(module, inspect.isfunction)
@@ -985,8 +1003,8 @@ def check_reward(run):
     kinds, calls = [], []
     for source, rows in of_source.items():
         truth = str(rows[0].ground_truth)
-        others = (str(row.ground_truth) for row in rows if str(row.ground_truth) != truth)
-        wrong = next(others, "I do not know.")
+        others = (str(row.ground_truth) for row in rows)
+        wrong = next((text for text in others if text not in (truth, "")), "I do not know.")
         answers = {truth: "right", f"\\boxed{{{truth}}}": "right", wrong: "wrong", "": "empty"}
         for answer, kind in answers.items():
             kinds.append((source, kind))
@@ -1013,9 +1031,9 @@ def check_reward(run):
 def check_run_folder(run):
     """Refuses a run folder with another run, or which cannot be written."""
     args = run.args
+    if args.resume_from_checkpoint == "latest" and not run.has_run_name:
+        raise Mistake("--resume_from_checkpoint latest: of which run? Give its --run_name")
     if args.run_name is None:
-        if args.resume_from_checkpoint == "latest":
-            raise Mistake("--resume_from_checkpoint latest: of which run? Give its --run_name")
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
     run_dir = Path(args.output_dir, args.run_name).absolute()
     if args.resume_from_checkpoint is not None:
@@ -1076,7 +1094,10 @@ MUST_AGREE = ["seed", "beta", "episodes_per_step", "number_samples_per_prompt", 
 MUST_AGREE += ["num_epochs", "num_updates", "data_hash"]
 # Where it runs, and what follows from the rest
 MAY_DIFFER = {"exp_name", "run_name", "output_dir", "resume_from_checkpoint", "world_size"}
-MAY_DIFFER |= {"local_world_size", "rollout_batch_size"}
+MAY_DIFFER |= {"local_world_size", "rollout_batch_size", "reward_workers"}
+# What the users themselves may have changed, where something of the above does not agree
+CAUSES = {"total_episodes", "local_rollout_batch_size", "local_mini_batch_size", "dataset"}
+CAUSES |= {"eval_dataset", "num_train_epochs"}
 
 
 def hash_data(run):
@@ -1152,7 +1173,7 @@ def check_checkpoint(run):
         differences = [
             f"{name} was {was} and is {now}"
             for name, (was, now) in run.changed.items()
-            if name != "data_hash"
+            if name != "data_hash" and (name in must_agree or name in CAUSES)
         ]
         if "data_hash" in run.changed:
             differences.append("--dataset or --eval_dataset has other rows")
@@ -1261,8 +1282,9 @@ def largest_passes(run):
     args, passes = run.args, {}
     for name, model in trained_models(run).items():
         size = args.per_device_train_batch_size
+        rows = 2 * size if run.trains_reward_model() else size  # chosen and rejected
         passes[f"{name}'s updates (--per_device_train_batch_size {size})"] = activation_bytes(
-            run, model, size, is_trained=True
+            run, model, rows, is_trained=True
         )
         passes[f"AdamW, in a step of the {name}"] = 4 * count_parameters(model)
     if not run.trains_reward_model():
@@ -1392,8 +1414,9 @@ def plan_of_processes(run):
     args, options = run.args, run.options
     yield "learners", f"{options.num_processes}"
     if options.num_processes > 1 and not options.has_gpus():
-        yield "", "no GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 SCRIPT ..."
-    if run.trains_reward_model():
+        local = options.local_processes()
+        yield "", f"no GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node {local} SCRIPT ..."
+    if run.trains_reward_model() or not run.is_filled_in:
         return
     place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
     engines = options.num_processes
@@ -1472,11 +1495,9 @@ def print_plan(run):
     for part in parts:
         try:
             lines = list(part(run))
-        except AttributeError as error:
-            if lacks(run, error) is None:
-                raise
+        except Exception as error:  # of a fork, as in check
             name = part.__name__.replace("_", " ")
-            lines = [("note", f"{lacks(run, error)}, so there is no {name}")]
+            lines = [("note", f"{lacks(run, error) or describe(error)}, so there is no {name}")]
         for name, text in lines:
             print(f"  {name:<9}{printable(text)}")
     for note in run.notes:
@@ -1520,7 +1541,7 @@ def check(run):
     attempt(check_data, run.tokenizers)
     attempt(check_eval_data, run.tokenizers)
     if is_trainer:
-        attempt(check_updates, run.is_filled_in, run.train_rows)
+        attempt(check_updates, run.has_good_numbers, run.train_rows)
         attempt(check_trained_reward_model)
     else:
         attempt(check_policy)
@@ -1563,8 +1584,9 @@ def main(words):
     except Mistake as error:
         print(one_line(error), file=sys.stderr)
         return 2
-    options.num_gpus = options.num_gpus or torch.cuda.device_count()
-    run = Run(script, options, args)
+    if options.num_gpus is None:
+        options.num_gpus = torch.cuda.device_count()
+    run = Run(script, options, args, has_run_name=args.run_name is not None)
     mistakes = check(run)
     if mistake is not None:
         mistakes.insert(0, mistake)

@@ -694,11 +694,18 @@ def main(args):
             with open(run_dir / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
         if is_main and training_step % max(1, args.num_updates // 20) == 0:
-            names = ("loss/preference_avg", "objective/accuracy", "objective/margin")
-            figures = [f"{name} {metrics[name]:.3g}" for name in names]
-            tqdm.write(f"step {training_step}/{args.num_updates}  {'  '.join(figures)}")
+            tqdm.write(
+                f"step {training_step}/{args.num_updates}"
+                f"  loss {metrics['loss/preference_avg']:.3g}"
+                f"  accuracy {metrics['objective/accuracy']:.3g}"
+                f"  margin {metrics['objective/margin']:.3g}"
+            )
 
     accelerator.print(f"Reward model: {run_dir / 'model'}; metrics: {run_dir / 'metrics.jsonl'}")
+    # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
+    # it waits for gloo's threads, which may need it
+    accelerator.clear()
+    del reward_model
     accelerator.end_training()
 
 

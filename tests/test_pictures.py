@@ -69,7 +69,10 @@ def test_runs_share_a_panel_of_the_parts_that_they_have(draw):
 @pytest.mark.parametrize(
     ("scores", "means"),
     [
-        ([0.3, 0.5], ["Mean verifiable score of their answers: 0.300 before training, 0.500 after"]),
+        (
+            [0.3, 0.5],
+            ["Mean verifiable score of their answers: 0.300 before training, 0.500 after"],
+        ),
         ([0.459, 1.0], []),  # a score that is the rate is not said again
     ],
 )

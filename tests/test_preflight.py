@@ -241,6 +241,26 @@ def test_plan_is_of_the_machines_that_are_named(name, script, ask, folder):
     check_plan(ask(script, cases.good_options(folder, script) | options, **launch), words)
 
 
+@pytest.mark.parametrize("script", cases.EVERY)
+def test_model_of_the_hub_is_built_from_its_config(script, ask, folder, monkeypatch):
+    monkeypatch.setattr(preflight, "is_local", lambda path: False)
+    plan = ask(script, cases.good_options(folder, script))
+    check_plan(plan, "learners 1 | 2.0 MiB")
+
+
+def test_mistakes_are_printed_where_there_can_be_no_plan_of_engines(ask, folder):
+    options = cases.good_options(folder, "ppo_sync.py") | {"vllm_tensor_parallel_size": 0}
+    answer = ask("ppo_sync.py", options | {"vllm_gpus": "1"}, num_gpus=2)
+    check_mistake(answer, "--vllm_tensor_parallel_size is 0")
+
+
+def test_empty_truth_is_no_wrong_answer(ask, folder):
+    rows = [cases.ROW, cases.ROW | {"reward_model": {"ground_truth": ""}}] * 35
+    options = cases.good_options(folder, "ppo_sync.py")
+    options["dataset"] = write_rows(folder / "empty.jsonl", rows)
+    check_plan(ask("ppo_sync.py", options), "debug/sorting scores 1, a wrong answer 0")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo_vllm_async.py", *cases.TRAINER])
 def test_defaults_train_a_model(script, ask, monkeypatch):
