@@ -222,6 +222,7 @@ def test_hub_that_does_not_work_is_asked_once(hub_that_does_not_work, ask, folde
 # -------------------------------------------------------------------------------------- good plans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "script"),
     [
@@ -320,6 +321,7 @@ def options_to_resume(folder, script, changes):
     return cases.options_of_run(folder, script) | STEP_3 | changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "script"), one_script_each(cases.CHECKPOINTS, given_scripts))
 def test_checkpoint_that_cannot_be_resumed_is_told(name, script, ask, folder):
     damage, changes, words, *_ = cases.CHECKPOINTS[name]
@@ -335,6 +337,7 @@ def test_checkpoint_of_another_script_is_told(name, ask, folder):
     check_mistake(ask(script, options_to_resume(folder, script, {})), words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "script"),
     [
