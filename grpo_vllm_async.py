@@ -49,6 +49,10 @@ There is no value model: each prompt is answered several times, and the advantag
 how much better it scored than the others of its group. The KL to the reference policy is a term of
 the loss, not of the reward.
 
+A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
+step's updates; and the new one, in an update. All are of the distribution at the sampling
+temperature.
+
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
@@ -81,6 +85,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import inspect
 import itertools
 import json
 import math
@@ -100,7 +105,7 @@ import traceback
 import uuid
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -113,7 +118,11 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from rich.console import Console
@@ -122,7 +131,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -133,8 +141,8 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits whose softmax is taken at once: 64 MiB in float32, or one row where that is more
-SOFTMAX_CHUNK = 2**24
+# Logits that are computed at once: 128 MiB in float32. Larger chunks are little faster
+LOGITS_CHUNK = 2**25
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
@@ -179,8 +187,8 @@ class Args:
     """precision of forward passes and of vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
     """attention of the learner's models: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """compute activations again in the backward pass: less memory, a third slower"""
+    gradient_checkpointing: bool = True
+    """compute activations again in the backward pass: far less memory, a third slower"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
@@ -219,7 +227,9 @@ class Args:
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
-    """evaluations of the run, about; the first is before any update. One more follows the last"""
+    """evaluations of the run; the first is before any update. One more follows the last"""
+    eval_prompts: int = 500
+    """held-out prompts of an evaluation, drawn once, the same for every seed; 0: all there are"""
     eval_temperature: float = 0.0
     """sampling temperature of evaluations; 0: greedy"""
 
@@ -252,7 +262,8 @@ class Args:
     verification_reward: float = 1.0
     """the verifiable score is multiplied by this"""
     reward_fn: str | None = None
-    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
+    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..., and where
+    it has such parameters num_tokens=... and stopped=..."""
     reward_workers: int | None = None
     """processes that call reward_fn, on each rank with an engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
@@ -271,7 +282,7 @@ class Args:
     """with non_stop_penalty: responses of fewer tokens are penalized as well"""
 
     # -- GRPO
-    beta: float = 0.01
+    beta: float = 0.0
     """weight of the KL term in the loss; 0: no reference policy is loaded"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
     """estimator of that KL (http://joschu.net/blog/kl-approx.html)"""
@@ -335,7 +346,8 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """policy versions whose request has an evaluation; the last one has a request of its own"""
+    """evaluations go out with the request that follows so many steps; the last one is a request of
+    its own"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -366,6 +378,7 @@ class Response:
     # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else that call returned
     failure: str | None = None  # why that call failed
     # From the learner
     model_score: float | None = None  # by the reward model; None: there is none
@@ -408,6 +421,7 @@ class Batch:
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
     loss_mask: Tensor  # (episodes, width), the mask without responses that are left out of the loss
+    computed: Tensor  # (episodes,), 0.0 where no gradient comes from the response, else 1.0
     sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, width), by the policy before this step's updates
     ref_logprobs: Tensor | None  # (episodes, width), by the reference policy; None with beta 0
@@ -643,6 +657,23 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     )
 
 
+def read_score(result):
+    """The score in what a reward function returned, and its metrics.
+
+    verl's functions may return a dictionary; the numbers in it beside the score are metrics.
+
+    >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
+    (0.5, {'acc': 1.0})
+    """
+    if not isinstance(result, dict):
+        return float(result), {}
+    numbers = {
+        name: float(value) for name, value in result.items() if isinstance(value, int | float)
+    }
+    numbers.pop("score", None)
+    return float(result["score"]), numbers
+
+
 # The next three functions run in the process of a reward worker.
 
 
@@ -668,19 +699,31 @@ def start_reward_process(reward_fn):
     return os.getpid()
 
 
-def call_reward_fn(reward_fn, prompt, text):
-    """The score of a response, which is a finite number, and None; or None and what went wrong."""
-    pid = os.getpid()
+def call_reward_fn(reward_fn, response):
+    """A response's score, a finite number; its metrics; and what went wrong, or None.
+
+    Where something did there is no score: None.
+    """
+    pid, prompt = os.getpid(), response.prompt
     try:
-        score = load_reward_fn(reward_fn)(
-            prompt.data_source, text, prompt.ground_truth, extra_info=prompt.extra_info
+        function = load_reward_fn(reward_fn)
+        offered = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
+        parameters = inspect.signature(function).parameters
+        asked_for = {name: offered[name] for name in offered if name in parameters}
+        result = function(
+            prompt.data_source,
+            response.text,
+            prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            **asked_for,
         )
+        score, metrics = read_score(result)
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
-        answer = float(score), None
+        answer = score, metrics, None
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        answer = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
+        answer = None, {}, f"{error!r} ({frame.filename}, line {frame.lineno})"
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
     return answer
@@ -699,7 +742,7 @@ def start_reward_worker(reward_fn):
     return executor, process_group
 
 
-def call_worker(workers, prompt, text, args):
+def call_worker(workers, response, args):
     """As call_reward_fn, in a worker that is idle.
 
     The code of --reward_fn may raise, hang, exit or crash. That costs one response its score: a
@@ -707,14 +750,14 @@ def call_worker(workers, prompt, text, args):
     """
     executor, process_group = workers.get()
     try:
-        call = executor.submit(call_reward_fn, args.reward_fn, prompt, text)
+        call = executor.submit(call_reward_fn, args.reward_fn, response)
         return call.result(args.reward_timeout)
     except Exception as error:
         process_groups.remove(process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-        return None, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+        return None, {}, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
     finally:
         workers.put((executor, process_group))
 
@@ -726,14 +769,17 @@ def grade_responses(responses, tokenizer, workers, args):
     """
 
     def grade(response):
-        prompt, verifiable, failure = response.prompt, None, None
+        prompt, verifiable, metrics, failure = response.prompt, None, {}, None
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        response = replace(response, text=text)
         if prompt.ground_truth is not None:
             if args.reward_fn:
-                verifiable, failure = call_worker(workers, prompt, text, args)
+                verifiable, metrics, failure = call_worker(workers, response, args)
             else:
-                verifiable = compute_score(prompt.data_source, text, prompt.ground_truth)
-        return replace(response, text=text, verifiable=verifiable, failure=failure)
+                verifiable, metrics = read_score(
+                    compute_score(prompt.data_source, text, prompt.ground_truth)
+                )
+        return replace(response, verifiable=verifiable, reward_metrics=metrics, failure=failure)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
         return list(threads.map(grade, responses))
@@ -851,16 +897,71 @@ def load_model(auto_class, path, args, trained, **config_options):
     return model.requires_grad_(trained)
 
 
-def token_logprobs(logits, labels, temperature):
-    """Log-probabilities of the labels, and entropies: each (batch, width), in float32.
+def token_logprobs(logits, labels):
+    """Log-probabilities of the labels, and entropies: each (positions,).
 
-    logits: (batch, width, vocabulary); labels: (batch, width), token ids.
+    logits: (positions, vocabulary), at the sampling temperature; labels: (positions,), token ids.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    label_logprobs = logprobs.gather(-1, labels[..., None]).squeeze(-1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return label_logprobs, entropies
+    entropies = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+    return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
+
+
+def head_logits(hidden, head, soft_cap):
+    """Logits, softly kept within plus or minus soft_cap unless that is None.
+
+    hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
+    """
+    logits = hidden @ head.T
+    if soft_cap is None:
+        return logits
+    return soft_cap * torch.tanh(logits / soft_cap)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """token_logprobs of head_logits, for some positions at a time.
+
+    All logits together would be the largest thing in memory. So the backward pass computes them
+    again, chunk by chunk, and adds to a single gradient of the head.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, soft_cap):
+        """Log-probabilities and entropies: each (positions,)."""
+        ctx.save_for_backward(hidden, head, labels)
+        ctx.set_materialize_grads(False)
+        ctx.soft_cap = soft_cap
+        size = max(1, LOGITS_CHUNK // len(head))  # positions
+        ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
+        logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
+        for part in ctx.parts:
+            logits = head_logits(hidden[part], head, soft_cap)
+            logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, logprobs_grad, entropies_grad):
+        """The loss's gradients for hidden and head, from those for log-probabilities and entropies.
+
+        Those for entropies are None unless the loss of a fork has an entropy bonus.
+        """
+        hidden, head, labels = ctx.saved_tensors
+        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head)
+        for part in ctx.parts:
+            logits = head_logits(hidden[part], head, ctx.soft_cap)
+            # The gradient of log p(label) is onehot(label) - p
+            logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
+            logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
+            if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
+                logprobs = torch.log_softmax(logits, dim=-1)
+                _, entropies = token_logprobs(logits, labels[part])
+                surprise = logprobs.exp() * (logprobs + entropies[:, None])
+                logits_grad -= entropies_grad[part, None] * surprise
+            if ctx.soft_cap is not None:
+                logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
+            hidden_grad[part] = logits_grad @ head
+            head_grad.addmm_(logits_grad.T, hidden[part])
+        return hidden_grad, head_grad, None, None
 
 
 def autocast(model, args):
@@ -875,26 +976,28 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
+        # Some models scale their logits (Cohere, Granite), or limit them (Gemma)
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.scale = scale / args.temperature
+        self.soft_cap = getattr(config, "final_logit_softcapping", None)
+        if self.soft_cap is not None:
+            self.soft_cap *= self.scale
 
     def forward(self, inputs, width):
-        """Log-probabilities of the response tokens and entropies: (batch, width).
-
-        Both have gradients. Only the logits of the response exist. Their softmax is taken a
-        few rows at a time, and computed again in the backward pass: it would be the largest thing
-        in memory.
-        """
+        """Log-probabilities of the response tokens and entropies: (batch, width)."""
         with autocast(self.model, self.args):
-            output = self.model(**inputs, logits_to_keep=width + 1)
-        # The logits at a position predict the token after it: (batch, width, vocabulary)
-        logits = output.logits[:, :-1]
+            hidden = self.model.base_model(**inputs).last_hidden_state
+        # What is read at a position predicts the token after it
+        hidden = hidden[:, -width - 1 : -1].flatten(0, 1)  # (batch * width, hidden_size)
         labels = inputs["input_ids"][:, -width:]  # (batch, width)
-        rows = max(1, SOFTMAX_CHUNK // logits[0].numel())
-        chunks = [
-            checkpoint(token_logprobs, *chunk, self.args.temperature, use_reentrant=False)
-            for chunk in zip(logits.split(rows), labels.split(rows), strict=True)
-        ]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        # The head computes in float32 (2506.13585)
+        head = self.model.get_output_embeddings().weight
+        dtype = torch.promote_types(head.dtype, torch.float32)
+        logprobs, entropies = ChunkedHead.apply(
+            hidden.to(dtype) * self.scale, head.to(dtype), labels.flatten(), self.soft_cap
+        )
+        return logprobs.view_as(labels), entropies.view_as(labels)
 
 
 class ValueModel(nn.Module):
@@ -1065,7 +1168,7 @@ def has_spread(groups, scored):
     """
     largest = groups.masked_fill(scored == 0, -math.inf).amax(1, keepdim=True)
     smallest = groups.masked_fill(scored == 0, math.inf).amin(1, keepdim=True)
-    return largest > smallest
+    return ~(largest <= smallest)  # so that a score of nan does not pass unseen
 
 
 def policy_loss(
@@ -1473,6 +1576,22 @@ def draw_mini_batches(training_step, args):
     return epochs
 
 
+def rows_to_compute(mini_batch, computed, num_ranks):
+    """The rows of a mini-batch that go through the policy: those to be computed, and a few others.
+
+    The others fill up: each rank gets equally many rows, and at least one, so that all ranks make
+    as many passes. They enter no sum.
+
+    >>> rows_to_compute([0, 1, 2, 3], computed=torch.tensor([0, 1, 1, 1]), num_ranks=2)
+    [1, 2, 3, 0]
+    """
+    computed = computed.tolist()
+    needed = [row for row in mini_batch if computed[row]]
+    others = [row for row in mini_batch if not computed[row]]
+    count = max(1, math.ceil(len(needed) / num_ranks)) * num_ranks
+    return (needed + others)[:count]
+
+
 def cut_micro_batches(accelerator, mini_batches, sequences, size):
     """This rank's share of each mini-batch, as a list of MicroBatches of `size` rows.
 
@@ -1540,13 +1659,14 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
     }
     normalizer = max(1, normalizers[args.loss_aggregation])
     size = args.per_device_train_batch_size
-    micro_batches = cut_micro_batches(accelerator, [mini_batch], batch.sequences, size)
+    rows = rows_to_compute(mini_batch, batch.computed, accelerator.num_processes)
+    micro_batches = cut_micro_batches(accelerator, [rows], batch.sequences, size)
     sums = Counter()
     for i, micro_batch in enumerate(micro_batches):
         # All that follows is (micro_batch, width)
         rows, inputs = micro_batch.rows, micro_batch.inputs
         width = micro_batch.mask.shape[1]
-        loss_mask = batch.loss_mask[rows, :width]
+        loss_mask = batch.loss_mask[rows, :width] * batch.computed[rows, None]
         importance_weights = batch.importance_weights[rows, :width]
         with contextlib.ExitStack() as stack:
             if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
@@ -1585,7 +1705,6 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
             loss = (token_loss * scale).sum() / normalizer
             # Ranks average their gradients; times the number of ranks, that is their sum
             accelerator.backward(loss * accelerator.num_processes)
-            entropies = entropies.detach()  # its graph would last through the next forward pass
 
         with torch.no_grad():
             ratio = log_ratio.exp()
@@ -1658,11 +1777,11 @@ def update_metrics(accelerator, sums):
 
 def batch_metrics(batch, args):
     """The metrics of a step's batch, before its updates; each is a tensor of one element."""
-    mask = batch.mask
+    mask = batch.mask * batch.computed[:, None]
     # How far the sampler's log-probabilities are from the learner's
     mismatch = (batch.logprobs - batch.sampler_logprobs) * mask
     # The KL of the sampler to the learner: the sampler's are the samples
-    mismatch_kl = kl_penalty(batch.sampler_logprobs, batch.logprobs, "kl3")
+    mismatch_kl = kl_penalty(-mismatch, 0.0, "kl3")
     log_weights = mismatch
     if args.importance_sampling_level == "sequence":
         log_weights = sequence_mean(mismatch, mask)
@@ -1672,8 +1791,9 @@ def batch_metrics(batch, args):
     scored = batch.scored.view(-1, args.number_samples_per_prompt)
     metrics = {
         "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
-        "objective/entropy": (-batch.logprobs * mask).sum(1).mean(),
-        "val/sequence_lengths": mask.sum(1).mean(),
+        "objective/entropy": (-batch.logprobs * mask).sum() / batch.computed.sum(),
+        "val/sequence_lengths": batch.mask.sum(1).mean(),
+        "val/computed_responses": batch.computed.sum(),
         "val/zero_variance_groups": (~has_spread(groups, scored)).sum(),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
@@ -1707,6 +1827,7 @@ def score_metrics(group, responses, args):
             "reward_model_score": response.model_score,
             "verifiable_score": response.verifiable,
         }
+        parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
             # Rewards may give partial credit, and only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
@@ -1773,11 +1894,14 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        kl = metrics.get("objective/kl", math.nan)  # without a reference policy there is none
-        tqdm.write(
-            f"step {step}/{args.num_training_steps}  score {metrics['objective/scores']:.3g}  "
-            f"KL {kl:.3g}  length {metrics['val/sequence_lengths']:.3g}"
-        )
+        shown = {
+            "score": "objective/scores",
+            "KL": "objective/kl",
+            "entropy": "policy/entropy_avg",
+            "length": "val/sequence_lengths",
+        }
+        figures = [f"{word} {metrics[key]:.3g}" for word, key in shown.items() if key in metrics]
+        tqdm.write(f"step {step}/{args.num_training_steps}  " + "  ".join(figures))
 
 
 def save_model(model, tokenizer, path, args):
@@ -1955,10 +2079,10 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    if args.num_evals > 0:
-        eval_every = max(1, args.num_training_steps // args.num_evals)
-        # Not before the last step, whose line of metrics has the last evaluation already
-        args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    evenly = {i * args.num_training_steps // args.num_evals for i in range(args.num_evals)}
+    # Not before the last step, whose line of metrics has the last evaluation already
+    last = args.num_training_steps - 1
+    args.eval_steps = tuple(sorted(step for step in evenly if step < last))
 
     # GPUs and CPU cores
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
@@ -2032,7 +2156,11 @@ def main(args):
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            # Gradients are in DDP's buckets alone
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+        ],
     )
     device = accelerator.device
     cpu_group = None
@@ -2040,6 +2168,8 @@ def main(args):
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
+    if accelerator.gradient_accumulation_steps != 1:  # by which accelerate would divide gradients
+        raise ValueError("gradient_accumulation_steps of accelerate must be 1")
     args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
@@ -2065,6 +2195,9 @@ def main(args):
         eval_prompts = load_prompts(
             args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
         )
+        if 0 < args.eval_prompts < len(eval_prompts):
+            drawn = draw_prompts(len(eval_prompts), 0, args.eval_prompts, seed=0)
+            eval_prompts = [eval_prompts[i] for i in drawn]
     all_prompts = train_prompts + eval_prompts
     prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
     max_length = max(prompt_lengths) + args.response_length
@@ -2108,7 +2241,7 @@ def main(args):
         reward_model.to(device)
 
     # Learning rates are set before each update
-    options = {"eps": args.eps, "weight_decay": args.weight_decay}
+    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
     policy, optimizer = accelerator.prepare(policy, optimizer)
 
@@ -2146,8 +2279,9 @@ def main(args):
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in run_dir.glob("*.jsonl"):  # also of a run that ended in its first step
-            path.unlink()
+        # Also of a run that ended in its first step
+        for name in ("metrics", "rollouts", "samples"):
+            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2222,47 +2356,58 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # 5. Log-probabilities before any update, (episodes, width). For the policy the batch is cut
+        mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
+        loss_mask = mask * scored[:, None]
+
+        # 5. Responses that were cut may be left out of the loss; in their group they count
+        if args.mask_truncated_completions:
+            stopped = torch.tensor([float(r.stopped) for r in responses], device=device)
+            loss_mask = loss_mask * stopped[:, None]
+
+        # 6. Advantages, one for all tokens of a response: (episodes,)
+        advantages = group_advantages(
+            scores, scored, args.number_samples_per_prompt, args.advantage_normalization
+        )
+        # Without a KL term no gradient comes from where they are 0. Such a response counts in the
+        # mean of the loss, but need not be computed. If all were so there would be no metrics: then
+        # they are computed for those
+        computed = ((advantages * loss_mask[:, 0]) != 0).float()  # (episodes,)
+        if args.beta > 0 or not computed.any():
+            computed = torch.ones_like(computed)
+        advantages = advantages[:, None] * mask  # (episodes, width)
+
+        # 7. Log-probabilities before any update, (episodes, width). For the policy the batch is cut
         # as it will be in the first epoch: other shapes would change the last bits, and the ratios
         # of the first update would not be exactly 1.
         sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-        mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
-        loss_mask = mask * scored[:, None]
         sampler_logprobs = pad(response.logprobs for response in responses).to(device)
         epochs = draw_mini_batches(training_step, args)
-        all_rows = list(range(len(responses)))
         ref_logprobs = None
         with timed(times, "forward"):
             size = args.per_device_train_batch_size
-            micro_batches = cut_micro_batches(accelerator, epochs[0], sequences, size)
+            mini_batches = [
+                rows_to_compute(rows, computed, accelerator.num_processes) for rows in epochs[0]
+            ]
+            micro_batches = cut_micro_batches(accelerator, mini_batches, sequences, size)
             logprobs = forward_all(accelerator, policy, micro_batches, mask)
             if args.beta > 0:
+                all_rows = list(range(len(responses)))
                 size = args.local_rollout_forward_batch_size
                 micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
                 ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
+        computed_mask = mask * computed[:, None]
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
-            check_sampler(logprobs, sampler_logprobs, mask, args)
+            check_sampler(logprobs, sampler_logprobs, computed_mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
         # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
-        mismatch = logprobs - sampler_logprobs
-        # They are 0 where the two are too far apart. The policy does not train on such a token, but
-        # it counts in the mean of the loss
+        mismatch = (logprobs - sampler_logprobs) * computed_mask
+        # With --mismatch_mask they are 0 where the two are too far apart. The policy does not train
+        # on such a token, but it counts in the mean of the loss
         importance_weights = mismatch_mask(mismatch, mask, args)
         if args.importance_sampling_level == "sequence":
             mismatch = sequence_mean(mismatch, mask)
         if args.tis_cap > 0:
             importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
-
-        # 6. Responses that were cut may be left out of the loss; in their group they count
-        if args.mask_truncated_completions:
-            stopped = torch.tensor([float(r.stopped) for r in responses], device=device)
-            loss_mask = loss_mask * stopped[:, None]
-
-        # 7. Advantages, one for all tokens of a response: (episodes, width)
-        advantages = group_advantages(
-            scores, scored, args.number_samples_per_prompt, args.advantage_normalization
-        )
-        advantages = advantages[:, None] * mask
 
         batch = Batch(
             sequences=sequences,
@@ -2270,6 +2415,7 @@ def main(args):
             scores=scores,
             scored=scored,
             loss_mask=loss_mask,
+            computed=computed,
             sampler_logprobs=sampler_logprobs,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,

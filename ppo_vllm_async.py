@@ -45,6 +45,10 @@ Every rank holds the whole batch (token ids and a few floats per token: small). 
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
 backward passes are shared out.
 
+A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
+step's updates; and the new one, in an update. All are of the distribution at the sampling
+temperature.
+
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
@@ -77,6 +81,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import inspect
 import itertools
 import json
 import math
@@ -96,7 +101,7 @@ import traceback
 import uuid
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -109,7 +114,11 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from rich.console import Console
@@ -118,7 +127,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -129,8 +137,8 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits whose softmax is taken at once: 64 MiB in float32, or one row where that is more
-SOFTMAX_CHUNK = 2**24
+# Logits that are computed at once: 128 MiB in float32. Larger chunks are little faster
+LOGITS_CHUNK = 2**25
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
@@ -178,8 +186,8 @@ class Args:
     """precision of forward passes and of vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
     """attention of the learner's models: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """compute activations again in the backward pass: less memory, a third slower"""
+    gradient_checkpointing: bool = True
+    """compute activations again in the backward pass: far less memory, a third slower"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
@@ -222,7 +230,9 @@ class Args:
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
-    """evaluations of the run, about; the first is before any update. One more follows the last"""
+    """evaluations of the run; the first is before any update. One more follows the last"""
+    eval_prompts: int = 500
+    """held-out prompts of an evaluation, drawn once, the same for every seed; 0: all there are"""
     eval_temperature: float = 0.0
     """sampling temperature of evaluations; 0: greedy"""
 
@@ -255,7 +265,8 @@ class Args:
     verification_reward: float = 1.0
     """the verifiable score is multiplied by this"""
     reward_fn: str | None = None
-    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..."""
+    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..., and where
+    it has such parameters num_tokens=... and stopped=..."""
     reward_workers: int | None = None
     """processes that call reward_fn, on each rank with an engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
@@ -273,8 +284,9 @@ class Args:
     """with non_stop_penalty: responses of fewer tokens are penalized as well"""
 
     # -- PPO
-    beta: float = 0.01
-    """weight of the KL penalty in the reward; with kl_target: in the first step"""
+    beta: float = 0.001
+    """weight of the KL penalty in the reward; 0: no reference policy is loaded. With kl_target: in
+    the first step"""
     kl_target: float = 0.0
     """KL of a whole response that beta is adapted to (1909.08593, 2.2); 0: beta stays as it is"""
     kl_horizon: int = 10_000
@@ -293,8 +305,9 @@ class Args:
     """values are clipped to within this of the old ones, in units of reward; 0: no clipping"""
     gamma: float = 1.0
     """discount per token"""
-    lam: float = 0.95
-    """lambda of GAE for the advantages"""
+    lam: float = 1.0
+    """lambda of GAE for the advantages; below 1 the value model has to be warmed up first, or all
+    responses become short"""
     value_lam: float = 1.0
     """lambda of GAE for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
@@ -339,7 +352,8 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """policy versions whose request has an evaluation; the last one has a request of its own"""
+    """evaluations go out with the request that follows so many steps; the last one is a request of
+    its own"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -370,6 +384,7 @@ class Response:
     # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else that call returned
     failure: str | None = None  # why that call failed
     # From the learner
     model_score: float | None = None  # by the reward model; None: there is none
@@ -414,7 +429,7 @@ class Batch:
     loss_mask: Tensor  # (episodes, width), the mask without responses that are left out of the loss
     sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, width), by the policy before this step's updates
-    ref_logprobs: Tensor  # (episodes, width), by the reference policy
+    ref_logprobs: Tensor | None  # (episodes, width), by the reference policy; None with beta 0
     values: Tensor  # (episodes, width), by the value model before this step's updates
     rewards: Tensor  # (episodes, width)
     advantages: Tensor  # (episodes, width)
@@ -650,6 +665,23 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     )
 
 
+def read_score(result):
+    """The score in what a reward function returned, and its metrics.
+
+    verl's functions may return a dictionary; the numbers in it beside the score are metrics.
+
+    >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
+    (0.5, {'acc': 1.0})
+    """
+    if not isinstance(result, dict):
+        return float(result), {}
+    numbers = {
+        name: float(value) for name, value in result.items() if isinstance(value, int | float)
+    }
+    numbers.pop("score", None)
+    return float(result["score"]), numbers
+
+
 # The next three functions run in the process of a reward worker.
 
 
@@ -675,19 +707,31 @@ def start_reward_process(reward_fn):
     return os.getpid()
 
 
-def call_reward_fn(reward_fn, prompt, text):
-    """The score of a response, which is a finite number, and None; or None and what went wrong."""
-    pid = os.getpid()
+def call_reward_fn(reward_fn, response):
+    """A response's score, a finite number; its metrics; and what went wrong, or None.
+
+    Where something did there is no score: None.
+    """
+    pid, prompt = os.getpid(), response.prompt
     try:
-        score = load_reward_fn(reward_fn)(
-            prompt.data_source, text, prompt.ground_truth, extra_info=prompt.extra_info
+        function = load_reward_fn(reward_fn)
+        offered = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
+        parameters = inspect.signature(function).parameters
+        asked_for = {name: offered[name] for name in offered if name in parameters}
+        result = function(
+            prompt.data_source,
+            response.text,
+            prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            **asked_for,
         )
+        score, metrics = read_score(result)
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
-        answer = float(score), None
+        answer = score, metrics, None
     except BaseException as error:  # sys.exit() raises no Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        answer = None, f"{error!r} ({frame.filename}, line {frame.lineno})"
+        answer = None, {}, f"{error!r} ({frame.filename}, line {frame.lineno})"
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
     return answer
@@ -706,7 +750,7 @@ def start_reward_worker(reward_fn):
     return executor, process_group
 
 
-def call_worker(workers, prompt, text, args):
+def call_worker(workers, response, args):
     """As call_reward_fn, in a worker that is idle.
 
     The code of --reward_fn may raise, hang, exit or crash. That costs one response its score: a
@@ -714,14 +758,14 @@ def call_worker(workers, prompt, text, args):
     """
     executor, process_group = workers.get()
     try:
-        call = executor.submit(call_reward_fn, args.reward_fn, prompt, text)
+        call = executor.submit(call_reward_fn, args.reward_fn, response)
         return call.result(args.reward_timeout)
     except Exception as error:
         process_groups.remove(process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-        return None, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+        return None, {}, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
     finally:
         workers.put((executor, process_group))
 
@@ -733,14 +777,17 @@ def grade_responses(responses, tokenizer, workers, args):
     """
 
     def grade(response):
-        prompt, verifiable, failure = response.prompt, None, None
+        prompt, verifiable, metrics, failure = response.prompt, None, {}, None
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        response = replace(response, text=text)
         if prompt.ground_truth is not None:
             if args.reward_fn:
-                verifiable, failure = call_worker(workers, prompt, text, args)
+                verifiable, metrics, failure = call_worker(workers, response, args)
             else:
-                verifiable = compute_score(prompt.data_source, text, prompt.ground_truth)
-        return replace(response, text=text, verifiable=verifiable, failure=failure)
+                verifiable, metrics = read_score(
+                    compute_score(prompt.data_source, text, prompt.ground_truth)
+                )
+        return replace(response, verifiable=verifiable, reward_metrics=metrics, failure=failure)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
         return list(threads.map(grade, responses))
@@ -858,16 +905,71 @@ def load_model(auto_class, path, args, trained, **config_options):
     return model.requires_grad_(trained)
 
 
-def token_logprobs(logits, labels, temperature):
-    """Log-probabilities of the labels, and entropies: each (batch, width), in float32.
+def token_logprobs(logits, labels):
+    """Log-probabilities of the labels, and entropies: each (positions,).
 
-    logits: (batch, width, vocabulary); labels: (batch, width), token ids.
+    logits: (positions, vocabulary), at the sampling temperature; labels: (positions,), token ids.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    label_logprobs = logprobs.gather(-1, labels[..., None]).squeeze(-1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return label_logprobs, entropies
+    entropies = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+    return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
+
+
+def head_logits(hidden, head, soft_cap):
+    """Logits, softly kept within plus or minus soft_cap unless that is None.
+
+    hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
+    """
+    logits = hidden @ head.T
+    if soft_cap is None:
+        return logits
+    return soft_cap * torch.tanh(logits / soft_cap)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """token_logprobs of head_logits, for some positions at a time.
+
+    All logits together would be the largest thing in memory. So the backward pass computes them
+    again, chunk by chunk, and adds to a single gradient of the head.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, soft_cap):
+        """Log-probabilities and entropies: each (positions,)."""
+        ctx.save_for_backward(hidden, head, labels)
+        ctx.set_materialize_grads(False)
+        ctx.soft_cap = soft_cap
+        size = max(1, LOGITS_CHUNK // len(head))  # positions
+        ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
+        logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
+        for part in ctx.parts:
+            logits = head_logits(hidden[part], head, soft_cap)
+            logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, logprobs_grad, entropies_grad):
+        """The loss's gradients for hidden and head, from those for log-probabilities and entropies.
+
+        Those for entropies are None unless the loss of a fork has an entropy bonus.
+        """
+        hidden, head, labels = ctx.saved_tensors
+        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head)
+        for part in ctx.parts:
+            logits = head_logits(hidden[part], head, ctx.soft_cap)
+            # The gradient of log p(label) is onehot(label) - p
+            logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
+            logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
+            if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
+                logprobs = torch.log_softmax(logits, dim=-1)
+                _, entropies = token_logprobs(logits, labels[part])
+                surprise = logprobs.exp() * (logprobs + entropies[:, None])
+                logits_grad -= entropies_grad[part, None] * surprise
+            if ctx.soft_cap is not None:
+                logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
+            hidden_grad[part] = logits_grad @ head
+            head_grad.addmm_(logits_grad.T, hidden[part])
+        return hidden_grad, head_grad, None, None
 
 
 def autocast(model, args):
@@ -882,26 +984,28 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
+        # Some models scale their logits (Cohere, Granite), or limit them (Gemma)
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.scale = scale / args.temperature
+        self.soft_cap = getattr(config, "final_logit_softcapping", None)
+        if self.soft_cap is not None:
+            self.soft_cap *= self.scale
 
     def forward(self, inputs, width):
-        """Log-probabilities of the response tokens and entropies: (batch, width).
-
-        Both have gradients. Only the logits of the response exist. Their softmax is taken a
-        few rows at a time, and computed again in the backward pass: it would be the largest thing
-        in memory.
-        """
+        """Log-probabilities of the response tokens and entropies: (batch, width)."""
         with autocast(self.model, self.args):
-            output = self.model(**inputs, logits_to_keep=width + 1)
-        # The logits at a position predict the token after it: (batch, width, vocabulary)
-        logits = output.logits[:, :-1]
+            hidden = self.model.base_model(**inputs).last_hidden_state
+        # What is read at a position predicts the token after it
+        hidden = hidden[:, -width - 1 : -1].flatten(0, 1)  # (batch * width, hidden_size)
         labels = inputs["input_ids"][:, -width:]  # (batch, width)
-        rows = max(1, SOFTMAX_CHUNK // logits[0].numel())
-        chunks = [
-            checkpoint(token_logprobs, *chunk, self.args.temperature, use_reentrant=False)
-            for chunk in zip(logits.split(rows), labels.split(rows), strict=True)
-        ]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        # The head computes in float32 (2506.13585)
+        head = self.model.get_output_embeddings().weight
+        dtype = torch.promote_types(head.dtype, torch.float32)
+        logprobs, entropies = ChunkedHead.apply(
+            hidden.to(dtype) * self.scale, head.to(dtype), labels.flatten(), self.soft_cap
+        )
+        return logprobs.view_as(labels), entropies.view_as(labels)
 
 
 class ValueModel(nn.Module):
@@ -1617,7 +1721,6 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
                 )
                 loss = (pg_loss * loss_mask).sum() / num_tokens
                 accelerator.backward(loss * accelerator.num_processes)
-                entropies = entropies.detach()  # its graph would last through the next forward pass
                 per_token["loss/policy_avg"] = pg_loss
 
         with torch.no_grad():
@@ -1695,19 +1798,13 @@ def batch_metrics(batch, beta, args):
     mask = batch.mask
     returns = batch.returns[batch.loss_mask.bool()]  # (tokens,)
     residuals = (batch.returns - batch.values)[batch.loss_mask.bool()]
-    kl1 = (batch.logprobs - batch.ref_logprobs) * mask
-    kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
-    non_score_reward = (-beta * kl).sum(1).mean()
     # How far the sampler's log-probabilities are from the learner's
     mismatch = (batch.logprobs - batch.sampler_logprobs) * mask
     # The KL of the sampler to the learner: the sampler's are the samples
-    mismatch_kl = kl_penalty(batch.sampler_logprobs, batch.logprobs, "kl3")
+    mismatch_kl = kl_penalty(-mismatch, 0.0, "kl3")
     weights = mismatch.exp()[mask.bool()]  # (tokens,)
     cap = args.tis_cap if args.tis_cap > 0 else math.inf
-    return {
-        "objective/kl": kl1.sum(1).mean(),
-        "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": masked_mean(batch.scores, batch.scored) + non_score_reward,
+    metrics = {
         "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
         "objective/entropy": (-batch.logprobs * mask).sum(1).mean(),
         "val/sequence_lengths": mask.sum(1).mean(),
@@ -1720,6 +1817,15 @@ def batch_metrics(batch, beta, args):
         "mismatch/tis_clipfrac": (weights > cap).float().mean(),
         "mismatch/masked": 1 - masked_mean(mismatch_mask(mismatch, mask, args), mask),
     }
+    if args.beta > 0:
+        kl1 = (batch.logprobs - batch.ref_logprobs) * mask
+        kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
+        non_score_reward = (-beta * kl).sum(1).mean()
+        scores = masked_mean(batch.scores, batch.scored)
+        metrics["objective/kl"] = kl1.sum(1).mean()
+        metrics["objective/non_score_reward"] = non_score_reward
+        metrics["objective/rlhf_reward"] = scores + non_score_reward
+    return metrics
 
 
 def score_metrics(group, responses, args):
@@ -1735,6 +1841,7 @@ def score_metrics(group, responses, args):
             "reward_model_score": response.model_score,
             "verifiable_score": response.verifiable,
         }
+        parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
             # Rewards may give partial credit, and only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
@@ -1801,11 +1908,14 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        kl = metrics.get("objective/kl", math.nan)  # without a reference policy there is none
-        tqdm.write(
-            f"step {step}/{args.num_training_steps}  score {metrics['objective/scores']:.3g}  "
-            f"KL {kl:.3g}  length {metrics['val/sequence_lengths']:.3g}"
-        )
+        shown = {
+            "score": "objective/scores",
+            "KL": "objective/kl",
+            "entropy": "policy/entropy_avg",
+            "length": "val/sequence_lengths",
+        }
+        figures = [f"{word} {metrics[key]:.3g}" for word, key in shown.items() if key in metrics]
+        tqdm.write(f"step {step}/{args.num_training_steps}  " + "  ".join(figures))
 
 
 def save_model(model, tokenizer, path, args):
@@ -1983,10 +2093,10 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    if args.num_evals > 0:
-        eval_every = max(1, args.num_training_steps // args.num_evals)
-        # Not before the last step, whose line of metrics has the last evaluation already
-        args.eval_steps = tuple(range(0, max(1, args.num_training_steps - 1), eval_every))
+    evenly = {i * args.num_training_steps // args.num_evals for i in range(args.num_evals)}
+    # Not before the last step, whose line of metrics has the last evaluation already
+    last = args.num_training_steps - 1
+    args.eval_steps = tuple(sorted(step for step in evenly if step < last))
 
     # GPUs and CPU cores
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
@@ -2060,7 +2170,11 @@ def main(args):
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            # Gradients are in DDP's buckets alone
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+        ],
     )
     device = accelerator.device
     cpu_group = None
@@ -2068,6 +2182,8 @@ def main(args):
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
+    if accelerator.gradient_accumulation_steps != 1:  # by which accelerate would divide gradients
+        raise ValueError("gradient_accumulation_steps of accelerate must be 1")
     args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
@@ -2076,6 +2192,8 @@ def main(args):
     # The policy learns after the value model's warm-up
     value_warmup_updates = args.value_warmup_steps * updates_per_step
     num_policy_updates = args.num_updates - value_warmup_updates
+    if args.kl_target > 0 and args.beta == 0:
+        raise ValueError("--kl_target adapts --beta by factors: begin with one above 0")
     if args.warm_up_steps >= num_policy_updates:
         raise ValueError(
             f"the policy has {max(0, num_policy_updates)} updates by --total_episodes and "
@@ -2091,6 +2209,9 @@ def main(args):
         eval_prompts = load_prompts(
             args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
         )
+        if 0 < args.eval_prompts < len(eval_prompts):
+            drawn = draw_prompts(len(eval_prompts), 0, args.eval_prompts, seed=0)
+            eval_prompts = [eval_prompts[i] for i in drawn]
     all_prompts = train_prompts + eval_prompts
     prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
     max_length = max(prompt_lengths) + args.response_length
@@ -2123,10 +2244,11 @@ def main(args):
         # The rest of a GPU that is shared is vLLM's; and a little for CUDA itself
         torch.cuda.set_per_process_memory_fraction(0.98 - args.vllm_gpu_memory_utilization)
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = PolicyModel(model, args)
-    ref_policy = PolicyModel(ref_model, args).to(device)
+    if args.beta > 0:
+        ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+        ref_policy = PolicyModel(ref_model, args).to(device)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
     value_model = load_classifier(path, args, trained=True, offset=1)
     reward_model = None
@@ -2135,7 +2257,7 @@ def main(args):
         reward_model.to(device)
 
     # Learning rates are set before each update
-    options = {"eps": args.eps, "weight_decay": args.weight_decay}
+    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
     value_optimizer = torch.optim.AdamW(value_model.parameters(), **options)
     policy, optimizer = accelerator.prepare(policy, optimizer)
@@ -2175,8 +2297,9 @@ def main(args):
         accelerator.load_state(checkpoint_dir, map_location="cpu")
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in run_dir.glob("*.jsonl"):  # also of a run that ended in its first step
-            path.unlink()
+        # Also of a run that ended in its first step
+        for name in ("metrics", "rollouts", "samples"):
+            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2262,27 +2385,31 @@ def main(args):
         sampler_logprobs = pad(response.logprobs for response in responses).to(device)
         epochs = draw_mini_batches(training_step, args)
         all_rows = list(range(len(responses)))
+        ref_logprobs = None
         with timed(times, "forward"):
             size = args.per_device_train_batch_size
             micro_batches = cut_micro_batches(accelerator, epochs[0], sequences, size)
             logprobs = forward_all(accelerator, policy, micro_batches, mask)
             values = forward_all(accelerator, value_model, micro_batches, mask)
-            size = args.local_rollout_forward_batch_size
-            micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
-            ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
+            if args.beta > 0:
+                size = args.local_rollout_forward_batch_size
+                micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
+                ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
             check_sampler(logprobs, sampler_logprobs, mask, args)
         # The sampler is not the learner: its policy may be a step older, and its kernels are
         # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
         mismatch = logprobs - sampler_logprobs
-        # They are 0 where the two are too far apart. The policy does not train on such a token, but
-        # it counts in the mean of the loss, and the value model trains on it
+        # With --mismatch_mask they are 0 where the two are too far apart. The policy does not train
+        # on such a token, but it counts in the mean of the loss, and the value model trains on it
         importance_weights = mismatch_mask(mismatch, mask, args)
         if args.tis_cap > 0:
             importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
-        rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
+        rewards = torch.zeros_like(mask)
+        if args.beta > 0:
+            rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         last_token = mask.sum(1).long() - 1  # (episodes,)
         rewards[all_rows, last_token] += scores
         if args.whiten_rewards:

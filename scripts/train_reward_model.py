@@ -54,7 +54,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from pyarrow import parquet
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -105,8 +105,8 @@ class Args:
     """precision of forward passes; trained weights stay float32"""
     attn_implementation: str = "sdpa"
     """attention of the model: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """compute activations again in the backward pass: less memory, a third slower"""
+    gradient_checkpointing: bool = True
+    """compute activations again in the backward pass: far less memory, a third slower"""
 
     # -- Optimization
     num_train_epochs: int = 1
@@ -306,8 +306,8 @@ def load_reward_model(args, pad_token_id):
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if missing:
         head = model.score.weight.data  # (1, hidden_size)
-        generator = torch.Generator().manual_seed(args.seed)
-        head.copy_(torch.randn(head.shape, generator=generator) / math.sqrt(head.shape[1] + 1))
+        torch.manual_seed(args.seed)
+        head.copy_(torch.randn(head.shape) / math.sqrt(head.shape[1] + 1))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # gradient checkpointing works in training mode only
@@ -561,9 +561,14 @@ def main(args):
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
+        # Gradients are in DDP's buckets alone
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        ],
     )
-    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
-        raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
+    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    if is_sharded or accelerator.gradient_accumulation_steps != 1:
+        raise ValueError("FSDP, DeepSpeed and accelerate's gradient accumulation do not work here")
     if accelerator.num_processes < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
@@ -597,10 +602,7 @@ def main(args):
             f"{len(train_pairs)} pairs x num_train_epochs are {args.num_updates} updates of "
             f"{args.mini_batch_size}; there must be more than warm-up has ({args.warm_up_steps})"
         )
-    data_hash = hashlib.sha256()
-    for pair in train_pairs:
-        data_hash.update(repr(pair).encode())
-    args.data_hash = data_hash.hexdigest()
+    args.data_hash = hashlib.sha256(repr(train_pairs).encode()).hexdigest()
     first_step = 1
     state = {"seconds": 0.0, "wandb_id": uuid.uuid4().hex}
     if checkpoint_dir is not None:
@@ -615,7 +617,7 @@ def main(args):
 
     model = load_reward_model(args, tokenizer.pad_token_id)
     # Its learning rate is set before each update
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True)
     # The same model, with what accelerate may put around it to train it
     reward_model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -693,13 +695,13 @@ def main(args):
         if is_main:
             with open(run_dir / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-        if is_main and training_step % max(1, args.num_updates // 20) == 0:
-            tqdm.write(
-                f"step {training_step}/{args.num_updates}"
-                f"  loss {metrics['loss/preference_avg']:.3g}"
-                f"  accuracy {metrics['objective/accuracy']:.3g}"
-                f"  margin {metrics['objective/margin']:.3g}"
-            )
+            if training_step % max(1, args.num_updates // 20) == 0:
+                tqdm.write(
+                    f"step {training_step}/{args.num_updates}"
+                    f"  loss {metrics['loss/preference_avg']:.3g}"
+                    f"  accuracy {metrics['objective/accuracy']:.3g}"
+                    f"  margin {metrics['objective/margin']:.3g}"
+                )
 
     accelerator.print(f"Reward model: {run_dir / 'model'}; metrics: {run_dir / 'metrics.jsonl'}")
     # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while

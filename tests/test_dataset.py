@@ -1,6 +1,7 @@
 """Prompts from files, and which of them a step takes."""
 
 import copy
+import itertools
 from collections import Counter
 
 import pytest
@@ -184,6 +185,18 @@ def test_requests_follow_from_the_step(num_evals, sizes):
     assert all(request.eval_prompts == held_out for request in evaluations)
     assert len(set(requests[4].eval_seeds)) == 3
     assert {str(request.eval_seeds) for request in evaluations} == {str(requests[4].eval_seeds)}
+
+
+@pytest.mark.parametrize("steps", range(1, 41))
+def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
+    """None is before the last step: its line of metrics has the last evaluation."""
+    args = script.replace(FOUR_STEPS, total_episodes=8 * steps)
+    for count in range(21):
+        found = script.fill_in(script.replace(args, num_evals=count), world_size=1).eval_steps
+        assert len(found) == min(count, steps - 1) and steps - 1 not in found
+        assert found[:1] == (0,) * min(1, len(found))
+        gaps = {later - step for step, later in itertools.pairwise(found)}
+        assert not gaps or 0 < min(gaps) >= max(gaps) - 1
 
 
 def test_seeds_of_neighbours_do_not_collide():

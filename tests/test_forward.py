@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from helpers import SCRIPTS
+from helpers import GRPO, SCRIPTS
 from helpers.formulas import (
     log_softmax_of,
     logprobs_and_entropies,
@@ -39,7 +39,17 @@ from helpers.rollouts import (
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    LlamaConfig,
+)
 
 import ppo_vllm_async as script
 from ppo_vllm_async import Args
@@ -161,42 +171,121 @@ def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperatur
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
 
 
-def test_chunks_of_the_softmax_and_their_gradients_are_those_of_the_whole(monkeypatch):
-    """Of the entropies too: a bonus for them has to reach the weights."""
-    policy, inputs = tiny_policy(temperature=0.7), inputs_of_all()
-    monkeypatch.setattr(script, "SOFTMAX_CHUNK", 3 * 12 * VOCAB)
+@pytest.mark.parametrize(
+    ("bonus", "soft_cap"),
+    [(False, None), (True, None), (True, 0.5)],
+    ids=["plain", "entropy bonus", "entropy bonus, capped logits"],
+)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("positions", [1, 3, 8 * 12])
+def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
+    positions, tied, dtype, limit, bonus, soft_cap, monkeypatch
+):
+    """For hidden states and all weights, also of entropies, where a loss has them."""
+    monkeypatch.setattr(script, "LOGITS_CHUNK", positions * VOCAB)
+    model = tiny_language_model(tie_word_embeddings=tied).to(dtype)
+    model.config.final_logit_softcapping = soft_cap
+    policy, inputs = script.PolicyModel(model, tiny_args(temperature=0.7)), inputs_of_all()
+    weights, others = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    hidden = []
+    model.base_model.register_forward_hook(lambda *given: hidden.append(given[-1][0]))
+
+    def gradients_of(loss):
+        parameters = list(model.parameters())
+        parts = torch.autograd.grad(loss, [hidden.pop(), model.lm_head.weight, *parameters])
+        return *parts[:2], torch.cat([part.flatten() for part in parts[2:]])
+
     logprobs, entropies = policy(inputs, 12)
-    weights, others = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
-    (logprobs * weights + entropies * others).sum().backward()
-    found = policy.model.lm_head.weight.grad.clone()
-    policy.zero_grad()
-    logits = policy.model(**inputs).logits[:, -13:-1] / 0.7
-    whole = torch.distributions.Categorical(logits=logits)
+    loss = (logprobs * weights).sum()
+    if bonus:
+        loss = loss + (entropies * others).sum()
+    found = gradients_of(loss)
+    logits = model(**inputs).logits[:, -13:-1]
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    whole = torch.distributions.Categorical(logits=logits / 0.7)
     expected = whole.log_prob(inputs["input_ids"][:, -12:]), whole.entropy()
-    (expected[0] * weights + expected[1] * others).sum().backward()
-    torch.testing.assert_close((logprobs, entropies), expected, rtol=0, atol=1e-5)
-    assert found.norm() > 0.1
-    assert (found - policy.model.lm_head.weight.grad).norm() < 1e-5 * found.norm()
+    loss = (expected[0] * weights + bonus * expected[1] * others).sum()
+    for one, other in zip(
+        (logprobs, entropies, *found), (*expected, *gradients_of(loss)), strict=True
+    ):
+        assert other.norm() > 0.1
+        assert (one - other).norm() < limit * other.norm()
 
 
-def test_softmax_is_gone_after_its_backward_pass(monkeypatch, accelerator):
-    """Of the whole vocabulary; the metrics must not keep it in memory through the next pass."""
-    made, alive, softmax = [], [], torch.log_softmax
+SIZES_OF_ANY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "pad_token_id": None,
+}
+# name: (a configuration, whether it has something between the head and the logits)
+FAMILIES = {
+    "Gemma 2": (Gemma2Config(**SIZES_OF_ANY, head_dim=16, final_logit_softcapping=2.0), True),
+    "Cohere": (CohereConfig(**SIZES_OF_ANY, logit_scale=0.3), True),
+    "Granite": (GraniteConfig(**SIZES_OF_ANY, logits_scaling=4.0), True),
+    "Llama": (LlamaConfig(**SIZES_OF_ANY), False),
+    "GPT-2": (GPT2Config(**SIZES_OF_ANY, n_inner=64), False),
+}
 
-    def log_softmax(*args, **options):
-        result = softmax(*args, **options)
-        made.append(StorageWeakRef(result.untyped_storage()))
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_model_also_where_it_caps_or_scales_them(name):
+    config, changes_logits = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    policy, batch = script.PolicyModel(model, tiny_args(temperature=0.7)), make_rollout()
+    sequences = zip(*batch.sequences, strict=True)
+    rows = map(torch.cat, logprobs_and_entropies(model, *sequences, temperature=0.7))
+    inside = batch.mask.bool()
+    outputs = [output[inside] for output in policy(inputs_of_all(), 12)]
+    for found, expected in zip(outputs, rows, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    policy.soft_cap, policy.scale = None, 1 / 0.7
+    difference = (outputs_of(policy)[inside] - outputs[0]).abs().max()
+    assert difference > 0.5 if changes_logits else difference == 0
+
+
+class Logits(TorchDispatchMode):
+    """Sees each tensor that is made of positions and the vocabulary, in backward passes too."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.storages = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple) else [result]:
+            # What has a side of hidden_size is the head
+            if isinstance(made, torch.Tensor) and VOCAB in made.shape and 32 not in made.shape:
+                self.sizes.append(made.numel())
+                self.storages.append(StorageWeakRef(made.untyped_storage()))
         return result
 
-    monkeypatch.setattr(torch, "log_softmax", log_softmax)
-    policy, value_model = tiny_policy(), tiny_value_model()
+    def alive(self):
+        return sum(not storage.expired() for storage in self.storages)
+
+
+def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
+    monkeypatch, accelerator
+):
+    """The metrics must not keep them in memory through the next pass."""
+    monkeypatch.setattr(script, "LOGITS_CHUNK", 5 * VOCAB + 1)
+    policy, value_model, logits, alive = tiny_policy(), tiny_value_model(), Logits(), []
     for model in (policy, value_model):
-        model.register_forward_pre_hook(
-            lambda *_: alive.append(sum(not storage.expired() for storage in made))
-        )
+        model.register_forward_pre_hook(lambda *_: alive.append(logits.alive()))
     args = tiny_args(per_device_train_batch_size=3)
-    gradients(accelerator, (policy, value_model), in_float32(make_rollout()), args)
-    assert len(made) == 6 and alive == [0] * 6  # made again in the backward pass
+    with logits:
+        gradients(accelerator, (policy, value_model), in_float32(make_rollout()), args)
+    assert max(logits.sizes) == 5 * VOCAB
+    assert [*alive, logits.alive()] == [0] * 7
 
 
 def assert_equals_have_equal_scores(scores):
@@ -461,9 +550,15 @@ def test_metrics_of_a_batch_leave_out_what_failed(whitening_run):
             assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_ratio_is_exactly_one_until_the_policy_changes(name, run_main):
+@pytest.mark.parametrize(("name", "beta"), [*((name, 0.3) for name in SCRIPTS), (*GRPO, 0.0)])
+def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, run_main):
     """The passes before the updates have the shapes of those in them, mini-batch by mini-batch."""
-    run = run_main(name, learning_rate=0.0, total_episodes=EPISODES, response_length=40)
-    (line,) = run.metrics
+
+    def score(data_source, response, ground_truth):
+        return float(response.startswith(("6", "7")))  # the same for some groups
+
+    options = {"total_episodes": EPISODES, "response_length": 40, "non_stop_penalty": False}
+    (line,) = run_main(name, score, learning_rate=0.0, beta=beta, **options).metrics
+    if beta == 0:
+        assert 0 < line["val/computed_responses"] < EPISODES
     assert line["val/ratio"] == 1 and line["policy/approxkl_avg"] == 0

@@ -1,6 +1,7 @@
 """What is GRPO's alone: its advantages, its loss, and a run."""
 
 import math
+import random
 from dataclasses import fields, replace
 
 import pytest
@@ -21,6 +22,7 @@ from helpers.rollouts import (
     in_float32,
     make_rollout,
     near_policy,
+    one_of_ranks,
     spoil_padding,
     tiny_policy,
     with_weights,
@@ -88,12 +90,13 @@ def grpo_args(**changes):
 
 
 def grpo_rollout(policy, distance):
-    """make_rollout's as near_policy has it, with one advantage a response."""
+    """make_rollout's as near_policy has it, with one advantage a response; all are computed."""
     batch = near_policy(make_rollout(), policy, distance)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(len(SIZES), 1, dtype=torch.float64, generator=generator)
-    batch = replace(batch, advantages=advantages * batch.mask)
-    return grpo.Batch(**{field.name: getattr(batch, field.name) for field in fields(grpo.Batch)})
+    batch = vars(replace(batch, advantages=advantages * batch.mask))
+    batch["computed"] = torch.ones(len(SIZES), dtype=torch.float64)
+    return grpo.Batch(**{field.name: batch[field.name] for field in fields(grpo.Batch)})
 
 
 def gradient_of(policy, batch, args, accelerator, rows=range(8)):
@@ -218,6 +221,7 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
         loss_mask=ones,
         logprobs=old[:, None],
         ref_logprobs=ref[:, None],
+        computed=ones[:, 0],
         advantages=0 * ones,  # so that the KL is all there is
         importance_weights=(old - sampler).exp()[:, None],
     )
@@ -229,15 +233,61 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("zeros", ["loss_mask", "computed"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_all_responses_out_of_the_loss_give_a_finite_zero(aggregation, accelerator):
+def test_nothing_to_learn_from_gives_a_finite_zero(aggregation, zeros, accelerator):
     policy = tiny_policy()
     batch = in_float32(grpo_rollout(policy, 0.4))
-    batch.loss_mask = torch.zeros_like(batch.mask)
+    setattr(batch, zeros, torch.zeros_like(getattr(batch, zeros)))
     args = grpo_args(per_device_train_batch_size=3, loss_aggregation=aggregation)
     gradient, sums = gradient_of(policy, batch, args, accelerator)
     assert (gradient == 0).all()
     assert all(math.isfinite(value) for value in sums.values())
+    assert sums["tokens"] == 0
+
+
+# ----------------------------------------------------- responses that no gradient can come from
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_responses_without_advantage_need_not_be_computed(aggregation, level, accelerator):
+    """The gradient is the same, and the metrics are over the others."""
+    policy = tiny_policy().double()
+    args = grpo_args(beta=0.0, loss_aggregation=aggregation, importance_sampling_level=level)
+    batch = with_weights(grpo_rollout(policy, 0.4), args, level)
+    batch.advantages[[1, 2, 4, 7]] = 0
+    batch.loss_mask[5] = 0
+    expected, _ = gradient_of(policy, batch, args, accelerator)
+    rows = [0, 3, 6]  # of two ranks one has another row besides
+    _, expected_sums = gradient_of(policy, batch, args, accelerator, rows)
+    batch.computed[[1, 2, 4, 5, 7]] = 0
+
+    def compute(accelerator, args):
+        return gradient_of(policy, batch, args, accelerator)
+
+    for found, sums in cut_in_every_way(compute, args):
+        assert (found - expected).norm() < 1e-10 * expected.norm()
+        assert sums["tokens"] == batch.mask[rows].sum()
+        for name in sums.keys() - {"positions", "padded_positions"}:
+            assert sums[name] == pytest.approx(expected_sums[name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("count", range(13))
+def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(count):
+    """With DDP the others would wait for its gradients for ever."""
+    sequences = [([7], [8] * size) for size in range(1, 25)]
+    mini_batch, computed = list(range(6, 18)), torch.zeros(24)
+    computed[[0, *random.Random(count).sample(mini_batch, count)]] = 1
+    rows = grpo.rows_to_compute(mini_batch, computed, num_ranks=3)
+    shares = [
+        grpo.cut_micro_batches(one_of_ranks(rank, 3), [rows], sequences, 2) for rank in range(3)
+    ]
+    assert len({len(share) for share in shares}) == 1 and shares[0]
+    dealt = [row for share in shares for micro_batch in share for row in micro_batch.rows]
+    needed = {row for row in mini_batch if computed[row]}
+    assert needed <= set(dealt) <= set(mini_batch)
+    assert len(dealt) == len(set(dealt)) <= max(3, len(needed) + 2)
 
 
 # ------------------------------------------------------------------------------------------ main()
@@ -273,11 +323,45 @@ def test_truncated_responses_are_in_their_group_but_not_in_the_loss(sequence_run
         assert line["val/zero_variance_groups"] == without_spread
 
 
+def test_responses_are_computed_where_they_have_an_advantage(sequence_run):
+    for batch, line in zip(sequence_run.batches, sequence_run.metrics, strict=True):
+        computed = (batch.advantages * batch.loss_mask).any(1)
+        assert torch.equal(batch.computed, computed.float())
+        assert 0 < computed.sum() == line["val/computed_responses"] < EPISODES
+        inside = (batch.mask * batch.computed[:, None]).bool()
+        logprobs = batch.logprobs[inside].double()
+        log_ratio = logprobs - batch.sampler_logprobs[inside]
+        expected = {
+            "objective/entropy": -logprobs.sum() / computed.sum(),
+            "mismatch/logprob_diff_mean": log_ratio.abs().mean(),
+            "mismatch/logprob_diff_max": log_ratio.abs().max(),
+            "mismatch/kl": (log_ratio.exp() - 1 - log_ratio).mean(),
+        }
+        for name, value in expected.items():
+            assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-8), name
+
+
+@pytest.mark.parametrize(("beta", "correct"), [(0.0, ("",)), (0.1, ("6", "7"))])
+def test_all_responses_are_computed_with_a_kl_or_where_none_has_an_advantage(
+    beta, correct, run_main
+):
+    def score(data_source, response, ground_truth):
+        return float(response.startswith(correct))
+
+    options = {"total_episodes": EPISODES, "non_stop_penalty": False, "beta": beta}
+    run = run_main("grpo_vllm_async.py", score, **options)
+    (line,), (batch,) = run.metrics, run.batches
+    assert batch.computed.all() and line["val/computed_responses"] == EPISODES
+    assert (batch.logprobs[batch.mask.bool()] < 0).all()
+    assert line["val/zero_variance_groups"] > 0 and all(map(math.isfinite, line.values()))
+    assert (line["optim/grad_norm"] == 0) == (not batch.advantages.any()) == (beta == 0)
+
+
 def test_weight_of_a_response_is_the_geometric_mean_of_its_ratios(sequence_run):
     for batch, line in zip(sequence_run.batches, sequence_run.metrics, strict=True):
         far = 0
-        for row, response in enumerate(batch.responses):
-            size = len(response)
+        for row in batch.computed.nonzero().flatten().tolist():
+            size = len(batch.responses[row])
             ratios = (batch.logprobs - batch.sampler_logprobs)[row, :size].double().exp()
             mean = geometric_mean(ratios)
             far += size * (mean > 2).item()
@@ -285,4 +369,5 @@ def test_weight_of_a_response_is_the_geometric_mean_of_its_ratios(sequence_run):
             found = batch.importance_weights[row].double()
             torch.testing.assert_close(found[:size], expected, rtol=1e-4, atol=1e-6)
             assert not found[size:].any()
-        assert line["mismatch/tis_clipfrac"] == pytest.approx(far / batch.mask.sum().item())
+        tokens = batch.mask[batch.computed.bool()].sum().item()
+        assert line["mismatch/tis_clipfrac"] == pytest.approx(far / tokens)

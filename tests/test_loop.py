@@ -10,11 +10,14 @@ import re
 
 import pytest
 import torch
-from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
-from helpers.files import read_json_lines
+import train_reward_model
+from accelerate import Accelerator
+from helpers import ASYNC, PPO, SCRIPTS, TRAINER, hooks, loops, preference_pairs
+from helpers.files import read_json_lines, write_rows
 from helpers.formulas import gae_by_definition
 from helpers.loops import EPISODES, STEPS, STOP
 from helpers.runs import METRICS_OF_POLICY_UPDATES, response_tokens
+from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -42,6 +45,7 @@ def run_loop(run_main, few_prompts):
             "stop_token": "9",  # which the stub never says
             "eval_dataset": few_prompts / "test.parquet",
             "num_evals": 1,
+            "eval_prompts": 0,
             "non_stop_penalty": False,
             "mismatch_mask": "token",
             "mismatch_mask_range": 1.5 if name in ASYNC else 1.0001,
@@ -175,17 +179,53 @@ def test_weights_are_learner_over_sampler_cut_off_and_0_where_far_from_1(rough_l
     assert all(0.1 < share < 0.9 for share in masked)
 
 
-def test_without_kl_no_reference_policy_is_loaded(run_main, monkeypatch):
-    loaded = []
-    script = importlib.import_module("grpo_vllm_async")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_kl_no_reference_policy_is_loaded(name, run_main, monkeypatch):
+    trained = []
+    script = importlib.import_module(name.removesuffix(".py"))
 
     def note(call, given):
-        loaded.append(given["path"])
+        trained.append(given["trained"])
         return call()
 
     hooks.around(script, "load_model", note, put=monkeypatch.setattr)
-    (line,) = run_main("grpo_vllm_async.py", beta=0.0, total_episodes=EPISODES).metrics
-    assert len(loaded) == 1 and "objective/kl" not in line
+    run = run_main(name, beta=0.0, total_episodes=EPISODES)
+    (line,), (batch,) = run.metrics, run.batches
+    assert trained == ([True, True] if name in PPO else [True])
+    assert {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward"}.isdisjoint(line)
+    assert all(map(math.isfinite, line.values()))
+    assert batch.ref_logprobs is None
+    if name in PPO:
+        rewards = torch.zeros_like(batch.mask)
+        rewards[range(EPISODES), [len(response) - 1 for response in batch.responses]] = batch.scores
+        assert torch.equal(batch.rewards, rewards) and batch.scores.any()
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, TRAINER])
+def test_optimizers_are_fused_and_gradients_in_memory_once(
+    name, run_main, assets, tmp_path, monkeypatch
+):
+    pairs = [{"prompt": "53=", "chosen": "35", "rejected": "53"}] * 128
+    dataset = str(write_rows(tmp_path / "pairs.jsonl", pairs))
+    options = {"dataset": dataset, "model_name_or_path": str(assets / "model")}
+    fused = []
+
+    def note_optimizer(call, given):
+        fused.append(given["fused"])
+        return call()
+
+    def end(call, given):
+        assert given["self"].ddp_handler.gradient_as_bucket_view
+        raise RuntimeError("enough is seen")
+
+    hooks.around(torch.optim.AdamW, "__init__", note_optimizer, put=monkeypatch.setattr)
+    hooks.around(Accelerator, "prepare", end, put=monkeypatch.setattr)
+    if name == TRAINER:
+        with pytest.raises(RuntimeError, match="enough is seen"):
+            train_reward_model.main(preference_pairs.tiny_args(**options))
+    else:
+        assert str(run_main(name).error) == "enough is seen"
+    assert fused == ([True, True] if name in PPO else [True])
 
 
 # --------------------------------------------------------------------------------------- schedules
@@ -299,6 +339,21 @@ def test_failed_answers_to_held_out_prompts_are_counted(rough_loop):
         known = [score for score in scores if score is not None]
         assert line["eval/scores"] == pytest.approx(sum(known) / len(known))
         assert line["eval/reward_failures"] == scores.count(None)
+
+
+def test_evaluations_have_as_many_prompts_as_asked_for_the_same_for_every_seed(
+    run_main, few_prompts
+):
+    """rough_loop has all of them."""
+    asked = []
+    for seed, name in enumerate(SCRIPTS):
+        options = {"eval_dataset": few_prompts / "test.parquet", "total_episodes": EPISODES}
+        run = run_main(name, seed=seed, eval_prompts=3, **options)
+        samples = read_json_lines(run.run_dir / "samples.jsonl")
+        asked.append([sample["ground_truth"] for sample in samples])
+    assert len(set(asked[0])) == 3 and asked == [asked[0]] * 3
+    rows = parquet.read_table(few_prompts / "test.parquet").to_pylist()
+    assert asked[0] != [row["reward_model"]["ground_truth"] for row in rows[:3]]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

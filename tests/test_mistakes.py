@@ -9,6 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import train_reward_model
+from helpers import SCRIPTS, TRAINER, preference_pairs
 from helpers.files import write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -101,6 +103,7 @@ def test_engines_have_cores_and_memory(cores, ranks, workers, of_first, monkeypa
 
 # What only the main() of a script refuses. Six updates in three steps
 ONLY_WARM_UP = r"--total_episodes.*warm_up_steps"
+KL_FROM_0 = {"beta": 0.0, "kl_target": 0.2}
 ONE_SAMPLE = {"number_samples_per_prompt": 1, "local_rollout_batch_size": 16}
 ONE_RATIO = {"importance_sampling_level": "sequence", "mismatch_mask": "token"}
 
@@ -111,6 +114,8 @@ ONE_RATIO = {"importance_sampling_level": "sequence", "mismatch_mask": "token"}
         ("ppo_vllm_async.py", {"value_warmup_steps": 3}, r"--value_warmup_steps"),
         ("ppo_vllm_async.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
         ("ppo_sync.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
+        ("ppo_vllm_async.py", KL_FROM_0, r"--kl_target adapts --beta"),
+        ("ppo_sync.py", KL_FROM_0, r"--kl_target adapts --beta"),
         ("grpo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
         ("grpo_vllm_async.py", ONE_SAMPLE, "--number_samples_per_prompt"),
         ("grpo_vllm_async.py", ONE_RATIO, "--mismatch_mask token"),
@@ -122,6 +127,18 @@ def test_run_that_would_be_for_nothing_is_refused_before_it_begins(
 ):
     with pytest.raises(ValueError, match=message):
         run_main(name, **changes, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, TRAINER])
+def test_accelerate_that_would_divide_gradients_is_refused(name, run_main, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    options = {"output_dir": tmp_path, "dataset": "not_read.jsonl"}
+    with pytest.raises(ValueError, match=r"accelerate.*must be 1|accelerate's gradient accum"):
+        if name == TRAINER:
+            train_reward_model.main(preference_pairs.tiny_args(**options))
+        else:
+            run_main(name, **options)
     assert list(tmp_path.iterdir()) == []
 
 

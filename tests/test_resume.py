@@ -296,9 +296,9 @@ def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
 def test_responses_of_a_checkpoint_come_back_to_the_bit(tmp_path, monkeypatch):
     prompts = [Prompt(str(i), "", [i], [i], None, None, None) for i in range(3)]
     ones = [
-        Response(prompts[0], [5, 1], [-0.1, -1 / 3], True, "5", 1.0, None),
-        Response(prompts[1], [7], [-2.5], False, "a\nb\u2028c", None, "OSError()"),
-        Response(prompts[2], [1], [-1e-30], True, "", None, None),
+        Response(prompts[0], [5, 1], [-0.1, -1 / 3], True, "5", 1.0, {"acc": 0.5}),
+        Response(prompts[1], [7], [-2.5], False, "a\nb\u2028c", None, {}, "OSError()"),
+        Response(prompts[2], [1], [-1e-30], True, "", None),
     ]
     save_fake_checkpoints(tmp_path, [4], ones)
     folder = tmp_path / "checkpoints" / "step_4"

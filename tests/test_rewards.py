@@ -1,9 +1,11 @@
 """From a response to its score; and whatever --reward_fn does costs its own response alone."""
 
+import math
 import queue
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from helpers.processes import alive, end, environment, wait_until
 from transformers import AutoTokenizer
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, Prompt, Response
+from ppo_vllm_async import Args, Prompt, Request, Response, Rollout
 
 # ------------------------------------------------------------------------------------------ scores
 
@@ -81,9 +83,9 @@ def test_score_is_the_sum_of_the_rewards_or_the_penalty(name, monkeypatch, capsy
 def test_means_of_scores_leave_out_what_is_not_known():
     """A failed call is not a wrong answer, and a part of the credit is not a right one."""
     responses = [
-        response("gsm8k", verifiable=1.0, score=2.0, has_format=True),
+        response("gsm8k", verifiable=1.0, score=2.0, has_format=True, reward_metrics={"acc": 1.0}),
         response("gsm8k", failure="OSError()", score=None),
-        response("math", verifiable=0.5, score=-1.0, penalized=True),
+        response("math", verifiable=0.5, score=-1.0, penalized=True, reward_metrics={"acc": 0.25}),
         response("math", score=0.0),
     ]
     args = Args(add_r1_style_format_reward=True, non_stop_penalty=True)
@@ -97,6 +99,9 @@ def test_means_of_scores_leave_out_what_is_not_known():
         "eval/verifiable_correct_rate": 0.5,
         "eval/verifiable_correct_rate/gsm8k": 1.0,
         "eval/verifiable_correct_rate/math": 0.0,
+        "eval/reward/acc": 0.625,
+        "eval/reward/acc/gsm8k": 1.0,
+        "eval/reward/acc/math": 0.25,
         "eval/format_rate": 0.25,
         "eval/format_rate/gsm8k": 0.5,
         "eval/format_rate/math": 0.0,
@@ -106,9 +111,10 @@ def test_means_of_scores_leave_out_what_is_not_known():
         "eval/reward_failures": 1,
     }
     assert script.score_metrics("eval", responses, args) == pytest.approx(expected)
-    of_one_source = script.score_metrics("eval", responses[:2], Args())
-    names = ["scores", "verifiable_score", "verifiable_correct_rate", "reward_failures"]
-    assert list(of_one_source) == [f"eval/{name}" for name in names]
+    of_one_source = script.score_metrics("objective", responses[:2], Args())
+    names = ["scores", "verifiable_score", "reward/acc", "verifiable_correct_rate"]
+    names.append("reward_failures")
+    assert list(of_one_source) == [f"objective/{name}" for name in names]
 
 
 # -------------------------------------------------------------------------- the form of a response
@@ -207,17 +213,86 @@ def test_reward_gets_what_belongs_to_a_response_and_has_its_neighbours(tmp_path,
     write_text(tmp_path / "reward_with_a_neighbour.py", NEIGHBOURS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # a path without a folder has neighbours too
-    found = script.call_reward_fn(
-        "reward_with_a_neighbour.py:score", response().prompt, text="a text"
-    )
-    assert found == (12.0, None)
+    found = script.call_reward_fn("reward_with_a_neighbour.py:score", response(text="a text"))
+    assert found == (12.0, {}, None)
 
 
 @pytest.mark.parametrize("reward", [numpy.bool_(True), numpy.float32(1), torch.tensor(1.0)])
 def test_scalars_of_numpy_and_torch_are_numbers(reward, monkeypatch):
     monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: reward)
-    score, failure = script.call_reward_fn("", response().prompt, "")
-    assert (type(score), score, failure) == (float, 1.0, None)
+    score, metrics, failure = script.call_reward_fn("", response())
+    assert (type(score), score, metrics, failure) == (float, 1.0, {}, None)
+
+
+VERL = """
+def score(data_source, response, ground_truth, extra_info):
+    return {"score": 0.5, "acc": True, "pred": "42", "tokens": 7}
+"""
+
+
+@pytest.mark.parametrize("reward_fn", [False, True], ids=["compute_score", "reward_fn"])
+def test_dictionary_of_verl_is_a_score_and_metrics(reward_fn, tmp_path, monkeypatch):
+    functions = {}
+    exec(VERL, functions)
+    monkeypatch.setattr(script, "compute_score", lambda *given: functions["score"](*given, None))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workers = queue.Queue()
+    workers.put((ThreadPoolExecutor(1), None))  # in place of a process
+    path = write_text(tmp_path / "reward_like_those_of_verl.py", VERL)
+    args = Args(reward_fn=f"{path}:score" if reward_fn else None, reward_workers=1)
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    (graded,) = script.grade_responses([response()], tokenizer, workers, args)
+    metrics = {"acc": 1.0, "tokens": 7.0}
+    assert graded == response(verifiable=0.5, reward_metrics=metrics)
+
+
+@pytest.mark.parametrize("result", [{"acc": 1.0}, {"score": math.nan, "acc": 1.0}, {"score": None}])
+def test_dictionary_without_a_score_costs_its_response(result, monkeypatch):
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: result)
+    score, metrics, failure = script.call_reward_fn("", response())
+    assert (score, metrics) == (None, {})
+    name = {"acc": "KeyError('score')", "score": "Error("}[next(iter(result))]
+    assert name in failure
+
+
+# What a function asks for comes back as a metric
+ASKING = {
+    "nothing": (lambda *_, extra_info: 1.0, {}),
+    "num_tokens": (
+        lambda *_, extra_info, num_tokens: {"score": 1, "tokens": num_tokens},
+        {"tokens": 4},
+    ),
+    "stopped": (
+        lambda source, text, truth, stopped, extra_info: {"score": 1, "stopped": stopped},
+        {"stopped": 0},
+    ),
+    "both": (
+        lambda *_, num_tokens=0, stopped=True, extra_info=None: {
+            "score": 1,
+            "tokens": num_tokens,
+            "stopped": stopped,
+        },
+        {"tokens": 4, "stopped": 0},
+    ),
+    "all there is": (lambda *_, **rest: {"score": 1} | dict.fromkeys(rest, 1), {"extra_info": 1}),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_reward_gets_what_it_asks_for(name, monkeypatch):
+    function, metrics = ASKING[name]
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: function)
+    cut = response(size=4, stopped=False)
+    assert script.call_reward_fn("", cut) == (1.0, metrics, None)
+
+
+def test_metrics_of_a_reward_are_in_a_checkpoint(tmp_path):
+    graded = [response(verifiable=0.5, reward_metrics={"acc": 1 / 3}), response()]
+    rollout = Rollout(5, 3, graded[:1], graded[1:], {})
+    script.save_rollout(tmp_path, rollout)
+    prompts = [one.prompt for one in graded]
+    request = Request(5, prompts[:1], [1], prompts[1:], [2])
+    assert script.load_rollout(tmp_path / "checkpoints/unfinished", 3, request) == rollout
 
 
 # --------------------------------------------------------------------------------------- workers

@@ -7,13 +7,12 @@ import ast
 import itertools
 
 import pytest
-from helpers import PPO, REPO, SCRIPTS
+from helpers import PPO, REPO, SCRIPTS, TRAINER
 
-REWARD_MODEL = "scripts/train_reward_model.py"
 # What GRPO may have otherwise, and why. Anything else of the same name must not.
 ALLOWED = {
     "main": "the order of the steps is what the scripts are about; PPO's two have it alone",
-    "Batch": "GRPO has neither values nor returns",
+    "Batch": "GRPO has neither values nor returns, but responses that are not computed",
     "accumulate_gradients": "GRPO's loss is another one",
     "batch_metrics": "GRPO has no value model to report on, but groups",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
@@ -85,7 +84,7 @@ def test_scripts_are_started_alike():
     assert len(set(ends)) == 1
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, REWARD_MODEL])
+@pytest.mark.parametrize("script", [*SCRIPTS, TRAINER])
 def test_every_argument_has_a_line_of_help(script):
     tree = ast.parse((REPO / script).read_text())
     (args_class,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
@@ -105,7 +104,7 @@ def test_graders_that_stand_twice_are_one_text():
 
 
 def test_reward_models_training_has_ppos_functions():
-    texts = [functions_of(script) for script in (REWARD_MODEL, "ppo_vllm_async.py")]
+    texts = [functions_of(script) for script in (TRAINER, "ppo_vllm_async.py")]
     shared = "load_rows tokenize_prompt autocast lr_multiplier list_checkpoints step_of"
     shared += " remove_checkpoints save_checkpoint find_run rewind_run"
     # What these do is another thing

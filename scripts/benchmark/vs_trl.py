@@ -305,7 +305,9 @@ def flags_of(settings, folder):
     else:
         flags |= {"eval_dataset": settings["eval_dataset"], "penalty_reward_value": -1}
         flags["num_evals"] = settings["updates"] // settings["eval_every"]
-    extra = [] if settings["reward"] == "parity" else ["--non_stop_penalty"]
+    extra = ["--no-gradient_checkpointing"]
+    if settings["reward"] != "parity":
+        extra.append("--non_stop_penalty")
     return [text for name, value in flags.items() for text in (f"--{name}", str(value))] + extra
 
 

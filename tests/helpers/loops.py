@@ -135,8 +135,8 @@ def reward_in_this_process(script, score, put):
     def reward_fn(data_source, response, ground_truth, extra_info):
         return score(data_source, response, ground_truth)
 
-    def call_worker(workers, prompt, text, args):
-        return script.call_reward_fn(args.reward_fn, prompt, text)
+    def call_worker(workers, response, args):
+        return script.call_reward_fn(args.reward_fn, response)
 
     put(script, "load_reward_fn", lambda name: reward_fn)
     put(script, "start_reward_worker", lambda name: None)

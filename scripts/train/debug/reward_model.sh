@@ -9,6 +9,6 @@ bash scripts/setup.sh
 exec .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
   scripts/train_reward_model.py \
   --dataset debug_assets/preference_train.parquet --eval_dataset debug_assets/preference_test.parquet \
-  --model_name_or_path debug_assets/model --dtype float32 --run_name debug_reward_model \
+  --model_name_or_path debug_assets/model --dtype float32 --no-gradient_checkpointing --run_name debug_reward_model \
   --num_train_epochs 3 --local_mini_batch_size 128 --per_device_train_batch_size 128 --learning_rate 2e-3 \
   --center_rewards_coefficient 0.01 "$@"
