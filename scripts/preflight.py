@@ -11,7 +11,8 @@ reward, the output folder and the checkpoint in it, the disk, accounts. Each par
 mistake in one line, and the others go on. Then the exit status is 2. The plan comes before the
 mistakes. Nothing is left on the disk but what comes from the hub, in its cache.
 
-Memory is an estimate from the sizes of the models: it is not measured.
+Memory is an estimate from the sizes of the models. It was compared with what models of the shape of
+Qwen2 take on a CPU; the kernels of GPUs are others.
 """
 
 import contextlib
@@ -95,7 +96,7 @@ class Run:
     is_filled_in: bool = False
     tokenizers: tuple | None = None  # of the policy and of the reward model
     train_rows: list | None = None  # the script's Prompts, or its Pairs
-    eval_rows: list | None = None
+    eval_rows: list | None = None  # those that are evaluated
     model: Any = None  # without its weights, like the next two
     value_model: Any = None
     reward_model: Any = None
@@ -211,6 +212,11 @@ def check_launcher(run):
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() in ("1", "true"):
             raise Mistake(f"{name} is set, but neither is supported; launch with plain DDP")
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise Mistake(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS must be 1, by which accelerate divides "
+            "gradients; --per_device_train_batch_size cuts batches"
+        )
     try:
         accelerate.utils.TorchDynamoPlugin()  # reads the environment
     except Exception as error:
@@ -218,7 +224,7 @@ def check_launcher(run):
 
 
 # A number must be above 0; these, and those whose default is 0, may be 0
-MAY_BE_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap"}
+MAY_BE_0 = {"seed", "learning_rate", "num_evals", "beta", "gamma", "lam", "tis_cap", "eval_prompts"}
 MAY_BE_0 |= {"value_learning_rate", "value_lam", "verification_reward", "keep_last_n"}
 MAY_BE_0 |= {"reward_model_multiplier", "penalty_reward_value", "warmup_ratio", "stop_token_id"}
 # What is smaller than this does nothing (eps), or becomes 0.01 in vLLM
@@ -366,6 +372,12 @@ def check_arguments(run):
     args = run.args
     if not getattr(args, "vllm_gpus", True) and args.vllm_gpu_memory_utilization >= 0.98:
         raise Mistake("--vllm_gpu_memory_utilization leaves nothing to the learner on its GPU")
+    warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
+    if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
+        run.notes.append(
+            f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
+            f"(--value_warmup_steps), or all responses become short"
+        )
     # What only GRPO has
     if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
         raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
@@ -684,7 +696,11 @@ def check_eval_data(run):
     elif run.trains_reward_model():
         run.eval_rows = read_pairs(run, args.eval_dataset, args.eval_dataset_split)
     else:
-        run.eval_rows = read_prompts(run, args.eval_dataset, args.eval_dataset_split, is_eval=True)
+        rows = read_prompts(run, args.eval_dataset, args.eval_dataset_split, is_eval=True)
+        if 0 < args.eval_prompts < len(rows):  # as the script draws them
+            drawn = run.script.draw_prompts(len(rows), 0, args.eval_prompts, seed=0)
+            rows = [rows[index] for index in drawn]
+        run.eval_rows = rows
 
 
 def check_updates(run):
@@ -780,8 +796,18 @@ def build_model(run, auto_class, flag, path, may_lack=(), **config_options):
     return model
 
 
+# What models make of their logits, by argument of their configs, and where it changes nothing.
+# PolicyModel computes final_logit_softcapping, logit_scale and logits_scaling alone
+NOT_COMPUTED = {
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
+    "lm_head_multiplier": 1,
+    "logits_mup_width_multiplier": 1,
+}
+
+
 def check_policy(run):
-    """Refuses a policy that is no decoder."""
+    """Refuses a policy that is no decoder, or whose logits the script does not compute."""
     path = run.args.model_name_or_path
     model = build_model(run, AutoModelForCausalLM, "model_name_or_path", path)
     name = type(model).__name__
@@ -793,8 +819,18 @@ def check_policy(run):
             f"--model_name_or_path {path} is {saved_as}; it must be a decoder, a causal language "
             f"model"
         )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise Mistake(f"--model_name_or_path {path}: a {name} takes no logits_to_keep")
+    config = model.config.get_text_config()
+    unknown = [
+        key for key, neutral in NOT_COMPUTED.items() if getattr(config, key, neutral) != neutral
+    ]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        unknown.append("the bias of the head")
+    if config.model_type == "hyperclovax" and config.logits_scaling != 1:  # others divide by it
+        unknown.append("logits_scaling")
+    if unknown:
+        raise Mistake(
+            f"--model_name_or_path {path}: no script computes {', '.join(unknown)} of a {name}"
+        )
     generation_config = Path(path, "generation_config.json")
     if generation_config.exists():
         try:
@@ -881,7 +917,7 @@ def check_tokens(run):
 
 
 def serve_calls(connection, compute_score, reward_fn, calls):
-    """The main function of a process of its own: tries the reward on (prompt, answer) pairs.
+    """The main function of a process of its own: tries the reward on (prompt, answer, its tokens).
 
     It sends (score, what went wrong) for the import, and then for each of the calls.
     """
@@ -906,22 +942,29 @@ def serve_calls(connection, compute_score, reward_fn, calls):
         nonlocal function
         function = load_reward_fn(reward_fn) if reward_fn else compute_score
 
-    def score(prompt, answer):
-        options = {"extra_info": prompt.extra_info} if reward_fn else {}
+    def score(prompt, answer, num_tokens):
+        options = {}
+        if reward_fn:
+            offered = {"num_tokens": num_tokens, "stopped": True}
+            parameters = inspect.signature(function).parameters
+            options = {name: offered[name] for name in offered.keys() & parameters}
+            options["extra_info"] = prompt.extra_info
         value = function(prompt.data_source, answer, prompt.ground_truth, **options)
+        if isinstance(value, dict):
+            value = value.get("score", value)
         try:
             is_finite = math.isfinite(value)
         except TypeError:
             is_finite = False
         if not is_finite:
-            raise ValueError(f"the reward is {value!r}, and not a finite number")
+            raise ValueError(f"the reward is {value!r}; it must be finite, or have such a `score`")
         return float(value)
 
     function = None
     attempt(load)
     if function is not None:
-        for prompt, answer in calls:
-            attempt(score, prompt, answer)
+        for call in calls:
+            attempt(score, *call)
     os._exit(0)
 
 
@@ -949,7 +992,7 @@ def load_reward_fn(reward_fn):
 
 
 def try_reward(run, calls):
-    """The scores of calls, (prompt, answer) pairs. Mistake: one of them fails, hangs or crashes."""
+    """The scores of calls, as in serve_calls. Mistake: one of them fails, hangs or crashes."""
     args = run.args
     name = f"--reward_fn {args.reward_fn}" if args.reward_fn else "compute_score"
     context = mp.get_context("fork")  # it has the script, and what that has imported
@@ -973,7 +1016,7 @@ def try_reward(run, calls):
         if failure is not None:
             raise Mistake(f"{name}: {failure}")
         scores = []
-        for prompt, answer in calls:
+        for prompt, answer, _ in calls:
             score, failure = receive(min(args.reward_timeout, IMPORT_TIMEOUT))
             if failure is not None:
                 answer = answer if len(answer) < 60 else answer[:60] + "..."
@@ -1008,7 +1051,8 @@ def check_reward(run):
         answers = {truth: "right", f"\\boxed{{{truth}}}": "right", wrong: "wrong", "": "empty"}
         for answer, kind in answers.items():
             kinds.append((source, kind))
-            calls.append((rows[0], answer))
+            token_ids = run.tokenizers[0](answer)["input_ids"]
+            calls.append((rows[0], answer, len(token_ids) + 1))  # with a stop token
     if not calls and not run.args.reward_fn:
         return
     scores = {}
@@ -1097,16 +1141,13 @@ MAY_DIFFER = {"exp_name", "run_name", "output_dir", "resume_from_checkpoint", "w
 MAY_DIFFER |= {"local_world_size", "rollout_batch_size", "reward_workers"}
 # What the users themselves may have changed, where something of the above does not agree
 CAUSES = {"total_episodes", "local_rollout_batch_size", "local_mini_batch_size", "dataset"}
-CAUSES |= {"eval_dataset", "num_train_epochs"}
+CAUSES |= {"eval_dataset", "eval_prompts", "num_train_epochs"}
 
 
 def hash_data(run):
     """The hash that the script takes of its data."""
     if run.trains_reward_model():
-        data_hash = hashlib.sha256()
-        for pair in run.train_rows:
-            data_hash.update(repr(pair).encode())
-        return data_hash.hexdigest()
+        return hashlib.sha256(repr(run.train_rows).encode()).hexdigest()
     stable_hash = run.script.stable_hash
     prompts = run.train_rows + run.eval_rows
     return stable_hash([stable_hash(replace(prompt, row="")) for prompt in prompts])
@@ -1245,36 +1286,46 @@ def trained_models(run):
     return {"policy": run.model}
 
 
-def uses_reference(args):
-    """Whether a reference policy is loaded: in GRPO only for its KL term."""
-    return hasattr(args, "value_learning_rate") or args.beta > 0
+def frozen_models(run):
+    """The models that are not trained, by role."""
+    models = {}
+    if not run.trains_reward_model():
+        if run.args.beta > 0:
+            models["reference policy"] = run.model
+        if run.script.uses_reward_model(run.args):
+            models["reward model"] = run.reward_model
+    return models
 
 
-def activation_bytes(run, model, rows, is_trained):
+def pass_bytes(run, model, rows, is_trained):
     """About what a forward pass, and the backward pass after it, hold for some rows.
 
-    Transformer layers: a float32 residual stream, inputs of the matrix products in dtype. Of a
-    policy also the logits of the response.
+    Counted are the tensors that PyTorch saves for the backward pass of a layer as Qwen2's or
+    Llama's. One more such layer stands for what comes and goes.
     """
     args, config = run.args, model.config.get_text_config()
     size = 2 if args.dtype == "bfloat16" else 4
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     tokens = rows * run.max_length()
-    layer = tokens * (hidden * (6 * 4 + 8 * size) + inner * 4 * size)
-    total = layer
-    if is_trained:
-        layers = config.num_hidden_layers
-        total = layer * layers
-        if args.gradient_checkpointing:
-            total = layer + tokens * hidden * 4 * layers
-    if size == 2 and is_trained:
-        total += 2 * count_parameters(model)  # autocast's copies of the weights
-    if hasattr(args, "response_length") and not hasattr(model, "score"):
-        logits = rows * args.response_length * config.vocab_size
-        softmax = min(logits, max(2**24, logits // rows))  # in float32, a few rows at a time
-        total += logits * size * (3 if is_trained else 1) + softmax * 4 * 3
-    return total
+    # Of the float32 residual stream and its norms 16 bytes; of inputs of matrix products, which
+    # autocast copies for each, 8 or 10; of queries, keys, values and attention's output 16 or 8.
+    # The MLP has four of the inner size, and a mask is (rows, length, length)
+    layer = tokens * (hidden * (40 if size == 4 else 34) + size * (4 * inner + run.max_length()))
+    embedding = model.get_input_embeddings().weight.numel()
+    # Autocast's copies of the weights, until the end of the forward pass
+    copies = 2 * (count_parameters(model.base_model) - embedding) if size == 2 else 0
+    head = 0
+    if not hasattr(model, "score"):
+        logits = min(run.script.LOGITS_CHUNK, rows * args.response_length * config.vocab_size)
+        head = 4 * logits * 4  # so many chunks exist at once
+        if is_trained or size == 2:
+            head += 4 * embedding  # a gradient of the head, or the head in float32
+    if not is_trained:
+        return max(layer / 2, head)  # about half is there at once
+    if args.gradient_checkpointing:  # keeps the inputs of layers alone
+        return 4 * tokens * hidden * config.num_hidden_layers + layer + max(copies, head)
+    return layer * (config.num_hidden_layers + 1) + copies + head
 
 
 def largest_passes(run):
@@ -1283,20 +1334,14 @@ def largest_passes(run):
     for name, model in trained_models(run).items():
         size = args.per_device_train_batch_size
         rows = 2 * size if run.trains_reward_model() else size  # chosen and rejected
-        passes[f"{name}'s updates (--per_device_train_batch_size {size})"] = activation_bytes(
+        passes[f"{name}'s updates (--per_device_train_batch_size {size})"] = pass_bytes(
             run, model, rows, is_trained=True
         )
-        passes[f"AdamW, in a step of the {name}"] = 4 * count_parameters(model)
-    if not run.trains_reward_model():
-        size, flag = args.local_rollout_forward_batch_size, "--local_rollout_forward_batch_size"
-        if uses_reference(args):
-            passes[f"passes of the reference policy ({flag} {size})"] = activation_bytes(
-                run, run.model, size, is_trained=False
-            )
-        if run.script.uses_reward_model(args):
-            passes[f"passes of the reward model ({flag} {size})"] = activation_bytes(
-                run, run.reward_model, size, is_trained=False
-            )
+    for name, model in frozen_models(run).items():
+        size = args.local_rollout_forward_batch_size
+        passes[f"passes of the {name} (--local_rollout_forward_batch_size {size})"] = pass_bytes(
+            run, model, size, is_trained=False
+        )
     return dict(sorted(passes.items(), key=lambda item: -item[1]))
 
 
@@ -1304,16 +1349,13 @@ def learner_memory(run):
     """Bytes on the GPU of a learner, by part."""
     args = run.args
     size = 2 if args.dtype == "bfloat16" else 4
-    # Float32 weights, gradients and AdamW's two moments; DDP has a second copy of the gradients
-    trained_size = 16 if run.options.num_processes == 1 else 20
+    # Float32 weights, gradients and AdamW's two moments; DDP needs a little to exchange gradients
+    trained_size = 16 if run.options.num_processes == 1 else 17.1
     parts = {}
     for name, model in trained_models(run).items():
         parts[f"{name}, trained"] = trained_size * count_parameters(model)
-    if not run.trains_reward_model():
-        if uses_reference(args):
-            parts["reference policy"] = size * count_parameters(run.model)
-        if run.script.uses_reward_model(args):
-            parts["reward model"] = size * count_parameters(run.reward_model)
+    for name, model in frozen_models(run).items():
+        parts[name] = size * count_parameters(model)
     name, largest = next(iter(largest_passes(run).items()))
     parts[f"at the most besides, for {name}"] = largest
     if run.options.has_gpus():
@@ -1384,7 +1426,7 @@ def plan_of_data(run):
     if run.train_rows is not None:
         yield "data", f"{args.dataset}: {len(run.train_rows):,} {kind} to train on"
     if run.eval_rows:
-        yield "", f"{args.eval_dataset}: {len(run.eval_rows):,} held out"
+        yield "", f"{args.eval_dataset}: {len(run.eval_rows):,} {kind} to evaluate on"
     if run.train_rows is not None and not run.trains_reward_model():
         text = run.train_rows[0].text
         yield "", f"the first prompt, as the model reads it: {text[-70:]!r}"
@@ -1401,6 +1443,8 @@ def plan_of_data(run):
             "",
             f"prompts of up to {longest:,} tokens, responses of up to {args.response_length:,}",
         )
+    if run.eval_rows:
+        yield "", f"evaluations: {len(args.eval_steps)}, and one after the last step"
     updates = args.num_updates // args.num_training_steps
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
     if run.options.num_processes > 1:

@@ -334,6 +334,11 @@ T5 = architecture("T5ForConditionalGeneration", d_model=32, num_layers=1, d_ff=8
 OF_WHISPER = {"d_model": 30, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1}
 WHISPER = architecture("WhisperForConditionalGeneration", **OF_WHISPER)
 VIT = architecture("ViTForImageClassification", vocab_size=None)
+RECURRENT_GEMMA = architecture("RecurrentGemmaForCausalLM", lru_width=32)
+OF_FALCON = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "lm_head_multiplier": 0.5}
+FALCON = architecture("FalconH1ForCausalLM", **OF_FALCON)
+HYPERCLOVAX = architecture("HyperCLOVAXForCausalLM", logits_scaling=4.0)
+GEMMA = architecture("Gemma2ForCausalLM", head_dim=16, final_logit_softcapping=30.0)
 NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 BERT = architecture("BertForSequenceClassification", num_labels=1)
 NO_END = (content(GENERATION, b"{}"), config(eos_token_id=None))
@@ -362,6 +367,13 @@ MODELS = {
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "ViT": (model(VIT), "ViTConfig"),
     "whisper": (model(WHISPER), "WhisperForConditionalGeneration | decoder"),
+    "head with a bias": (
+        model(architecture("PhiForCausalLM")),
+        "bias of the head of a PhiForCausalLM",
+    ),
+    "capped logits": (model(RECURRENT_GEMMA), "RecurrentGemmaForCausalLM | logits_soft_cap"),
+    "multiplied logits": (model(FALCON), "FalconH1ForCausalLM | lm_head_multiplier"),
+    "scaled logits": (model(HYPERCLOVAX), "HyperCLOVAXForCausalLM | logits_scaling"),
     "no heads": (model(config(num_attention_heads=0)), "config.json", EVERY),
     "heads that do not share": (model(config(num_key_value_heads=3)), "2 attention heads | 3 key"),
     "unknown activation": (model(config(hidden_act="swoosh")), "swoosh", EVERY),
@@ -458,6 +470,9 @@ REWARDS = {
     "ends its process": (call("os._exit(0)"), f"{OF_ROW} | exit code 0"),
     "crashes": (call("ctypes.string_at(0)"), f"{OF_ROW} | exit code -11"),
     "returns nothing": (call("print(1, file=sys.stderr)"), f"{OF_ROW} | the reward is None"),
+    "wants more": (reward("def f(*_, extra_info, judge): return 1.0\n"), f"{OF_ROW} | judge"),
+    "dictionary": (call("return {'acc': 1.0}"), f"{OF_ROW} | {{'acc': 1.0}} | `score`"),
+    "score in a dictionary": (call("return {'score': None}"), f"{OF_ROW} | the reward is None"),
     "coroutine": (reward("async def f(*_, extra_info): return 1.0\n"), "r.py:f | coroutine"),
     "closes stderr": (reward(CLOSED_STDERR), "r.py:f | no such thing | line 4"),
     "prints and exits": (reward(TALKATIVE), "SystemExit: 0 | line 6"),
@@ -482,6 +497,8 @@ NUMBERS = {
     "discount": (given(gamma=1.01), "--gamma | at most 1", PPO),
     "temperature": (given(temperature=2.5), "--temperature | 2"),
     "beta": (given(beta="nan"), "--beta | finite"),
+    "target of no penalty": (given(beta=0.0, kl_target=6.0), "--kl_target | --beta", PPO),
+    "held-out prompts": (given(eval_prompts=-1), "--eval_prompts | 0 or more"),
     "stop token below 0": (given(stop_token_id=-5), "--stop_token_id | 0 or more"),
     "nothing for the learner": (given(vllm_gpu_memory_utilization=0.99), "leaves nothing"),
     "penalty": (given(penalty_reward_value="nan"), "--penalty_reward_value | finite"),
@@ -585,8 +602,9 @@ LAUNCHES = {
     ),
     "memory of a learner": (
         {"num_gpus": 2, "gpu_memory": 1.25},
-        {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500},
-        "a learner needs about 1.3 GiB | --per_device_train_batch_size | --gradient_checkpointing",
+        {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
+        | {"gradient_checkpointing": False},
+        "a learner needs about 1.5 GiB | --per_device_train_batch_size | --gradient_checkpointing",
     ),
     # Each fits, and the two do not
     "memory of both": (
@@ -842,8 +860,8 @@ CHECKPOINTS = {
     ),
     # Arguments by which the steps so far would have been others
     "seed": (nothing, {"seed": 2}, "seed was 1 and is 2", EVERY),
-    "beta": (nothing, {"beta": 0.5}, "beta was 0.01 and is 0.5", PPO),
-    "several": (nothing, SEVERAL, "seed was 1 and is 2 | beta was 0.01 and is 0.5", PPO),
+    "beta": (nothing, {"beta": 0.5}, "beta was 0.001 and is 0.5", PPO),
+    "several": (nothing, SEVERAL, "seed was 1 and is 2 | beta was 0.001 and is 0.5", PPO),
     "epochs": (nothing, {"num_epochs": 2}, "num_epochs was 1 and is 2"),
     "data": (nothing, other_data, "--dataset"),
     "held-out data": (
@@ -929,6 +947,7 @@ FLAGS = {
     "no number": ("--total_episodes many", "many | total"),
 }
 
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 # name: (variables of a launcher or of accelerate that are left in the environment, words)
 ENVIRONMENTS = {
@@ -943,6 +962,8 @@ ENVIRONMENTS = {
     "port of no number": ({"MASTER_PORT": "tcp"}, "MASTER_PORT"),
     "port beyond all": ({"MASTER_PORT": "99999"}, "MASTER_PORT"),
     "empty address": (ALONE | {"MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+    "accumulation": ({ACCUMULATION: "2"}, f"{ACCUMULATION} | 1"),
+    "accumulation of nothing": ({ACCUMULATION: "0"}, f"{ACCUMULATION} | 1"),
     "unknown compiler": ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate"),
 }
 
@@ -1008,6 +1029,10 @@ ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 TWO = [FIVE | {"data_source": name} for name in ("openai/gsm8k", "\x1b[31mgsm8k, français")] * 35
 ODD_NAMES = r"openai/gsm8k scores 1 | \x1b[31mgsm8k, fran"
 
+HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
+DICTIONARY = call("return {'score': 1, 'acc': True, 'pred': '12358'}")
+LENGTH = reward("def f(*_, num_tokens, stopped, extra_info): return stopped / num_tokens\n")
+
 
 def not_one_step(folder):
     """The folder of a run that ended while vLLM started."""
@@ -1021,7 +1046,18 @@ PLANS = {
     "steps": (given(**TEN), "70 prompts | 10 of | 1 a step, 10 in all, 64 each"),
     "pairs": (given(local_mini_batch_size=8), "70 pairs | 8 of 8 pairs | learners 1", TRAINER),
     "empty answer": (rows(*[PAIR | {"rejected": ""}] * 70), "70 pairs", TRAINER),
-    "held-out rows": (rows(*[ROW] * 5, flag="eval_dataset"), "5 held out"),
+    "held-out rows": (
+        together(given(**TEN), HELD_OUT),
+        "5 prompts to evaluate on | evaluations: 9, and one",
+    ),
+    "some held-out rows": (
+        together(given(**TEN, eval_prompts=3, num_evals=2), HELD_OUT),
+        "3 prompts to evaluate on | evaluations: 2, and one",
+    ),
+    "dictionary": (DICTIONARY, "debug/sorting scores 1, a wrong answer 1"),
+    "length of a response": (LENGTH, "scores 0.166667, a wrong answer 1, an empty one 1"),
+    "capped logits": (model(GEMMA), "learners 1"),
+    "lambda without a warm-up": (given(lam=0.95), "--lam 0.95 | --value_warmup_steps", PPO),
     "no step was finished": (not_one_step, "learners 1", EVERY),
     "rows by verl and by open-instruct": (rows(ROW, OPEN_INSTRUCT), "gsm8k scores 1"),
     "characters are lost": (rows(*LOST), "data.jsonl, row 1 | loses '\u00e9' | 5\u00e94="),

@@ -282,6 +282,27 @@ def test_memory_is_the_sum_of_its_parts(ask, folder):
     assert total == pytest.approx(float(whole[1]) * units[whole[2]], abs=60)  # as it is rounded
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_reference_policy_takes_memory_where_there_is_one(script, ask, folder):
+    options = cases.good_options(folder, script)
+    for beta in (0.0, 0.01):
+        _, plan, _ = ask(script, options | {"beta": beta})
+        assert ("  reference policy" in plan) == (beta > 0)
+
+
+WARM = [
+    {"lam": 1.0},
+    {"lam": 0.95, "value_warmup_steps": 2},
+    {"lam": 0.95, "value_model_path": cases.MODEL},
+]
+
+
+@pytest.mark.parametrize("options", WARM, ids=["lambda 1", "warm-up", "value model"])
+def test_values_that_are_warm_are_not_warned_of(options, ask, folder):
+    _, plan, mistakes = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py") | options)
+    assert mistakes == "" and "--lam" not in plan
+
+
 def test_fork_is_checked_as_it_is(ask, folder):
     """With its own flag, reward and neighbours."""
     text = (REPO / "ppo_sync.py").read_text()
@@ -366,10 +387,12 @@ def test_checkpoint_of_one_rank_is_one_of_two_with_half_the_batch(ask, folder):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_checkpoint_that_a_script_has_written_is_good(script, ask, few_prompts, run_main, folder):
     changes = {"output_dir": folder, "eval_dataset": few_prompts / "test.parquet", "save_freq": 1}
+    changes["eval_prompts"] = 2
     run_main(script, **changes)
     options = options_of(script, few_prompts, folder) | changes
     options["resume_from_checkpoint"] = "latest"
     check_plan(ask(script, options), "resumes | run/checkpoints/step_2")
+    check_mistake(ask(script, options | {"eval_prompts": 0}), "eval_prompts was 2 and is 0")
 
 
 # -------------------------------------------------------------------------------- the real command
