@@ -665,7 +665,7 @@ def filled_in(script, options):
         rows = module.load_pairs(None, args.dataset, args.dataset_split, tokenizer, args)
         args.mini_batch_size = args.local_mini_batch_size
         args.num_updates = len(rows) * args.num_train_epochs // args.mini_batch_size
-        args.data_hash = hashlib.sha256("".join(map(repr, rows)).encode()).hexdigest()
+        args.data_hash = hashlib.sha256(repr(rows).encode()).hexdigest()
         return args, rows
     args = module.fill_in(args, 1)
     tokenizers = module.load_tokenizers(args)

@@ -341,6 +341,7 @@ def test_failed_answers_to_held_out_prompts_are_counted(rough_loop):
         assert line["eval/reward_failures"] == scores.count(None)
 
 
+@pytest.mark.slow
 def test_evaluations_have_as_many_prompts_as_asked_for_the_same_for_every_seed(
     run_main, few_prompts
 ):

@@ -384,6 +384,7 @@ def test_checkpoint_of_one_rank_is_one_of_two_with_half_the_batch(ask, folder):
     check_mistake(answer, "; mini_batch_size was 64 and is 32; num_updates was 10 and is 20")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_checkpoint_that_a_script_has_written_is_good(script, ask, few_prompts, run_main, folder):
     changes = {"output_dir": folder, "eval_dataset": few_prompts / "test.parquet", "save_freq": 1}
