@@ -102,7 +102,7 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
+import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -113,6 +113,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import datasets
+import numpy as np
 import psutil
 import torch
 import transformers
@@ -127,8 +128,14 @@ from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -224,6 +231,9 @@ class Args:
     """responses per forward and backward pass (micro-batch) of a rank"""
     local_rollout_forward_batch_size: int = 32
     """responses per forward pass of models that are not trained (reference policy, reward model)"""
+    micro_batch_tokens: int = 0
+    """most tokens, padding included, of any forward pass of a rank, in place of the two numbers
+    above: with responses of unlike lengths fewer passes, and no peak of memory; 0: off"""
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
@@ -372,8 +382,8 @@ class Response:
     """A sampled response: a row that travels from vLLM to the loss, and gains fields on its way."""
 
     prompt: Prompt
-    token_ids: list[int]  # as sampled; a stop token is the last one
-    logprobs: list[float]  # the sampler's, one for each of those ids
+    token_ids: np.ndarray  # (length,), as sampled; a stop token is the last one
+    logprobs: np.ndarray  # (length,), the sampler's
     stopped: bool  # whether it ends with a stop token; else it was cut
     # From generate_rollout
     text: str = ""
@@ -382,8 +392,6 @@ class Response:
     failure: str | None = None  # why that call failed
     # From the learner
     model_score: float | None = None  # by the reward model; None: there is none
-    has_format: bool = False  # whether it has the form of add_r1_style_format_reward
-    penalized: bool = False  # whether the penalty took the place of all rewards
     score: float | None = None  # the sum of all rewards, or the penalty; None: not known
 
 
@@ -391,18 +399,15 @@ class Response:
 class Request:
     """What the learner asks generation for: the responses of a training step, an evaluation."""
 
-    training_step: int
     prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
     seeds: list[int]  # (episodes,)
     eval_prompts: list[Prompt]  # held-out prompts; empty where no evaluation is due
-    eval_seeds: list[int]
 
 
 @dataclass
 class Rollout:
     """What generation hands over: the responses to a Request, or a rank's share of them."""
 
-    training_step: int
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
@@ -416,7 +421,7 @@ class Batch:
     Tensors with a width have one element per response token, and 0 after the end of a response.
     """
 
-    sequences: list[tuple[list[int], list[int]]]  # (episodes,), token ids of prompt and response
+    sequences: list[tuple[list[int], np.ndarray]]  # (episodes,), token ids of prompt and response
     mask: Tensor  # (episodes, width), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
@@ -575,13 +580,11 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
-    if len(prompts) < len(rows) and is_rank_0():
-        print(
-            f"{path}: {len(rows) - len(prompts)} of {len(rows)} prompts dropped, empty or too long"
-        )
-    lost_characters = "".join(sorted(lost)).strip()
-    if lost_characters and is_rank_0():  # they are not in its vocabulary
-        print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
+    lost_characters = "".join(sorted(lost)).strip()  # they are not in the vocabulary
+    if is_rank_0():
+        print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
+        if lost_characters:
+            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
     return prompts
 
 
@@ -618,8 +621,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     seeds = [stable_hash(args.seed, "episode", first_episode + i) for i in range(len(prompts))]
     if steps_before not in (*args.eval_steps, args.num_training_steps):
         eval_prompts = []
-    eval_seeds = [stable_hash(args.seed, "evaluation", i) for i in range(len(eval_prompts))]
-    return Request(training_step, prompts, seeds, eval_prompts, eval_seeds)
+    return Request(prompts, seeds, eval_prompts)
 
 
 # ---------------------------------------------------------------------------------------- rewards
@@ -769,16 +771,16 @@ def grade_responses(responses, tokenizer, workers, args):
     """
 
     def grade(response):
-        prompt, verifiable, metrics, failure = response.prompt, None, {}, None
+        prompt, failure = response.prompt, None
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         response = replace(response, text=text)
-        if prompt.ground_truth is not None:
-            if args.reward_fn:
-                verifiable, metrics, failure = call_worker(workers, response, args)
-            else:
-                verifiable, metrics = read_score(
-                    compute_score(prompt.data_source, text, prompt.ground_truth)
-                )
+        if prompt.ground_truth is None:
+            return response
+        if args.reward_fn:
+            verifiable, metrics, failure = call_worker(workers, response, args)
+        else:
+            score = compute_score(prompt.data_source, text, prompt.ground_truth)
+            verifiable, metrics = read_score(score)
         return replace(response, verifiable=verifiable, reward_metrics=metrics, failure=failure)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
@@ -790,19 +792,15 @@ NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
 
 
-def has_r1_format(prompt, response):
+def has_r1_format(response):
     """Whether a response has the form <think>...</think><answer>...</answer>.
 
-    A prompt may have opened <think> already, as some chat templates do.
-
-    >>> has_r1_format("1 + 1?", "<think>2</think><answer>2</answer>")
-    True
-    >>> has_r1_format("1 + 1? <think>", "2</think><answer>2</answer>")
-    True
+    The prompt may have opened <think> already, as some chat templates do.
     """
-    if prompt.rstrip().endswith("<think>"):
-        response = "<think>" + response
-    return R1_FORMAT.fullmatch(response) is not None
+    text = response.text
+    if response.prompt.text.rstrip().endswith("<think>"):
+        text = "<think>" + text
+    return R1_FORMAT.fullmatch(text) is not None
 
 
 def score_responses(accelerator, reward_model, responses, args):
@@ -815,29 +813,19 @@ def score_responses(accelerator, reward_model, responses, args):
         model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
-        has_format = has_r1_format(response.prompt.text, response.text)
         too_short = len(response.token_ids) < args.min_response_length
-        penalized = args.non_stop_penalty and (too_short or not response.stopped)
         score = 0.0
         if model_score is not None:
             score += model_score * args.reward_model_multiplier
         if args.apply_verifiable_reward and response.verifiable is not None:
             score += response.verifiable * args.verification_reward
-        if args.add_r1_style_format_reward and has_format:
+        if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
         if args.apply_verifiable_reward and response.failure is not None:
             score = None  # not known, which is not the same as wrong
-        if penalized:
+        if args.non_stop_penalty and (too_short or not response.stopped):
             score = args.penalty_reward_value
-        with_scores.append(
-            replace(
-                response,
-                model_score=model_score,
-                has_format=has_format,
-                penalized=penalized,
-                score=score,
-            )
-        )
+        with_scores.append(replace(response, model_score=model_score, score=score))
 
     failed = [response for response in responses if response.failure is not None]
     if failed and is_rank_0():
@@ -964,9 +952,10 @@ class ChunkedHead(torch.autograd.Function):
         return hidden_grad, head_grad, None, None
 
 
-def autocast(model, args):
-    """Forward passes compute in args.dtype."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+def hidden_states(model, inputs, args):
+    """What a model's head reads: (batch, length, hidden_size). The pass computes in args.dtype."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        return model.base_model(**inputs).last_hidden_state
 
 
 class PolicyModel(nn.Module):
@@ -986,8 +975,7 @@ class PolicyModel(nn.Module):
 
     def forward(self, inputs, width):
         """Log-probabilities of the response tokens and entropies: (batch, width)."""
-        with autocast(self.model, self.args):
-            hidden = self.model.base_model(**inputs).last_hidden_state
+        hidden = hidden_states(self.model, inputs, self.args)
         # What is read at a position predicts the token after it
         hidden = hidden[:, -width - 1 : -1].flatten(0, 1)  # (batch * width, hidden_size)
         labels = inputs["input_ids"][:, -width:]  # (batch, width)
@@ -1016,22 +1004,37 @@ class ValueModel(nn.Module):
 
     def forward(self, inputs, width):
         """Values of the response tokens: (batch, width)."""
-        with autocast(self.model, self.args):
-            hidden = self.model.base_model(**inputs).last_hidden_state
+        hidden = hidden_states(self.model, inputs, self.args)
         end = hidden.shape[1] - self.offset
         hidden = hidden[:, end - width : end]  # (batch, width, hidden_size)
         # The head computes in float32
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
-def load_classifier(path, args, trained, offset):
-    """A value model (trained, offset 1) or a reward model (frozen, offset 0).
+def place_model(accelerator, model, args):
+    """Collective. Puts a PolicyModel or ValueModel on its device, for forward and backward passes.
+
+    Every rank gets a copy, of which DDP adds up the gradients; or by FSDP2 a part of each tensor.
+    """
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
+    # A layer is gathered while it computes, in args.dtype; ranks add its gradients in float32. What
+    # is left, embedding and head, is gathered as it is: a trained one in float32
+    precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model.model._no_split_modules:
+            fully_shard(module, mp_policy=precision)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def load_classifier(accelerator, path, args, trained, offset):
+    """Collective. A value model (trained, offset 1) or a reward model (frozen, offset 0).
 
     Its head is float32: in bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    return ValueModel(model, offset, args)
+    return place_model(accelerator, ValueModel(model, offset, args), args)
 
 
 def pad(rows, side="right"):
@@ -1041,7 +1044,7 @@ def pad(rows, side="right"):
     tensor([[1., 2.],
             [3., 0.]])
     """
-    tensors = [torch.tensor(row) for row in rows]
+    tensors = [torch.as_tensor(row) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
@@ -1283,10 +1286,11 @@ def sample_responses(prompt_ids, seeds, temperature, args):
         for seed in seeds
     ]
     outputs = llm.generate(requests, sampling, use_tqdm=False)
-    answered = [output.prompt_token_ids for output in outputs]
-    assert answered == prompt_ids, "vLLM answered other prompts"
     completions = [output.outputs[0] for output in outputs]
-    return [(list(c.token_ids), list(c.logprobs.logprobs)) for c in completions]
+    return [
+        (np.array(c.token_ids, np.int32), np.array(c.logprobs.logprobs, np.float32))
+        for c in completions
+    ]
 
 
 # All that follows runs in the learner's process.
@@ -1381,10 +1385,8 @@ def vllm_settings(gpus, folder, max_length, args):
 
 def end_if_failed(call):
     """Ends this process where a call of vLLM's process has failed, or the process has died."""
-    error = call.exception()
-    if error is not None:
-        error.add_note("in vLLM's process")
-        end_at_once(error)
+    if call.exception() is not None:
+        end_at_once(call.exception())
 
 
 class VLLM:
@@ -1435,14 +1437,11 @@ class VLLM:
             for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
         ]
 
-    def sync_weights(self, model, version):
-        """Gives vLLM the weights of the model inside a PolicyModel; it must be idle.
+    def sync_weights(self, weights, version):
+        """Gives vLLM weights, the pairs of gather_weights; it must be idle.
 
         version: of the policy.
         """
-        # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
-        named = model.named_parameters(remove_duplicate=bool(self.gpus))
-        weights = ((name, p.detach().to(getattr(torch, self.args.dtype))) for name, p in named)
         if self.gpus:
             self.send_weights(weights)
         else:
@@ -1471,7 +1470,7 @@ class VLLM:
                 "shapes": [list(tensor.shape)],
             }
             if self.nccl is None:
-                gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+                gpu = torch.cuda.get_device_properties()
                 info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
             if self.nccl is not None:
@@ -1502,6 +1501,20 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
+def gather_weights(model, args):
+    """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
+
+    Under FSDP2 a rank has a part of each, and all ranks give theirs.
+    """
+    # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
+    is_on_gpu = model.device.type == "cuda"
+    for name, parameter in model.named_parameters(remove_duplicate=is_on_gpu):
+        weight = parameter.detach().to(getattr(torch, args.dtype))
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        yield name, weight
+
+
 def generate_rollout(vllm, workers, tokenizer, request, args):
     """This rank's share of the responses to a Request, with their verifiable rewards: a Rollout.
 
@@ -1509,7 +1522,7 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     """
     if vllm is None:
         return None
-    rollout = Rollout(request.training_step, vllm.policy_version, [], [], times={})
+    rollout = Rollout(vllm.policy_version, [], [], {})
     with timed(rollout.times, "generation"):
         responses = vllm.sample(
             request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
@@ -1517,7 +1530,8 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     with timed(rollout.times, "reward"):
         rollout.responses = grade_responses(responses, tokenizer, workers, args)
     with timed(rollout.times, "evaluation"):
-        responses = vllm.sample(request.eval_prompts, request.eval_seeds, args.eval_temperature, 1)
+        seeds = range(len(request.eval_prompts))  # the same in each evaluation
+        responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
         rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
     return rollout
 
@@ -1592,21 +1606,42 @@ def rows_to_compute(mini_batch, computed, num_ranks):
     return (needed + others)[:count]
 
 
-def cut_micro_batches(accelerator, mini_batches, sequences, size):
-    """This rank's share of each mini-batch, as a list of MicroBatches of `size` rows.
+def cut_micro_batches(accelerator, mini_batches, sequences, size, args):
+    """This rank's share of each mini-batch, as a list of MicroBatches of rows of like length.
 
-    mini_batches: lists of rows; sequences: as in Batch.
-    A micro-batch is padded to its longest row, so it gets rows of like length.
+    mini_batches: lists of rows, as many for each rank; sequences: as in Batch. A micro-batch has
+    `size` rows; or, if micro_batch_tokens is not 0, at most so many tokens, padding included. All
+    ranks get equally many micro-batches, since under FSDP2 they compute together.
+
+    >>> rank = mock.Mock(process_index=0, num_processes=1, device="cpu")
+    >>> sequences = [([1, 2], [3]), ([1], [2] * 9), ([1, 2], [3, 4]), ([1, 2, 3], [4])]
+    >>> args = Args(micro_batch_tokens=15)
+    >>> [part.rows for part in cut_micro_batches(rank, [[0, 1, 2, 3]], sequences, 2, args)]
+    [[0, 3, 2], [1]]
+    >>> args = Args(micro_batch_tokens=0)
+    >>> [part.rows for part in cut_micro_batches(rank, [[0, 1, 2, 3]], sequences, 2, args)]
+    [[0, 3], [2, 1]]
     """
-    lengths = [(len(response), len(prompt)) for prompt, response in sequences]
-    micro_batches = []
+    prompt_lengths, lengths = zip(*(map(len, sequence) for sequence in sequences), strict=True)
+    num_ranks = accelerator.num_processes
+    passes = []  # rows that are computed at a time, on all ranks
     for mini_batch in mini_batches:
-        in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
-        share = in_order[accelerator.process_index :: accelerator.num_processes]
-        for start in range(0, len(share), size):
-            rows = share[start : start + size]
-            micro_batches.append(collate(rows, sequences, accelerator.device))
-    return micro_batches
+        in_order = sorted(mini_batch, key=lambda row: (lengths[row], prompt_lengths[row], row))
+        passes.append([])
+        for start in range(0, len(in_order), num_ranks):
+            next_rows = in_order[start : start + num_ranks]  # one for each rank
+            longer = passes[-1] + next_rows
+            count = len(longer) // num_ranks
+            is_too_large = count > size
+            if args.micro_batch_tokens > 0:
+                padded = max(prompt_lengths[row] for row in longer) + lengths[longer[-1]]
+                is_too_large = start > 0 and count * padded > args.micro_batch_tokens
+            if is_too_large:
+                passes.append(next_rows)
+            else:
+                passes[-1] = longer
+    share = slice(accelerator.process_index, None, num_ranks)
+    return [collate(rows[share], sequences, accelerator.device) for rows in passes]
 
 
 @torch.no_grad()
@@ -1629,17 +1664,20 @@ def forward_all(accelerator, model, micro_batches, mask):
 
 def reward_model_scores(accelerator, reward_model, responses, args):
     """Collective. The reward model's scores at the last token of each response, as floats."""
-    sequences = [(r.prompt.reward_model_token_ids, r.token_ids) for r in responses]
+    sequences = [(r.prompt.reward_model_token_ids, r.token_ids.tolist()) for r in responses]
+    # As many for each rank: of held-out prompts there may be any number
+    sequences += sequences[:1] * (-len(sequences) % accelerator.num_processes)
     rows = list(range(len(sequences)))
     mask = pad([1.0] * len(response) for _, response in sequences).to(accelerator.device)
-    size = args.local_rollout_forward_batch_size
-    micro_batches = cut_micro_batches(accelerator, [rows], sequences, size)
+    micro_batches = cut_micro_batches(
+        accelerator, [rows], sequences, args.local_rollout_forward_batch_size, args
+    )
     values = forward_all(accelerator, reward_model, micro_batches, mask)
     scores = values[rows, mask.sum(1).long() - 1].tolist()
     # What else is in a micro-batch moves the last bits, and GRPO's advantages make much of that. So
     # equal sequences get one of their scores
     score_of = dict(zip(map(str, sequences), scores, strict=True))
-    return [score_of[str(sequence)] for sequence in sequences]
+    return [score_of[str(sequence)] for sequence in sequences[: len(responses)]]
 
 
 def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
@@ -1658,9 +1696,10 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
         "constant": num_responses * args.response_length,
     }
     normalizer = max(1, normalizers[args.loss_aggregation])
-    size = args.per_device_train_batch_size
     rows = rows_to_compute(mini_batch, batch.computed, accelerator.num_processes)
-    micro_batches = cut_micro_batches(accelerator, [rows], batch.sequences, size)
+    micro_batches = cut_micro_batches(
+        accelerator, [rows], batch.sequences, args.per_device_train_batch_size, args
+    )
     sums = Counter()
     for i, micro_batch in enumerate(micro_batches):
         # All that follows is (micro_batch, width)
@@ -1668,43 +1707,43 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, args):
         width = micro_batch.mask.shape[1]
         loss_mask = batch.loss_mask[rows, :width] * batch.computed[rows, None]
         importance_weights = batch.importance_weights[rows, :width]
-        with contextlib.ExitStack() as stack:
-            if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
-                stack.enter_context(accelerator.no_sync(policy))
-            logprobs, entropies = policy(inputs, width)
-            token_log_ratio = (logprobs - batch.logprobs[rows, :width]) * loss_mask
-            log_ratio = token_log_ratio
-            if args.importance_sampling_level == "sequence":
-                log_ratio = sequence_mean(token_log_ratio, loss_mask)
-            pg_loss, pg_clipped = policy_loss(
-                log_ratio,
-                batch.advantages[rows, :width],
-                importance_weights,
-                cliprange=args.cliprange,
-                cliprange_higher=args.cliprange_higher,
-                dual_clip=args.dual_clip,
-            )
-            token_loss = pg_loss
-            per_token = {"loss/policy_avg": pg_loss}
-            if args.beta > 0:
-                ref_logprobs = batch.ref_logprobs[rows, :width]
-                kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
-                # The estimate holds for tokens of this policy, and an older one sampled these. The
-                # token's ratio (new/old) and the weight (old/sampler) make up for that. For the
-                # gradient of KL(policy || reference) kl1 and kl3 differentiate the ratio, and kl2
-                # does not (2510.01555).
-                token_ratio = token_log_ratio.exp()
-                if args.kl_estimator == "kl2":
-                    token_ratio = token_ratio.detach()
-                kl = kl * token_ratio * importance_weights
-                token_loss = pg_loss + args.beta * kl
-                per_token["loss/kl_avg"] = kl
-            scale = loss_mask
-            if args.loss_aggregation == "sequence":
-                scale = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
-            loss = (token_loss * scale).sum() / normalizer
-            # Ranks average their gradients; times the number of ranks, that is their sum
-            accelerator.backward(loss * accelerator.num_processes)
+        # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
+        # would have to keep whole ones until then
+        policy.require_backward_grad_sync = i == len(micro_batches) - 1
+        logprobs, entropies = policy(inputs, width)
+        token_log_ratio = (logprobs - batch.logprobs[rows, :width]) * loss_mask
+        log_ratio = token_log_ratio
+        if args.importance_sampling_level == "sequence":
+            log_ratio = sequence_mean(token_log_ratio, loss_mask)
+        pg_loss, pg_clipped = policy_loss(
+            log_ratio,
+            batch.advantages[rows, :width],
+            importance_weights,
+            cliprange=args.cliprange,
+            cliprange_higher=args.cliprange_higher,
+            dual_clip=args.dual_clip,
+        )
+        token_loss = pg_loss
+        per_token = {"loss/policy_avg": pg_loss}
+        if args.beta > 0:
+            ref_logprobs = batch.ref_logprobs[rows, :width]
+            kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
+            # The estimate holds for tokens of this policy, and an older one sampled these. The
+            # token's ratio (new/old) and the weight (old/sampler) make up for that. For the
+            # gradient of KL(policy || reference) kl1 and kl3 differentiate the ratio, and kl2
+            # does not (2510.01555).
+            token_ratio = token_log_ratio.exp()
+            if args.kl_estimator == "kl2":
+                token_ratio = token_ratio.detach()
+            kl = kl * token_ratio * importance_weights
+            token_loss = pg_loss + args.beta * kl
+            per_token["loss/kl_avg"] = kl
+        scale = loss_mask
+        if args.loss_aggregation == "sequence":
+            scale = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
+        loss = (token_loss * scale).sum() / normalizer
+        # Ranks average their gradients; times the number of ranks, that is their sum
+        (loss * accelerator.num_processes).backward()
 
         with torch.no_grad():
             ratio = log_ratio.exp()
@@ -1729,7 +1768,9 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
     FloatingPointError: the norm is not finite. All ranks see the same one; the batch is saved.
     """
-    norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if isinstance(norm, DTensor):  # under FSDP2
+        norm = norm.full_tensor()
     if not torch.isfinite(norm):
         if is_rank_0():
             torch.save(vars(batch), run_dir / "bad_batch.pt")
@@ -1747,7 +1788,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
-    difference = masked_mean(((logprobs - sampler_logprobs) * mask).abs(), mask).item()
+    difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
     # GPUs may compute float32 with TF32
     limit = 1e-2 if mask.is_cuda else 1e-3
     if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
@@ -1826,22 +1867,23 @@ def score_metrics(group, responses, args):
             "scores": response.score,
             "reward_model_score": response.model_score,
             "verifiable_score": response.verifiable,
+            "sequence_lengths": len(response.token_ids),
+            "stop_rate": response.stopped,
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
             # Rewards may give partial credit, and only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
         if args.add_r1_style_format_reward:
-            parts["format_rate"] = response.has_format
-        if args.non_stop_penalty:
-            parts["penalty_rate"] = response.penalized
+            parts["format_rate"] = has_r1_format(response)
         for name, value in parts.items():
             if value is not None:
                 collected[f"{group}/{name}"].append(value)
                 if len(sources) > 1:
                     collected[f"{group}/{name}/{response.prompt.data_source}"].append(value)
-    means = {name: sum(values) / len(values) for name, values in collected.items()}
-    return {**means, f"{group}/reward_failures": sum(r.failure is not None for r in responses)}
+    metrics = {name: sum(values) / len(values) for name, values in collected.items()}
+    metrics[f"{group}/reward_failures"] = sum(r.failure is not None for r in responses)
+    return metrics
 
 
 def append_lines(path, lines):
@@ -1880,11 +1922,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
         for row in cells[:4]:
             table.add_row(*[repr(cell)[:300] for cell in row[:4]])
         Console(markup=False, emoji=False).print(table)
-    return score_metrics("eval", responses, args) | {
-        "eval/policy_version": rollout.policy_version,
-        "eval/sequence_lengths": sum(len(r.token_ids) for r in responses) / len(responses),
-        "eval/stop_rate": sum(r.stopped for r in responses) / len(responses),
-    }
+    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
 def write_metrics(accelerator, metrics, run_dir, args):
@@ -1894,29 +1932,27 @@ def write_metrics(accelerator, metrics, run_dir, args):
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        shown = {
-            "score": "objective/scores",
-            "KL": "objective/kl",
-            "entropy": "policy/entropy_avg",
-            "length": "val/sequence_lengths",
-        }
-        figures = [f"{word} {metrics[key]:.3g}" for word, key in shown.items() if key in metrics]
-        tqdm.write(f"step {step}/{args.num_training_steps}  " + "  ".join(figures))
+        shown = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/sequence_lengths")
+        figures = [f"  {name} {metrics[name]:.3g}" for name in shown if name in metrics]
+        tqdm.write(f"step {step}/{args.num_training_steps}" + "".join(figures))
 
 
-def save_model(model, tokenizer, path, args):
-    """Writes a model and its tokenizer in Hugging Face format.
+def save_model(accelerator, model, tokenizer, path, args):
+    """Collective. Writes a model and its tokenizer in Hugging Face format.
 
     They get their name when they are whole. The generation config is the one that the model came
     with, but for the end tokens, which are the run's.
     """
+    weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
+    if not accelerator.is_main_process:
+        return
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
     # transformers refuses to save what a model may have come with, such as a temperature without
     # do_sample. So it saves a default in its place, and we write this file ourselves.
     model.generation_config = transformers.GenerationConfig()
     unfinished = path.with_name("model.unfinished")
-    model.save_pretrained(unfinished)
+    model.save_pretrained(unfinished, state_dict=weights)
     tokenizer.save_pretrained(unfinished)
     (unfinished / "generation_config.json").write_text(
         generation_config.to_json_string(keys_to_pop=["compile_config"])
@@ -1947,32 +1983,36 @@ def remove_checkpoints(checkpoints):
         shutil.rmtree(unfinished)
 
 
-def use_plain_names(accelerator):
-    """Makes checkpoints independent of the number of ranks: DDP would prefix names of weights."""
+def save_models(trained, folder):
+    """Collective. Writes models and optimizers to a folder that all nodes share.
 
-    def unwrap(model):
-        # By default accelerate would take DDP out of a compiled model, for good
-        return accelerator.unwrap_model(model, keep_torch_compile=False)
-
-    def before_saving(models, weights, folder):
-        weights[:] = [unwrap(model).state_dict() for model in models]
-
-    def before_loading(models, folder):
-        models[:] = [unwrap(model) for model in models]
-
-    accelerator.register_save_state_pre_hook(before_saving)
-    accelerator.register_load_state_pre_hook(before_loading)
+    trained: {name: (model, its optimizer)}. The files say nothing of DDP, FSDP2 or the number of
+    ranks: a run can be resumed under others.
+    """
+    for name, (model, optimizer) in trained.items():
+        checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / name)
+        if optimizer.state:  # else there would be a step, to have one
+            state = get_optimizer_state_dict(model, optimizer)["state"]
+            checkpoint.save(state, checkpoint_id=folder / f"{name}_optimizer")
 
 
-def save_checkpoint(accelerator, run_dir, step, state, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, the run's .jsonl files, state.
+def load_models(trained, folder):
+    """Collective. Reads what save_models has written into models and optimizers."""
+    for name, (model, optimizer) in trained.items():
+        checkpoint.load(get_model_state_dict(model), checkpoint_id=folder / name)
+        path = folder / f"{name}_optimizer"
+        if path.exists():
+            state = get_optimizer_state_dict(model, optimizer)["state"]
+            checkpoint.load(state, checkpoint_id=path)
 
-    state: what else is to be remembered, as a dictionary. The disk must be one that all nodes
-    share. Only the newest keep_last_n checkpoints are kept.
+
+def finish_checkpoint(accelerator, run_dir, step, state, args):
+    """Adds the run's .jsonl files and its state to checkpoints/unfinished, and names it; on rank 0.
+
+    state: what else is to be remembered, as a dictionary. Only the newest keep_last_n checkpoints
+    are kept.
     """
     folder = run_dir / "checkpoints/unfinished"
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
     (folder / "state.json").write_text(json.dumps(state))
@@ -1984,14 +2024,18 @@ def save_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def save_rollout(run_dir, rollout):
-    """Writes a rollout, on rank 0, to the folder that save_checkpoint then fills and names."""
-    folder = run_dir / "checkpoints/unfinished/next_rollout"
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        vars(replace(response, prompt=None))  # prompts are drawn again on resume
-        for response in rollout.responses + rollout.eval_responses
-    ]
-    append_lines(folder / "responses.jsonl", rows)
+    """Adds a rollout to checkpoints/unfinished, on rank 0."""
+    folder = run_dir / "checkpoints/unfinished"
+    rows, arrays = [], {}
+    for i, response in enumerate(rollout.responses + rollout.eval_responses):
+        row = dict(vars(response))
+        del row["prompt"]  # on resume it is drawn again
+        for name in ("token_ids", "logprobs"):
+            arrays[f"{name} {i}"] = row.pop(name)
+        rows.append(row)
+    if is_rank_0():
+        (folder / "next_rollout.json").write_text(json.dumps(rows))
+        save_arrays(arrays, folder / "next_rollout.safetensors")
 
 
 def load_rollout(checkpoint_dir, policy_version, request):
@@ -2001,15 +2045,15 @@ def load_rollout(checkpoint_dir, policy_version, request):
     """
     if not is_rank_0():
         return None
-    rows = load_rows(checkpoint_dir / "next_rollout/responses.jsonl", split=None)
+    rows = json.loads((checkpoint_dir / "next_rollout.json").read_text())
+    arrays = load_arrays(checkpoint_dir / "next_rollout.safetensors")
     prompts = request.prompts + request.eval_prompts
     responses = [
-        Response(**row | {"prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)
+        Response(prompt, arrays[f"token_ids {i}"], arrays[f"logprobs {i}"], **row)
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
     ]
     count = len(request.prompts)
-    return Rollout(
-        request.training_step, policy_version, responses[:count], responses[count:], times={}
-    )
+    return Rollout(policy_version, responses[:count], responses[count:], {})
 
 
 def find_run(args):
@@ -2125,8 +2169,7 @@ def load_tokenizers(args):
 def find_stop_tokens(args, tokenizer, model):
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = model.generation_config.eos_token_id
-    stop_ids = set(eos) if isinstance(eos, list) else {eos}
-    stop_ids.add(args.stop_token_id)
+    stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
     if args.stop_token is not None:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         vocabulary = tokenizer.get_vocab()
@@ -2150,6 +2193,8 @@ def main(args):
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # Of checkpoints by a single process; of outputs that are views, which nobody changes in place
+    warnings.filterwarnings("ignore", module="torch.distributed")
 
     # ---- Ranks and arguments
     timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
@@ -2166,10 +2211,16 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
-        raise ValueError("FSDP and DeepSpeed are not supported: launch with plain DDP")
-    if accelerator.gradient_accumulation_steps != 1:  # by which accelerate would divide gradients
-        raise ValueError("gradient_accumulation_steps of accelerate must be 1")
+    is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    if accelerator.is_fsdp2:  # such loading leaves models that are not trained empty
+        is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    # By gradient_accumulation_steps accelerate would divide gradients
+    if is_refused or accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
+            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false), and accelerate's "
+            "gradient_accumulation_steps must be 1"
+        )
     args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
@@ -2204,7 +2255,7 @@ def main(args):
     # Without the name of the file, which may change
     args.data_hash = stable_hash([stable_hash(replace(prompt, row="")) for prompt in all_prompts])
     first_step = 1
-    state = {"seconds": 0.0, "wandb_id": uuid.uuid4().hex}
+    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
     if checkpoint_dir is not None:
         first_step = step_of(checkpoint_dir) + 1
         state = json.loads((checkpoint_dir / "state.json").read_text())
@@ -2231,19 +2282,20 @@ def main(args):
         torch.cuda.set_per_process_memory_fraction(0.98 - args.vllm_gpu_memory_utilization)
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
-    policy = PolicyModel(model, args)
+    policy = place_model(accelerator, PolicyModel(model, args), args)
     if args.beta > 0:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-        ref_policy = PolicyModel(ref_model, args).to(device)
+        ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     reward_model = None
     if uses_reward_model(args):
-        reward_model = load_classifier(args.reward_model_path, args, trained=False, offset=0)
-        reward_model.to(device)
+        reward_model = load_classifier(
+            accelerator, args.reward_model_path, args, trained=False, offset=0
+        )
 
     # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    trained = {"policy": (policy, optimizer)}
 
     # ---- Reward workers and vLLM
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
@@ -2255,16 +2307,18 @@ def main(args):
         accelerator.print("Starting vLLM ...")
         vllm = VLLM(placement, model.config, max_length, args)
 
-    def sync_weights(version):
-        if vllm is not None:
-            # Without the PolicyModel around it, and what accelerate may have put around that
-            vllm.sync_weights(model, version)
-
-    def request_for(training_step):
-        return make_request(training_step, train_prompts, eval_prompts, args)
-
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
+
+    def send(version, training_step):
+        """Collective. Sends vLLM the weights, which are of this version, and a step's request."""
+        weights = gather_weights(model, args)
+        if vllm is not None:
+            vllm.sync_weights(weights, version)
+        for _ in weights:  # a rank without an engine takes part all the same
+            pass
+        prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
+
     threading.Thread(
         target=generation_thread,
         args=(vllm, workers, tokenizer, prompts_Q, response_Q, args),
@@ -2272,11 +2326,9 @@ def main(args):
     ).start()
 
     # ---- The run's folder, and the first batch
-    use_plain_names(accelerator)
     if checkpoint_dir is not None:
-        # By way of the CPU, since two copies may not fit on a GPU
         accelerator.print(f"Resuming {checkpoint_dir}")
-        accelerator.load_state(checkpoint_dir, map_location="cpu")
+        load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         # Also of a run that ended in its first step
@@ -2298,20 +2350,18 @@ def main(args):
 
         accelerator.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
     if checkpoint_dir is None:
-        sync_weights(version=0)
-        prompts_Q.put(request_for(1))
+        send(version=0, training_step=1)
     else:
         # The weights that sampled this rollout are gone, so the checkpoint has it. vLLM has random
         # weights until the loop sends it others
-        response_Q.put(
-            load_rollout(checkpoint_dir, state["policy_version"], request_for(first_step))
-        )
+        request = make_request(first_step, train_prompts, eval_prompts, args)
+        response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
 
     # ---- The loop
     steps = range(first_step, args.num_training_steps + 1)
     for training_step in tqdm(steps, disable=None if is_rank_0() else True):
         step_start = time.perf_counter()
-        times = {"evaluation_scoring": 0.0}
+        times = {}
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
@@ -2319,14 +2369,12 @@ def main(args):
         # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
         with timed(times, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
-        assert rollout.training_step == training_step, "a rollout of another step"
 
         # 2. The current weights, which in step 1 it has already, and then the next prompts go to
         # vLLM. It generates while we train.
         if args.async_mode and not is_last:
             with timed(times, "weight_sync"):
-                sync_weights(version)
-            prompts_Q.put(request_for(training_step + 1))
+                send(version, training_step + 1)
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
         # responses, since the weights that sampled them may be gone. What vLLM samples meanwhile is
@@ -2339,15 +2387,15 @@ def main(args):
                 "policy_version": rollout.policy_version,
             }
             with timed(times, "checkpoint"):
+                save_models(trained, run_dir / "checkpoints/unfinished")
                 save_rollout(run_dir, rollout)
-                save_checkpoint(accelerator, run_dir, version, state, args)
+                finish_checkpoint(accelerator, run_dir, version, state, args)
 
         # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, those of its responses too
-        if rollout.eval_responses:
-            with timed(times, "evaluation_scoring"):
-                metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
         with timed(times, "reward_model"):
+            if rollout.eval_responses:
+                metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
         if all(response.failure is not None for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
@@ -2384,16 +2432,18 @@ def main(args):
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(times, "forward"):
-            size = args.per_device_train_batch_size
             mini_batches = [
                 rows_to_compute(rows, computed, accelerator.num_processes) for rows in epochs[0]
             ]
-            micro_batches = cut_micro_batches(accelerator, mini_batches, sequences, size)
+            micro_batches = cut_micro_batches(
+                accelerator, mini_batches, sequences, args.per_device_train_batch_size, args
+            )
             logprobs = forward_all(accelerator, policy, micro_batches, mask)
             if args.beta > 0:
                 all_rows = list(range(len(responses)))
-                size = args.local_rollout_forward_batch_size
-                micro_batches = cut_micro_batches(accelerator, [all_rows], sequences, size)
+                micro_batches = cut_micro_batches(
+                    accelerator, [all_rows], sequences, args.local_rollout_forward_batch_size, args
+                )
                 ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
         computed_mask = mask * computed[:, None]
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
@@ -2425,27 +2475,26 @@ def main(args):
 
         # 8. Updates
         sums = Counter()  # whose update() adds, where a dict's would replace
-        grad_norms = defaultdict(list)
-        update = version * updates_per_step  # counted over the run
+        grad_norms = Counter()  # means over the updates
         with timed(times, "update"):
-            for mini_batch in itertools.chain(*epochs):
-                update_sums = accumulate_gradients(accelerator, policy, batch, mini_batch, args)
-                sums.update(update_sums)
+            # Updates are counted over the run
+            for update, mini_batch in enumerate(
+                itertools.chain(*epochs), version * updates_per_step
+            ):
+                sums.update(accumulate_gradients(accelerator, policy, batch, mini_batch, args))
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
-                grad_norms["optim/grad_norm"].append(norm)
-                update += 1
+                grad_norms["optim/grad_norm"] += norm / updates_per_step
 
         # With --no-async_mode this is the moment for weights and prompts
         if not args.async_mode and not is_last:
             with timed(times, "weight_sync"):
-                sync_weights(training_step)
-            prompts_Q.put(request_for(training_step + 1))
+                send(training_step, training_step + 1)
 
         # 9. Metrics
         num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-        seconds = time.perf_counter() - step_start - times["evaluation_scoring"]
+        seconds = time.perf_counter() - step_start
         metrics |= update_metrics(accelerator, sums)
         metrics["objective/loss"] = metrics["loss/policy_avg"]
         if args.beta > 0:
@@ -2453,7 +2502,7 @@ def main(args):
         metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
         metrics |= {f"time/{part}": value for part, value in (rollout.times | times).items()}
-        metrics |= {name: torch.stack(norms).mean() for name, norms in grad_norms.items()}
+        metrics |= grad_norms
         metrics |= {
             "training_step": training_step,
             "episode": training_step * args.episodes_per_step,
@@ -2469,19 +2518,17 @@ def main(args):
             "perf/episodes_per_second": len(responses) / seconds,
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        samples = [describe(response, rollout.policy_version) for response in responses[:4]]
-        for sample, row in zip(samples, advantages, strict=False):
+        for response, row in zip(responses[:4], advantages, strict=False):
+            sample = describe(response, rollout.policy_version)
             sample["training_step"] = training_step
             sample["advantage"] = row.sum().item() / sample["length"]  # the mean over its tokens
-        append_lines(run_dir / "rollouts.jsonl", samples)
+            append_lines(run_dir / "rollouts.jsonl", [sample])
 
         # 10. After the last update the model is saved, and then comes the last evaluation
         if is_last:
-            if accelerator.is_main_process:
-                save_model(model, tokenizer, run_dir / "model", args)
+            save_model(accelerator, model, tokenizer, run_dir / "model", args)
             if eval_prompts:
-                sync_weights(training_step)
-                prompts_Q.put(request_for(training_step + 1))  # without training prompts
+                send(training_step, training_step + 1)  # that request has no training prompts
                 last = gather_rollout(response_Q.get(), cpu_group)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)

@@ -504,15 +504,13 @@ def remove_checkpoints(checkpoints):
         shutil.rmtree(unfinished)
 
 
-def save_checkpoint(accelerator, run_dir, step, state, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, the run's .jsonl files, state.
+def finish_checkpoint(accelerator, run_dir, step, state, args):
+    """Adds the run's .jsonl files and its state to checkpoints/unfinished, and names it; on rank 0.
 
-    state: what else is to be remembered, as a dictionary. The disk must be one that all nodes
-    share. Only the newest keep_last_n checkpoints are kept.
+    state: what else is to be remembered, as a dictionary. Only the newest keep_last_n checkpoints
+    are kept.
     """
     folder = run_dir / "checkpoints/unfinished"
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
     (folder / "state.json").write_text(json.dumps(state))
@@ -658,7 +656,9 @@ def main(args):
         is_due = args.save_freq > 0 and (training_step - 1) % args.save_freq == 0
         if is_due and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            save_checkpoint(accelerator, run_dir, training_step - 1, state, args)
+            accelerator.save_state(run_dir / "checkpoints/unfinished")
+            accelerator.wait_for_everyone()
+            finish_checkpoint(accelerator, run_dir, training_step - 1, state, args)
 
         # 2. The gradient of this update's pairs, and metrics of the model before it
         start = (training_step - 1) * args.mini_batch_size

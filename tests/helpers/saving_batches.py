@@ -13,6 +13,7 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import torch
 
+from helpers import fsdp2
 from helpers.hooks import around
 
 calls = []  # of vLLM's process, as Futures
@@ -25,8 +26,11 @@ def is_idle():
 def watched(name):
     """The module of a script whose threads may not call vLLM before it has answered the last call.
 
-    With STUB set it takes whatever log-probabilities vLLM gives: stub_vllm's are nonsense.
+    With STUB set it takes whatever log-probabilities vLLM gives: stub_vllm's are nonsense. With
+    FSDP2 set its models are sharded.
     """
+    if "FSDP2" in os.environ:
+        fsdp2.allow_on_cpu()
     script = importlib.import_module(Path(name).stem)
 
     def submit(call, given):
@@ -60,7 +64,8 @@ def save_batches(script):
         return call()
 
     def save_weights(call, given):
-        save("versions", given["version"], given["model"].state_dict(), given["self"].args)
+        given["weights"] = list(given["weights"])  # a generator, which can be read once
+        save("versions", given["version"], dict(given["weights"]), given["self"].args)
         return call()
 
     around(script, "batch_metrics", save_batch)

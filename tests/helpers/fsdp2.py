@@ -1,0 +1,26 @@
+"""FSDP2 without GPUs: torch's runs on gloo, and accelerate has to be told that it may."""
+
+import os
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+# What accelerate's launcher makes of scripts/accelerate/fsdp2.yaml; test_fsdp2.py compares
+ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def allow_on_cpu():
+    """Has accelerate take ranks on the CPU for ranks with a GPU each."""
+
+    def set_device(state):
+        state.device = torch.device("cpu")
+
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = set_device
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ |= ENVIRONMENT
