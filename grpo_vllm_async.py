@@ -13,10 +13,11 @@ Eight GPUs, of which six train and two generate, each with an engine of its own:
 
     accelerate launch --quiet --num_processes 6 grpo_vllm_async.py --vllm_gpus 6 7 ...
 
-Two nodes of eight GPUs, the same command on each but for the rank:
+Two nodes of eight GPUs, for models of which no GPU can hold a copy: all sixteen share weights,
+gradients and optimizer states (FSDP2). The same command on each node but for the rank:
 
-    accelerate launch --quiet --num_machines 2 --machine_rank 0 --num_processes 16 \
-        --main_process_ip HOST --main_process_port 29500 grpo_vllm_async.py ...
+    accelerate launch --quiet --config_file scripts/accelerate/fsdp2_two_nodes.yaml \
+        --machine_rank 0 --main_process_ip HOST --main_process_port 29500 grpo_vllm_async.py ...
 
 Training step g, on every rank:
 
@@ -148,7 +149,8 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits that are computed at once: 128 MiB in float32. Larger chunks are little faster
+# Logits that are computed at once: 128 MiB in float32, of which softmax and gradient need a few.
+# Larger chunks are little faster
 LOGITS_CHUNK = 2**25
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
 START_TIMEOUT = 1800
@@ -232,8 +234,8 @@ class Args:
     local_rollout_forward_batch_size: int = 32
     """responses per forward pass of models that are not trained (reference policy, reward model)"""
     micro_batch_tokens: int = 0
-    """most tokens, padding included, of any forward pass of a rank, in place of the two numbers
-    above: with responses of unlike lengths fewer passes, and no peak of memory; 0: off"""
+    """most tokens of a rank's forward pass, padding included, in place of the two numbers above (a
+    longer row is a pass of its own): for responses of unlike lengths; 0: off"""
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
@@ -527,7 +529,7 @@ def tokenize_prompt(prompt, tokenizer):
 
 def uses_reward_model(args):
     """Whether a reward model scores responses."""
-    return args.reward_model_path is not None and args.reward_model_multiplier > 0
+    return args.reward_model_path is not None and args.reward_model_multiplier != 0
 
 
 def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
@@ -609,7 +611,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     """The request for a training step, or after the last step for the last evaluation alone.
 
     It is a function of the step alone. The samples of a prompt stand side by side. Each response
-    has a seed of its own, a hash: neighbouring seeds would repeat one another's samples.
+    has a seed of its own, a hash: of sums, those of runs with neighbouring --seed would be equal.
     """
     steps_before = training_step - 1
     count = args.rollout_batch_size
@@ -953,7 +955,11 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def hidden_states(model, inputs, args):
-    """What a model's head reads: (batch, length, hidden_size). The pass computes in args.dtype."""
+    """What a model's head reads: (batch, length, hidden_size).
+
+    Matrix products are in args.dtype. What is added up from layer to layer is float32 in a trained
+    model, but under FSDP2 and in a frozen model it has args.dtype, too.
+    """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(**inputs).last_hidden_state
 
@@ -969,6 +975,8 @@ class PolicyModel(nn.Module):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
+        # The temperature divides logits that are limited: s * cap * tanh(x / cap), as forward
+        # computes it: cap' = s * cap and x' = s * x
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap is not None:
             self.soft_cap *= self.scale
@@ -1012,14 +1020,16 @@ class ValueModel(nn.Module):
 
 
 def place_model(accelerator, model, args):
-    """Collective. Puts a PolicyModel or ValueModel on its device, for forward and backward passes.
+    """Collective. Puts a PolicyModel or ValueModel, loaded by each rank, on the rank's device.
 
-    Every rank gets a copy, of which DDP adds up the gradients; or by FSDP2 a part of each tensor.
+    The rank gets a whole copy, in DDP if it is trained (in training mode); or by FSDP2 its part of
+    each parameter, and nothing of accelerate's FSDP settings matters.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
     # A layer is gathered while it computes, in args.dtype; ranks add its gradients in float32. What
-    # is left, embedding and head, is gathered as it is: a trained one in float32
+    # is left, embedding, last norm and head, is gathered as it is, in float32 if trained. It is not
+    # kept after the forward pass
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model.model._no_split_modules:
@@ -1438,9 +1448,9 @@ class VLLM:
         ]
 
     def sync_weights(self, weights, version):
-        """Gives vLLM weights, the pairs of gather_weights; it must be idle.
+        """Gives vLLM weights, of which it reads all; it must be idle.
 
-        version: of the policy.
+        weights: as from gather_weights; version: of the policy.
         """
         if self.gpus:
             self.send_weights(weights)
@@ -1504,9 +1514,10 @@ class VLLM:
 def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
-    Under FSDP2 a rank has a part of each, and all ranks give theirs.
+    Under FSDP2 each rank has a part of a weight. It makes that args.dtype, and all ranks exchange
+    theirs. Without it nothing is copied but by the change of dtype.
     """
-    # A tied head is the embedding. vLLM on a CPU has a copy of it, so it is sent there too
+    # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
     is_on_gpu = model.device.type == "cuda"
     for name, parameter in model.named_parameters(remove_duplicate=is_on_gpu):
         weight = parameter.detach().to(getattr(torch, args.dtype))
@@ -1530,7 +1541,7 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     with timed(rollout.times, "reward"):
         rollout.responses = grade_responses(responses, tokenizer, workers, args)
     with timed(rollout.times, "evaluation"):
-        seeds = range(len(request.eval_prompts))  # the same in each evaluation
+        seeds = range(len(request.eval_prompts))  # the same in every evaluation
         responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
         rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
     return rollout
@@ -1610,8 +1621,9 @@ def cut_micro_batches(accelerator, mini_batches, sequences, size, args):
     """This rank's share of each mini-batch, as a list of MicroBatches of rows of like length.
 
     mini_batches: lists of rows, as many for each rank; sequences: as in Batch. A micro-batch has
-    `size` rows; or, if micro_batch_tokens is not 0, at most so many tokens, padding included. All
-    ranks get equally many micro-batches, since under FSDP2 they compute together.
+    `size` rows; or, if micro_batch_tokens is not 0, as many as have no more tokens on any rank,
+    padding included, and one at the least. All ranks get equally many micro-batches: under FSDP2
+    they compute together. The cut depends on nothing but the rows, so it can be repeated.
 
     >>> rank = mock.Mock(process_index=0, num_processes=1, device="cpu")
     >>> sequences = [([1, 2], [3]), ([1], [2] * 9), ([1, 2], [3, 4]), ([1, 2, 3], [4])]
@@ -1622,25 +1634,30 @@ def cut_micro_batches(accelerator, mini_batches, sequences, size, args):
     >>> [part.rows for part in cut_micro_batches(rank, [[0, 1, 2, 3]], sequences, 2, args)]
     [[0, 3], [2, 1]]
     """
-    prompt_lengths, lengths = zip(*(map(len, sequence) for sequence in sequences), strict=True)
+    prompt_lengths, response_lengths = zip(
+        *(map(len, sequence) for sequence in sequences), strict=True
+    )
     num_ranks = accelerator.num_processes
     passes = []  # rows that are computed at a time, on all ranks
     for mini_batch in mini_batches:
-        in_order = sorted(mini_batch, key=lambda row: (lengths[row], prompt_lengths[row], row))
+        in_order = sorted(
+            mini_batch, key=lambda row: (response_lengths[row], prompt_lengths[row], row)
+        )
         passes.append([])
         for start in range(0, len(in_order), num_ranks):
             next_rows = in_order[start : start + num_ranks]  # one for each rank
             longer = passes[-1] + next_rows
-            count = len(longer) // num_ranks
-            is_too_large = count > size
+            rows_per_rank = len(longer) // num_ranks
+            is_too_large = rows_per_rank > size
             if args.micro_batch_tokens > 0:
-                padded = max(prompt_lengths[row] for row in longer) + lengths[longer[-1]]
-                is_too_large = start > 0 and count * padded > args.micro_batch_tokens
+                prompt_length = max(prompt_lengths[row] for row in longer)
+                length = prompt_length + response_lengths[longer[-1]]
+                is_too_large = start > 0 and rows_per_rank * length > args.micro_batch_tokens
             if is_too_large:
                 passes.append(next_rows)
             else:
                 passes[-1] = longer
-    share = slice(accelerator.process_index, None, num_ranks)
+    share = slice(accelerator.process_index, None, num_ranks)  # every num_ranks-th row
     return [collate(rows[share], sequences, accelerator.device) for rows in passes]
 
 
@@ -1986,18 +2003,23 @@ def remove_checkpoints(checkpoints):
 def save_models(trained, folder):
     """Collective. Writes models and optimizers to a folder that all nodes share.
 
-    trained: {name: (model, its optimizer)}. The files say nothing of DDP, FSDP2 or the number of
-    ranks: a run can be resumed under others.
+    trained: {name: (model, its optimizer)}. Each rank writes a part. The files say nothing of DDP,
+    FSDP2 or the number of ranks: a run can be resumed under others.
     """
     for name, (model, optimizer) in trained.items():
         checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / name)
-        if optimizer.state:  # else there would be a step, to have one
+        # It is empty while PPO's value model warms up: torch would make one by a step of its own
+        if optimizer.state:
             state = get_optimizer_state_dict(model, optimizer)["state"]
             checkpoint.save(state, checkpoint_id=folder / f"{name}_optimizer")
 
 
 def load_models(trained, folder):
-    """Collective. Reads what save_models has written into models and optimizers."""
+    """Collective. Reads what save_models has written into models and optimizers.
+
+    Their state dicts are their own tensors, which checkpoint.load fills. That of a new optimizer is
+    made by a step with a rate of 0.
+    """
     for name, (model, optimizer) in trained.items():
         checkpoint.load(get_model_state_dict(model), checkpoint_id=folder / name)
         path = folder / f"{name}_optimizer"
@@ -2024,7 +2046,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def save_rollout(run_dir, rollout):
-    """Adds a rollout to checkpoints/unfinished, on rank 0."""
+    """Adds the rollout of the step to come to checkpoints/unfinished, on rank 0."""
     folder = run_dir / "checkpoints/unfinished"
     rows, arrays = [], {}
     for i, response in enumerate(rollout.responses + rollout.eval_responses):
@@ -2108,13 +2130,10 @@ def fill_in(args, world_size):
     args.rollout_batch_size = args.local_rollout_batch_size * world_size
     args.episodes_per_step = local_episodes * world_size
     args.mini_batch_size = args.local_mini_batch_size * world_size
-    if local_episodes % args.local_mini_batch_size or (
-        args.local_mini_batch_size % args.per_device_train_batch_size
-    ):
+    if local_episodes % args.local_mini_batch_size:
         raise ValueError(
             f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be a "
-            f"multiple of local_mini_batch_size ({args.local_mini_batch_size}), and that one "
-            f"of per_device_train_batch_size ({args.per_device_train_batch_size})"
+            f"multiple of local_mini_batch_size ({args.local_mini_batch_size})"
         )
 
     # Steps
@@ -2186,6 +2205,7 @@ def find_stop_tokens(args, tokenizer, model):
 
 
 def main(args):
+    """Sets all up, and then loops; on every rank."""
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
@@ -2193,7 +2213,8 @@ def main(args):
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Of checkpoints by a single process; of outputs that are views, which nobody changes in place
+    # torch warns of checkpoints by one process, and with FSDP2 of outputs that are views, which
+    # nobody may change in place
     warnings.filterwarnings("ignore", module="torch.distributed")
 
     # ---- Ranks and arguments
@@ -2211,10 +2232,11 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    # FSDP2 calls itself FSDP, too. With that loading ranks other than a node's first get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.is_fsdp2:  # such loading leaves models that are not trained empty
+    if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    # By gradient_accumulation_steps accelerate would divide gradients
+    # Batches are cut by our own flags: accelerate's number would have no effect
     if is_refused or accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
@@ -2280,6 +2302,7 @@ def main(args):
     if device.type == "cuda" and not args.vllm_gpus:
         # The rest of a GPU that is shared is vLLM's; and a little for CUDA itself
         torch.cuda.set_per_process_memory_fraction(0.98 - args.vllm_gpu_memory_utilization)
+    # The model inside of `policy`: the same parameters, by the names that vLLM and others know
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
@@ -2315,7 +2338,7 @@ def main(args):
         weights = gather_weights(model, args)
         if vllm is not None:
             vllm.sync_weights(weights, version)
-        for _ in weights:  # a rank without an engine takes part all the same
+        for _ in weights:  # nothing is left, but of a rank without an engine, which takes part too
             pass
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
@@ -2331,7 +2354,7 @@ def main(args):
         load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Also of a run that ended in its first step
+        # A run that ended in its first step may have left some
         for name in ("metrics", "rollouts", "samples"):
             (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
         if checkpoint_dir is not None:
@@ -2370,8 +2393,8 @@ def main(args):
         with timed(times, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
 
-        # 2. The current weights, which in step 1 it has already, and then the next prompts go to
-        # vLLM. It generates while we train.
+        # 2. The current weights, in step 1 unchanged, and then the next prompts go to vLLM,
+        # which generates while we train.
         if args.async_mode and not is_last:
             with timed(times, "weight_sync"):
                 send(version, training_step + 1)
@@ -2538,7 +2561,7 @@ def main(args):
     # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
     # it waits for gloo's threads, which may need it
     accelerator.clear()
-    del policy
+    del policy, trained
     accelerator.end_training()
     for tool in ("scripts/plot_runs.py", "scripts/summarize_run.py"):
         path = Path(__file__).parent / tool
