@@ -1,6 +1,7 @@
 r"""Checks a run before it is launched, and prints its plan; also on a laptop without the GPUs.
 
     python scripts/preflight.py [--num_processes 8] [--num_gpus 8] [--gpu_memory 80] SCRIPT FLAGS...
+    python scripts/preflight.py --config_file scripts/accelerate/fsdp2.yaml ... SCRIPT FLAGS...
 
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
 fork of one; FLAGS are those that it is to be launched with. It is loaded as a module, and its own
@@ -12,7 +13,8 @@ mistake in one line, and the others go on. Then the exit status is 2. The plan c
 mistakes. Nothing is left on the disk but what comes from the hub, in its cache.
 
 Memory is an estimate from the sizes of the models. It was compared with what models of the shape of
-Qwen2 take on a CPU; the kernels of GPUs are others.
+Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2; the kernels of GPUs are others. What
+PyTorch's allocator holds and does not use is not in it.
 """
 
 import contextlib
@@ -46,9 +48,11 @@ import datasets
 import torch
 import transformers
 import tyro
+import yaml
 from preprocessing import hub_answers, printable
 from requests.utils import get_netrc_auth
 from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -66,14 +70,26 @@ GIB = 2**30
 class Options:
     """Where the run is to be launched."""
 
-    num_processes: int = 1
-    """learner processes on all machines, as for accelerate launch"""
-    num_machines: int = 1
-    """machines, as for accelerate launch"""
+    config_file: str | None = None
+    """as for accelerate launch, such as scripts/accelerate/fsdp2.yaml"""
+    num_processes: int | None = None
+    """learner processes on all machines, as for accelerate launch; None: by config_file, or 1"""
+    num_machines: int | None = None
+    """machines, as for accelerate launch; None: by config_file, or 1"""
     num_gpus: int | None = None
     """GPUs of each machine; None: those of this one"""
     gpu_memory: float | None = None
     """GiB of memory of each GPU; None: that of this machine's"""
+    variables: tyro.conf.Suppress[dict] = field(default_factory=os.environ.copy)
+    """the environment of the run, with what accelerate's launcher adds"""
+
+    def is_set(self, name):
+        """Whether a variable of accelerate's says yes."""
+        return str(self.variables.get(name)).lower() in ("1", "true")
+
+    def num_shards(self):
+        """Ranks that share a model; 0: each has a copy."""
+        return self.num_processes if self.is_set("ACCELERATE_USE_FSDP") else 0
 
     def local_processes(self):
         """Learner processes of a machine."""
@@ -186,6 +202,25 @@ def parse_flags(script, words):
     return args, None
 
 
+def read_config_file(options):
+    """Fills in the numbers and variables that accelerate's launcher gives to a run."""
+    path = options.config_file
+    try:
+        config = yaml.safe_load(Path(path).read_text()) if path else {}
+        for name in ("num_processes", "num_machines"):
+            if getattr(options, name) is None:
+                setattr(options, name, int(config.get(name, 1)))
+        fsdp = {"fsdp_cpu_ram_efficient_loading": True} | (config.get("fsdp_config") or {})
+    except Exception as error:
+        raise Mistake(
+            f"--config_file {path}: it is no file of accelerate launch, such as those of "
+            f"scripts/accelerate ({describe(error)})"
+        ) from error
+    if path:
+        options.variables[f"ACCELERATE_USE_{config.get('distributed_type')}"] = True
+        options.variables |= {name.upper(): value for name, value in fsdp.items()}
+
+
 def check_launcher(run):
     """What earlier launchers, or a user, have left in the environment."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
@@ -209,9 +244,7 @@ def check_launcher(run):
             f"the environment variables {', '.join(found)} {problem}; unset them: the launcher "
             f"sets them"
         )
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
-        if os.environ.get(name, "").lower() in ("1", "true"):
-            raise Mistake(f"{name} is set, but neither is supported; launch with plain DDP")
+    check_sharding(run)
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise Mistake(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS must be 1, by which accelerate divides "
@@ -221,6 +254,20 @@ def check_launcher(run):
         accelerate.utils.TorchDynamoPlugin()  # reads the environment
     except Exception as error:
         raise Mistake(f"accelerate does not start with this environment ({error})") from error
+
+
+def check_sharding(run):
+    """Refuses ways to share a model among ranks that the script does not know."""
+    is_set, is_trainer = run.options.is_set, run.trains_reward_model()
+    is_known = not is_trainer and not is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    is_known &= str(run.options.variables.get("FSDP_VERSION")) == "2"
+    if is_set("ACCELERATE_USE_DEEPSPEED") or (is_set("ACCELERATE_USE_FSDP") and not is_known):
+        file = "ddp.yaml" if is_trainer else "fsdp2.yaml"
+        raise Mistake(
+            f"such sharding does not work here; launch as scripts/accelerate/{file} does: without "
+            f"DeepSpeed, a reward model without FSDP, all else by fsdp_version 2 and with "
+            f"fsdp_cpu_ram_efficient_loading false"
+        )
 
 
 # A number must be above 0; these, and those whose default is 0, may be 0
@@ -271,9 +318,9 @@ def check_numbers(run):
         raise Mistake("--kl_target: a --beta of 0 stays 0; begin with one above 0")
 
 
-def sizes_that_divide(whole, part, unit=1):
+def sizes_that_divide(whole, part):
     """In words: the sizes nearest to part, below and above, that divide the whole evenly."""
-    sizes = [size for size in range(unit, whole + 1, unit) if whole % size == 0]
+    sizes = [size for size in range(1, whole + 1) if whole % size == 0]
     below = [size for size in sizes if size < part][-1:]
     above = [size for size in sizes if size > part][:1]
     return " or ".join(map(str, below + above)) or "none"
@@ -282,7 +329,7 @@ def sizes_that_divide(whole, part, unit=1):
 def check_batches(run):
     """Refuses sizes that do not divide; says which would."""
     args = run.args
-    mini, micro = args.local_mini_batch_size, args.per_device_train_batch_size
+    mini = args.local_mini_batch_size
     episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
     if episodes * run.options.num_processes > 10**6:
         raise Mistake(
@@ -293,18 +340,12 @@ def check_batches(run):
         raise Mistake(
             f"local_rollout_batch_size * number_samples_per_prompt ({episodes}) must be a multiple "
             f"of local_mini_batch_size ({mini}); a local_mini_batch_size that would do: "
-            f"{sizes_that_divide(episodes, mini, micro)}"
-        )
-    if mini % micro:
-        raise Mistake(
-            f"local_mini_batch_size ({mini}) must be a multiple of per_device_train_batch_size "
-            f"({micro}); a per_device_train_batch_size that would do: "
-            f"{sizes_that_divide(mini, micro)}"
+            f"{sizes_that_divide(episodes, mini)}"
         )
 
 
 def check_warm_up(run):
-    """Refuses a run without steps, and warm-ups as long as the run."""
+    """Refuses a run without steps, and warm-ups as long as the run. Notes few updates."""
     args = run.args
     if args.num_training_steps == 0:
         raise Mistake(
@@ -323,6 +364,12 @@ def check_warm_up(run):
         raise Mistake(
             f"warm_up_steps or warmup_ratio: the learning rate would rise in {args.warm_up_steps} "
             f"updates, and the policy has only {updates} updates"
+        )
+    if args.num_updates < 100:
+        run.notes.append(
+            f"{args.num_updates} optimizer updates are few: raise --total_episodes, or lower "
+            f"--local_rollout_batch_size and --local_mini_batch_size, which count for each of "
+            f"{run.options.num_processes} ranks"
         )
 
 
@@ -886,7 +933,7 @@ def check_reward_model(run):
 
 
 def check_tokens(run):
-    """Stop tokens, vocabulary and positions: tokenizer, model and data together."""
+    """Stop tokens, vocabulary and lengths: tokenizer, model and data together."""
     args, tokenizer = run.args, run.tokenizers[0]
     config = run.model.config.get_text_config()
     if len(tokenizer) > config.vocab_size:
@@ -905,8 +952,15 @@ def check_tokens(run):
                 f"{error}; by its generation_config.json the model's own stop token is "
                 f"{run.model.generation_config.eos_token_id!r}, its vocabulary {config.vocab_size}"
             ) from error
+    if run.train_rows is None:
+        return
+    if 0 < getattr(args, "micro_batch_tokens", 0) < run.max_length():
+        raise Mistake(
+            f"--micro_batch_tokens {args.micro_batch_tokens}: the longest prompt with "
+            f"--response_length takes {run.max_length()}, and a pass has a whole row at the least"
+        )
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and run.train_rows is not None and run.max_length() > limit:
+    if limit is not None and run.max_length() > limit:
         flag = "--max_token_length" if run.trains_reward_model() else "--response_length"
         raise Mistake(
             f"the longest row takes {run.max_length()} positions by {flag}; the model has {limit}"
@@ -1157,15 +1211,19 @@ def check_checkpoint(run):
     """Refuses a checkpoint with damaged files, or of another run."""
     path, script = run.checkpoint_dir, run.script
     given = f"--resume_from_checkpoint {path}"
-    older = "resume an older one"
     try:
         for file in path.glob("*.safetensors"):
             with safe_open(file, "pt"):
                 pass
+        for file in path.glob("*/"):  # what torch has saved
+            for part in FileSystemReader(file).read_metadata().storage_data.values():
+                if os.path.getsize(file / part.relative_path) < part.offset + part.length:
+                    raise ValueError(f"{part.relative_path} is cut off")
         for file in path.glob("*.bin"):
             zipfile.ZipFile(file).close()
-        rows = path.glob("**/*.jsonl")
-        for file in rows:
+        for file in path.glob("*.json"):
+            json.loads(file.read_text())
+        for file in path.glob("*.jsonl"):
             for line in file.read_text().splitlines():
                 json.loads(line)
         file = path / "state.json"
@@ -1175,33 +1233,32 @@ def check_checkpoint(run):
         if not isinstance(state, dict) or not isinstance(saved, dict):
             raise ValueError("state.json and args.json must be objects")
     except Exception as error:
-        raise Mistake(f"{given}: {file.name} is damaged or missing; {older} ({error})") from error
-    needed = ["seconds", "wandb_id"]
-    if hasattr(run.args, "kl_target"):
+        raise Mistake(
+            f"{given}: {file.name} is damaged or missing; resume an older one ({error})"
+        ) from error
+    needed, expected, must_agree = ["seconds", "wandb_id"], ["policy"], MUST_AGREE
+    if run.trains_reward_model():
+        expected = ["model.safetensors", "optimizer.bin"]
+    if hasattr(run.args, "value_learning_rate"):
         needed.append("beta")
+        expected.append("value_model")
     if hasattr(script, "load_rollout"):
         needed.append("policy_version")
-        if not (path / "next_rollout/responses.jsonl").is_file():
-            raise Mistake(f"{given} lacks next_rollout/responses.jsonl; another script wrote it?")
+        must_agree = [*MUST_AGREE, "num_evals", "eval_temperature"]  # it may have an evaluation
+        expected += ["next_rollout.json", "next_rollout.safetensors"]
     run.args.data_hash = saved.get("data_hash")
     if run.train_rows is not None and run.eval_rows is not None:
         run.args.data_hash = hash_data(run)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    must_agree = MUST_AGREE
-    if hasattr(script, "load_rollout"):  # an evaluation may be in the checkpoint
-        must_agree = [*MUST_AGREE, "num_evals", "eval_temperature"]
     differing = [f"{name} too many in args.json" for name in saved if name not in current]
     names = [name for name in must_agree if name in current and name not in saved]
     differing += [f"{name} missing in args.json" for name in names]
     differing += [f"{name} missing in state.json" for name in needed if name not in state]
     if differing:
         raise Mistake(f"{given} was written by another script: {', '.join(differing)}")
-    weights = ["model.safetensors", "optimizer.bin"]
-    if hasattr(run.args, "value_learning_rate"):
-        weights += ["model_1.safetensors", "optimizer_1.bin"]
-    missing = [name for name in weights if not (path / name).is_file()]
+    missing = [name for name in expected if not (path / name).exists()]
     if missing:
-        raise Mistake(f"{given} lacks {', '.join(missing)}; {older}")
+        raise Mistake(f"{given} lacks {', '.join(missing)}; resume an older one")
     run.changed = {
         option.name: (saved[option.name], current[option.name])
         for option in fields(run.args)
@@ -1297,8 +1354,8 @@ def frozen_models(run):
     return models
 
 
-def pass_bytes(run, model, rows, is_trained):
-    """About what a forward pass, and the backward pass after it, hold for some rows.
+def pass_parts(run, model, rows, is_trained):
+    """About what a pass over some rows holds at its worst moment, backward pass included, by part.
 
     Counted are the tensors that PyTorch saves for the backward pass of a layer as Qwen2's or
     Llama's. One more such layer stands for what comes and goes.
@@ -1308,59 +1365,83 @@ def pass_bytes(run, model, rows, is_trained):
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     tokens = rows * run.max_length()
-    # Of the float32 residual stream and its norms 16 bytes; of inputs of matrix products, which
-    # autocast copies for each, 8 or 10; of queries, keys, values and attention's output 16 or 8.
-    # The MLP has four of the inner size, and a mask is (rows, length, length)
-    layer = tokens * (hidden * (40 if size == 4 else 34) + size * (4 * inner + run.max_length()))
-    embedding = model.get_input_embeddings().weight.numel()
-    # Autocast's copies of the weights, until the end of the forward pass
-    copies = 2 * (count_parameters(model.base_model) - embedding) if size == 2 else 0
-    head = 0
+    # Of the residual stream and its norms 16 bytes, where FSDP2 casts it 8; of inputs of matrix
+    # products, which autocast copies for each, 8 or 10; of queries, keys, values and attention's
+    # output 16 or 8. The MLP has four of the inner size, and a mask is (rows, length, length)
+    stream = size if run.options.num_shards() else 4
+    of_hidden = 4 * stream + 12 + 3 * size
+    layer = tokens * (hidden * of_hidden + size * (4 * inner + run.max_length()))
+    embedding = 4 * model.get_input_embeddings().weight.numel()
+    logits = head = 0
     if not hasattr(model, "score"):
-        logits = min(run.script.LOGITS_CHUNK, rows * args.response_length * config.vocab_size)
-        head = 4 * logits * 4  # so many chunks exist at once
-        if is_trained or size == 2:
-            head += 4 * embedding  # a gradient of the head, or the head in float32
-    if not is_trained:
-        return max(layer / 2, head)  # about half is there at once
-    if args.gradient_checkpointing:  # keeps the inputs of layers alone
-        return 4 * tokens * hidden * config.num_hidden_layers + layer + max(copies, head)
-    return layer * (config.num_hidden_layers + 1) + copies + head
-
-
-def largest_passes(run):
-    """Bytes that come and go on the GPU of a learner, by what they are for; largest first."""
-    args, passes = run.args, {}
-    for name, model in trained_models(run).items():
-        size = args.per_device_train_batch_size
-        rows = 2 * size if run.trains_reward_model() else size  # chosen and rejected
-        passes[f"{name}'s updates (--per_device_train_batch_size {size})"] = pass_bytes(
-            run, model, rows, is_trained=True
-        )
-    for name, model in frozen_models(run).items():
-        size = args.local_rollout_forward_batch_size
-        passes[f"passes of the {name} (--local_rollout_forward_batch_size {size})"] = pass_bytes(
-            run, model, size, is_trained=False
-        )
-    return dict(sorted(passes.items(), key=lambda item: -item[1]))
+        head = embedding  # its gradient, or a copy in float32
+        all_logits = rows * args.response_length * config.vocab_size
+        logits = 16 * min(run.script.LOGITS_CHUNK, all_logits)  # four chunks exist at once
+    # FSDP2's units: each layer, and the rest
+    layers = model._no_split_modules or []
+    units = [count_parameters(m) for m in model.modules() if type(m).__name__ in layers] or [0]
+    # Autocast's, of the weights, until the pass has ended
+    copies = 2 * sum(units) if size == 2 and is_trained else 0
+    root = forward = backward = 0
+    if run.options.num_shards():
+        copies, root = 0, (4 if is_trained else size) * (count_parameters(model) - sum(units))
+        # Two layers are gathered, and one of them has a buffer. A layer's gradient has a copy in
+        # float32 to send, and gloo one more
+        forward = root + 3 * size * max(units)
+        backward = forward + 8 * max(units)
+    # Of a frozen model about half a layer is there at once
+    moments = [(layer / 2, 0, 0, 0, forward), (0, 0, logits, head, root)]
+    if is_trained:
+        kept, kept_copies = layer * config.num_hidden_layers, copies
+        if args.gradient_checkpointing:  # the inputs of layers alone
+            kept, kept_copies = stream * tokens * hidden * config.num_hidden_layers, 0
+        moments = [
+            (kept + layer, copies, 0, 0, forward),
+            (kept, kept_copies, logits, head, root),
+            (kept + layer, kept_copies, 0, head, backward),
+            (0, 0, 0, head + embedding, root),
+            # The gradient, what is sent of it, and gloo's copy
+            (0, 0, 0, 2 * root, 0 if run.options.has_gpus() else root),
+        ]
+    names = (
+        "activations",
+        "autocast's copies",
+        "logits",
+        "gradients of embedding and head",
+        "gathered by FSDP2",
+    )
+    return dict(zip(names, max(moments, key=sum), strict=True))
 
 
 def learner_memory(run):
-    """Bytes on the GPU of a learner, by part."""
-    args = run.args
-    size = 2 if args.dtype == "bfloat16" else 4
-    # Float32 weights, gradients and AdamW's two moments; DDP needs a little to exchange gradients
-    trained_size = 16 if run.options.num_processes == 1 else 17.1
-    parts = {}
-    for name, model in trained_models(run).items():
-        parts[f"{name}, trained"] = trained_size * count_parameters(model)
+    """The pass that takes the most, and the bytes on the GPU of a learner then, by part."""
+    args, options, trained = run.args, run.options, trained_models(run)
+    size, tokens = 2 if args.dtype == "bfloat16" else 4, getattr(args, "micro_batch_tokens", 0)
+    shards = options.num_shards() or 1
+    has_buckets = options.num_processes > shards  # of DDP, which always hold the gradients
+    count = sum(map(count_parameters, trained.values())) / shards
+    always = {f"weights of {' and '.join(trained)}": 4 * count, "AdamW's moments": 8 * count}
     for name, model in frozen_models(run).items():
-        parts[name] = size * count_parameters(model)
-    name, largest = next(iter(largest_passes(run).items()))
-    parts[f"at the most besides, for {name}"] = largest
-    if run.options.has_gpus():
-        parts["CUDA"] = GIB
-    return parts
+        always[f"{name}, frozen"] = size * count_parameters(model) / shards
+    always["buckets that DDP sends"] = has_buckets * len(trained) * 50 * 2**20
+    always["CUDA"] = options.has_gpus() * GIB
+    passes = {}
+    for name, model in (trained | frozen_models(run)).items():
+        is_trained = name in trained
+        flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
+        rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
+        if tokens:
+            flag, rows = "micro_batch_tokens", tokens // run.max_length()
+        parts = always | {"gradients": (is_trained or has_buckets) * 4 * count}
+        parts |= pass_parts(run, model, rows, is_trained)
+        passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
+    name = max(passes, key=lambda name: sum(passes[name].values()))
+    return name, {part: size for part, size in passes[name].items() if size > 0}
+
+
+def learner_needs(run):
+    """Bytes that a learner needs of its GPU."""
+    return sum(learner_memory(run)[1].values())
 
 
 def learner_room(run):
@@ -1374,7 +1455,7 @@ def learner_room(run):
 
 
 def engine_memory(run):
-    """Bytes on the GPUs of an engine: weights, and the KV cache of one longest response."""
+    """Bytes of an engine: weights, and on GPUs the KV cache of one longest response."""
     config = run.model.config.get_text_config()
     size = 2 if run.args.dtype == "bfloat16" else 4
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -1382,6 +1463,8 @@ def engine_memory(run):
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     cache = 2 * config.num_hidden_layers * heads * head_size * size * run.max_length()
+    if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
+        return size * count_parameters(run.model) + 1.2 * GIB
     return size * count_parameters(run.model) + cache + GIB
 
 
@@ -1400,19 +1483,52 @@ def check_memory(run):
                 f"--vllm_gpu_memory_utilization {share:g}: vLLM needs about "
                 f"{in_words(engine_memory(run))}, and has {in_words(engine_room)}"
             )
-    needed = sum(learner_memory(run).values())
+    needed = learner_needs(run)
     if needed > room:
-        largest = next(iter(largest_passes(run)))
-        helps = [f"a smaller {flag}" for flag in re.findall(r"--\w+", largest)]
-        if "updates" in largest and not args.gradient_checkpointing:
-            helps.append("--gradient_checkpointing")
-        if not run.trains_reward_model() and not args.vllm_gpus:
-            helps.append("GPUs of vLLM's own (--vllm_gpus)")
-        advice = ", ".join(helps) or "a smaller model"
+        helps = []
+        for flags, arguments, launch in what_may_help(run):
+            other = with_changes(run, arguments, **launch)
+            its_need, its_room = learner_needs(other), learner_room(other)
+            words = f"{flags}: {in_words(its_need)} of {in_words(its_room)}"
+            helps.append((its_need - its_room, words))
+        advice = [words for lack, words in sorted(helps) if lack < needed - room]
         raise Mistake(
             f"memory: a learner needs about {in_words(needed)}, and has {in_words(room)} of its "
-            f"GPU; what helps: {advice}"
+            f"GPU; what helps: {'; '.join(advice) or 'a smaller model'}"
         )
+
+
+def with_changes(run, arguments, **launch):
+    """The same run with other arguments, and otherwise launched."""
+    options = replace(run.options, **launch)
+    return replace(run, args=replace(run.args, **arguments), options=options)
+
+
+def what_may_help(run):
+    """Flags, and what they change in arguments and launch, to need less memory or have more."""
+    args, options = run.args, run.options
+    ranks, local = options.num_processes, options.local_processes()
+    name, least = "per_device_train_batch_size", 1
+    if hasattr(args, "micro_batch_tokens"):
+        name, least = "micro_batch_tokens", run.max_length()
+    yield f"--{name} {least}", {name: least}, {}
+    yield "--gradient_checkpointing", {"gradient_checkpointing": True}, {}
+    if run.trains_reward_model():
+        return
+    yield "--beta 0", {"beta": 0.0}, {}
+    if options.num_shards():
+        launch = {"num_processes": 2 * ranks, "num_machines": 2 * options.num_machines}
+        yield f"--num_processes {2 * ranks} on twice the machines", {}, launch
+    else:
+        number = ranks if ranks > 1 else 8
+        launch = {"num_processes": number, "variables": {"ACCELERATE_USE_FSDP": "true"}}
+        yield f"--config_file scripts/accelerate/fsdp2.yaml --num_processes {number}", {}, launch
+    if not args.vllm_gpus:  # a quarter of the GPUs, or one more
+        learners = max(1, local - max(1, local // 4))
+        gpus = tuple(range(learners, max(local, learners + 1)))
+        number = learners * options.num_machines
+        flags = f"--num_processes {number} --vllm_gpus {' '.join(map(str, gpus))}"
+        yield flags, {"vllm_gpus": gpus}, {"num_processes": number}
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -1449,8 +1565,10 @@ def plan_of_data(run):
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
     if run.options.num_processes > 1:
         ranks = run.options.num_processes
-        yield "", f"sizes are per rank: one rank would take {ranks} times the steps, each {ranks}"
-        yield "", "times smaller, which is another run"
+        yield (
+            "",
+            f"sizes are per rank: one rank has {ranks} times the steps, each {ranks} times smaller",
+        )
 
 
 def plan_of_processes(run):
@@ -1473,20 +1591,24 @@ def plan_of_processes(run):
 
 def plan_of_memory(run):
     """Lines on memory, by part and in sum, and on the disk."""
-    args, parts = run.args, learner_memory(run)
-    room = ""
-    if learner_room(run) is not None:
-        room = f", of the {in_words(learner_room(run))} that it may take of its GPU"
-    yield "memory", f"of a learner: about {in_words(sum(parts.values()))}{room}"
+    args, room = run.args, learner_room(run)
+    largest, parts = learner_memory(run)
+    limit = f", of the {in_words(room)} that it may take of its GPU" if room else ""
+    yield "memory", f"of a learner: about {in_words(learner_needs(run))}{limit}"
+    yield "", f"at the most, in {largest}:"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
-    if run.options.has_gpus() and not run.trains_reward_model():
-        share = args.vllm_gpu_memory_utilization
-        least = in_words(engine_memory(run))
-        yield (
-            "",
-            f"of vLLM: {share:g} of a GPU (--vllm_gpu_memory_utilization), {least} at the least",
-        )
+    is_on = args.gradient_checkpointing
+    other = in_words(learner_needs(with_changes(run, {"gradient_checkpointing": not is_on})))
+    yield "", f"with --{'no-' * is_on}gradient_checkpointing: {other} in all"
+    local = run.options.local_processes()
+    if local > 1:
+        models = (trained_models(run) | frozen_models(run)).values()
+        whole = 4 * max(map(count_parameters, models)) * local
+        yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"
+    if not run.trains_reward_model():
+        least, share = in_words(engine_memory(run)), args.vllm_gpu_memory_utilization
+        yield "", f"of vLLM: at least {least}; of GPUs {share:g} (--vllm_gpu_memory_utilization)"
     number, size = checkpoints_on_disk(run)
     model = in_words(4 * count_parameters(run.model))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
@@ -1625,6 +1747,7 @@ def main(words):
             raise Mistake(f"{found}it is preflight.py [OPTIONS] script.py FLAGS..., see --help")
         script = load_script(words[split])
         args, mistake = parse_flags(script, words[split + 1 :])
+        read_config_file(options)
     except Mistake as error:
         print(one_line(error), file=sys.stderr)
         return 2

@@ -31,10 +31,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow.parquet
 import torch
 import transformers
 import tyro
+import yaml
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS
 from helpers.files import write_rows, write_text
 from helpers.processes import flags_of
@@ -519,6 +521,10 @@ NUMBERS = {
     "huge penalty": (given(penalty_reward_value=-1e308), "--penalty_reward_value | at least"),
     "many evaluations": (given(num_evals=10**9), "--num_evals | at most"),
     "many epochs": (given(num_epochs=10**8), "--num_epochs | at most"),
+    "tokens of less than a row": (
+        given(micro_batch_tokens=14),
+        "--micro_batch_tokens 14 | takes 16",
+    ),
     "many workers": (given(reward_workers=10**9), "--reward_workers | at most"),
     "many episodes": (given(total_episodes=10**30), "--total_episodes | at most"),
     "cold": (given(temperature=1e-300), "--temperature | at least"),
@@ -526,7 +532,6 @@ NUMBERS = {
     "small epsilon": (given(eps=1e-300), "--eps | at least"),
     # Which do not fit each other
     "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 16 or 32"),
-    "rest of a batch": (given(per_device_train_batch_size=7), "(64) | (7) | 4 or 8"),
     "billion": (given(local_rollout_batch_size=10**8, number_samples_per_prompt=10), "a million"),
     "no step": (given(total_episodes=63), "--total_episodes"),
     "warm-up": (given(**TEN, warm_up_steps=10), "warm_up_steps | 10 updates"),
@@ -589,7 +594,17 @@ CASES = {
 
 # What preflight is told of the machines, for the case; for those of GPUS
 EIGHT_GPUS = {"num_processes": 2, "num_gpus": 8}
-# name: (the same, options, words)
+SHARDED = REPO / "scripts" / "accelerate" / "fsdp2.yaml"
+FSDP2 = "scripts/accelerate/fsdp2.yaml | fsdp_version 2"
+
+
+def launch_file(**changes):
+    """A function from a folder to what preflight is told: to read a changed fsdp2.yaml."""
+    content = yaml.safe_load(SHARDED.read_text()) | changes
+    return file("config_file", "launch.yaml", yaml.dump(content))
+
+
+# name: (the same, or what makes it in a folder; options, words)
 LAUNCHES = {
     "no processes": ({"num_processes": 0}, {}, "--num_processes"),
     "no machines": ({"num_machines": 0}, {}, "--num_machines"),
@@ -604,13 +619,27 @@ LAUNCHES = {
         {"num_gpus": 2, "gpu_memory": 1.25},
         {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
         | {"gradient_checkpointing": False},
-        "a learner needs about 1.5 GiB | --per_device_train_batch_size | --gradient_checkpointing",
+        "a learner needs about 1.5 GiB | helps: --micro_batch_tokens 508: 1.0 GiB of 1.2 GiB; | "
+        "; --gradient_checkpointing: 1.2 GiB of 1.2 GiB | ; --config_file",
     ),
     # Each fits, and the two do not
     "memory of both": (
         {"num_gpus": 1, "gpu_memory": 10.0},
         {"vllm_gpu_memory_utilization": 0.9},
-        "a learner needs about 1.0 GiB | 0.8 GiB | --vllm_gpus",
+        "a learner needs about 1.0 GiB | 0.8 GiB | helps: --num_processes 1 --vllm_gpus 1: 1.0 GiB "
+        "of 10.0 GiB",
+    ),
+    "no such file": ({"config_file": "no.yaml"}, {}, "no.yaml | scripts/accelerate"),
+    "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
+    "FSDP without a version": (launch_file(fsdp_config={}), {}, FSDP2),
+    "RAM-efficient loading": (launch_file(fsdp_config={"fsdp_version": 2}), {}, FSDP2),
+    "DeepSpeed": (launch_file(distributed_type="DEEPSPEED"), {}, FSDP2),
+    "file without numbers": (launch_file(num_processes="all"), {}, "launch.yaml | 'all'"),
+    "sharded reward model": (
+        {"config_file": SHARDED},
+        {"local_mini_batch_size": 8},
+        "scripts/accelerate/ddp.yaml",
+        TRAINER,
     ),
 }
 
@@ -681,6 +710,15 @@ def options_of_run(folder, script):
     return good_options(folder, script) | length
 
 
+def stepped():
+    """A small model, and its optimizer after a step."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
 def save_run(folder, script):
     """A run that was interrupted in step 8, with checkpoints after 3 and 6 whose weights are small.
 
@@ -691,31 +729,29 @@ def save_run(folder, script):
     run_dir = folder / "output" / "run"
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     state = {"seconds": 12.5, "wandb_id": "abc"}
-    models = ["", "_1"] if script in PPO else [""]
+    trained = {"policy": stepped()}
     if script in PPO:
         state["beta"] = args.beta
-
-    def save_state(checkpoint):
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        for suffix in models:
-            save_file({"weight": torch.ones(2)}, checkpoint / f"model{suffix}.safetensors")
-            torch.save({"state": {}, "param_groups": []}, checkpoint / f"optimizer{suffix}.bin")
-        (checkpoint / "random_states_0.pkl").write_bytes(pickle.dumps({}))
-
-    accelerator = SimpleNamespace(
-        save_state=save_state, wait_for_everyone=lambda: None, is_main_process=True
-    )
+        trained["value_model"] = stepped()
+    checkpoint = run_dir / "checkpoints/unfinished"
+    rank_0 = SimpleNamespace(is_main_process=True)
     for step in range(1, 8):
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"training_step": step}) + "\n")
         if step in (3, 6):
+            checkpoint.mkdir(parents=True)
+            if script in TRAINER:  # accelerate's save_state writes these
+                save_file({"weight": torch.ones(2)}, checkpoint / "model.safetensors")
+                torch.save({"state": {}, "param_groups": []}, checkpoint / "optimizer.bin")
+                (checkpoint / "random_states_0.pkl").write_bytes(pickle.dumps({}))
+            else:
+                module.save_models(trained, checkpoint)
             if script in ASYNC:
-                responses = [
-                    module.Response(row, [5, 1], [-0.5, -0.25], True, "5", 0.0) for row in rows[:64]
-                ]
-                module.save_rollout(run_dir, module.Rollout(step + 1, step - 1, responses, [], {}))
+                ids, logprobs = np.array([5, 1], np.int32), np.array([-0.5, -0.25], np.float32)
+                responses = [module.Response(row, ids, logprobs, True, "5") for row in rows[:64]]
+                module.save_rollout(run_dir, module.Rollout(step - 1, responses, [], {}))
                 state["policy_version"] = step - 1
-            module.save_checkpoint(accelerator, run_dir, step, state, args)
+            module.finish_checkpoint(rank_0, run_dir, step, state, args)
 
 
 # What may have happened to a run, whose folder it is given
@@ -778,8 +814,8 @@ def nothing(run_dir):
 
 
 LATEST = {"resume_from_checkpoint": "latest"}
-WEIGHTS_OF_VALUES = at("model_1.safetensors", unlink)
-ROLLOUT = "next_rollout/responses.jsonl"
+ROLLOUT, TOKENS = "next_rollout.json", "next_rollout.safetensors"
+SAVED, OF_TRAINER = "policy/__0_0.distcp", "model.safetensors"
 SEVERAL = {"seed": 2, "beta": 0.5}
 BATCH = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32}
 BATCH_OF_GRPO = {"local_rollout_batch_size": 16, "local_mini_batch_size": 32}
@@ -796,15 +832,22 @@ def other_data(folder):
 # name: (what has happened to the run; options, or what builds them in the folder; words)
 # Unless they say otherwise, options are to resume output/run/checkpoints/step_3
 CHECKPOINTS = {
-    "weights cut off": (at("model.safetensors", cut), {}, "model.safetensors | older", EVERY),
-    "empty weights": (at("model.safetensors", empty), {}, "model.safetensors | older", EVERY),
-    "weights of zeros": (at("model.safetensors", zeros), {}, "model.safetensors | older", EVERY),
-    "no weights": (at("model.safetensors", unlink), {}, "model.safetensors | older", EVERY),
-    "optimizer cut off": (at("optimizer.bin", cut), {}, "optimizer.bin | older", EVERY),
-    "empty optimizer": (at("optimizer.bin", empty), {}, "optimizer.bin | older", EVERY),
-    "optimizer of zeros": (at("optimizer.bin", zeros), {}, "optimizer.bin | older", EVERY),
-    "no value model": (WEIGHTS_OF_VALUES, {}, "model_1.safetensors | older", PPO),
-    "no optimizer of values": (at("optimizer_1.bin", unlink), {}, "optimizer_1.bin | older", PPO),
+    "weights cut off": (at(SAVED, cut), {}, "policy | __0_0.distcp is cut off | older"),
+    "no weights": (at(SAVED, unlink), {}, "policy | __0_0.distcp | older"),
+    "no list of weights": (at("policy/.metadata", unlink), {}, "policy | .metadata | older"),
+    "list of zeros": (at("policy/.metadata", zeros), {}, "policy | older"),
+    "no policy": (at("policy", shutil.rmtree), {}, "lacks policy | older"),
+    "no value model": (at("value_model", shutil.rmtree), {}, "lacks value_model | older", PPO),
+    "optimizer cut off": (
+        at("policy_optimizer/__0_0.distcp", cut),
+        {},
+        "policy_optimizer is damaged | older",
+    ),
+    "trainer's weights cut off": (at(OF_TRAINER, cut), {}, f"{OF_TRAINER} | older", TRAINER),
+    "trainer's weights of zeros": (at(OF_TRAINER, zeros), {}, f"{OF_TRAINER} | older", TRAINER),
+    "trainer has no weights": (at(OF_TRAINER, unlink), {}, f"{OF_TRAINER} | older", TRAINER),
+    "trainer's optimizer cut off": (at("optimizer.bin", cut), {}, "optimizer.bin", TRAINER),
+    "trainer's optimizer is empty": (at("optimizer.bin", empty), {}, "optimizer.bin", TRAINER),
     "no state": (at("state.json", unlink), {}, "state.json | older", EVERY),
     "state cut off": (at("state.json", cut), {}, "state.json | older", EVERY),
     "state of zeros": (at("state.json", zeros), {}, "state.json | older", EVERY),
@@ -816,8 +859,10 @@ CHECKPOINTS = {
         EVERY,
     ),
     "no rollout": (at(ROLLOUT, unlink), {}, ROLLOUT, ASYNC),
-    "rollout cut off": (at(ROLLOUT, cut), {}, "responses.jsonl | older", ASYNC),
-    "rollout of zeros": (at(ROLLOUT, zeros), {}, "responses.jsonl | older", ASYNC),
+    "rollout cut off": (at(ROLLOUT, cut), {}, f"{ROLLOUT} | older", ASYNC),
+    "rollout of zeros": (at(ROLLOUT, zeros), {}, f"{ROLLOUT} | older", ASYNC),
+    "tokens cut off": (at(TOKENS, cut), {}, f"{TOKENS} | older", ASYNC),
+    "no tokens": (at(TOKENS, unlink), {}, f"lacks {TOKENS} | older", ASYNC),
     "metrics cut off": (at("metrics.jsonl", cut), {}, "metrics.jsonl | older", EVERY),
     "no arguments": (arguments(unlink), {}, "args.json", EVERY),
     "arguments cut off": (arguments(cut), {}, "args.json", EVERY),
@@ -852,7 +897,7 @@ CHECKPOINTS = {
         EVERY,
     ),
     "latest of none": (no_checkpoints, LATEST, "run has no checkpoint", EVERY),
-    "latest, cut off": (at("model.safetensors", cut, 6), LATEST, "step_6 | older", EVERY),
+    "latest, cut off": (at(SAVED, cut, 6), LATEST, "step_6 | older"),
     "all steps are done": (
         move("step_6", "checkpoints/step_10"),
         DONE,
@@ -904,7 +949,7 @@ CHECKPOINTS = {
 OTHER_SCRIPTS = {
     "PPO by GRPO": ("ppo_vllm_async.py", "grpo_vllm_async.py", "another script"),
     "GRPO by PPO": ("grpo_vllm_async.py", "ppo_vllm_async.py", "another script"),
-    "synchronous by asynchronous": ("ppo_sync.py", "ppo_vllm_async.py", ROLLOUT),
+    "synchronous by asynchronous": ("ppo_sync.py", "ppo_vllm_async.py", "another script"),
     "reward model by PPO": ("scripts/train_reward_model.py", "ppo_sync.py", "another script"),
 }
 
@@ -962,6 +1007,9 @@ ENVIRONMENTS = {
     "port of no number": ({"MASTER_PORT": "tcp"}, "MASTER_PORT"),
     "port beyond all": ({"MASTER_PORT": "99999"}, "MASTER_PORT"),
     "empty address": (ALONE | {"MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+    "FSDP1": ({"ACCELERATE_USE_FSDP": "true"}, "fsdp2.yaml", SCRIPTS),
+    "DeepSpeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, "fsdp2.yaml", SCRIPTS),
+    "sharded reward model": ({"ACCELERATE_USE_FSDP": "1"}, "ddp.yaml", TRAINER),
     "accumulation": ({ACCUMULATION: "2"}, f"{ACCUMULATION} | 1"),
     "accumulation of nothing": ({ACCUMULATION: "0"}, f"{ACCUMULATION} | 1"),
     "unknown compiler": ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate"),
@@ -1062,6 +1110,7 @@ PLANS = {
     "rows by verl and by open-instruct": (rows(ROW, OPEN_INSTRUCT), "gsm8k scores 1"),
     "characters are lost": (rows(*LOST), "data.jsonl, row 1 | loses '\u00e9' | 5\u00e94="),
     "right and wrong alike": (ALWAYS, "debug/sorting | no more than a wrong"),
+    "rest of a batch": (given(per_device_train_batch_size=7), "learners 1"),
     "limits": (given(**LIMITS, **TEN, warm_up_steps=9), "learners 1"),
     "mask of nothing": (given(**MASK_NOTHING), "learners 1"),
     "all parts of a score": (together(REWARD_MODEL, given(**PARTS)), SCORE),
@@ -1094,4 +1143,26 @@ LAUNCHED = {
     ),
     "two ranks without GPUs": ({"num_processes": 2}, {}, "ACCELERATE_USE_CPU=true torchrun"),
     "memory": ({"num_gpus": 1, "gpu_memory": 24.0}, {}, "memory | GiB | policy | CUDA"),
+    "FSDP2": (
+        LARGE | {"config_file": SHARDED},
+        {},
+        "learners 8 | gathered by FSDP2 | of a machine, not of GPUs",
+    ),
+    "FSDP2 on fewer": (LARGE | {"config_file": SHARDED, "num_processes": 4}, {}, "learners 4"),
+    "two machines by a file": (
+        LARGE | {"config_file": SHARDED.with_name("fsdp2_two_nodes.yaml")},
+        {},
+        "learners 16 | engines 16 of vLLM",
+    ),
+    "tokens and not rows": (
+        {},
+        {"micro_batch_tokens": 200, "per_device_train_batch_size": 64},
+        "(--micro_batch_tokens 200)",
+    ),
+    "few updates": ({}, {"total_episodes": 99 * 64}, "99 optimizer updates | --total_episodes"),
+    "few updates on two ranks": (
+        {"num_processes": 2},
+        {"total_episodes": 99 * 128},
+        "99 optimizer updates | --local_rollout_batch_size and --local_mini_batch_size | 2 ranks",
+    ),
 }

@@ -147,9 +147,10 @@ def test_mistake_is_told_in_one_line(name, script, ask, folder, monkeypatch):
     check_mistake(ask(script, options, **launch), words, name)
 
 
-@pytest.mark.parametrize(("name", "script"), one_script_each(cases.LAUNCHES, lambda _: SCRIPTS))
+@pytest.mark.parametrize(("name", "script"), one_script_each(cases.LAUNCHES, given_scripts))
 def test_machines_that_do_not_fit_are_told_after_the_plan(name, script, ask, folder):
-    launch, options, words = cases.LAUNCHES[name]
+    launch, options, words, *_ = cases.LAUNCHES[name]
+    launch = launch(folder) if callable(launch) else launch
     answer = ask(script, cases.good_options(folder, script) | options, **launch)
     check_mistake(answer, words)
     if "memory" in name:
@@ -176,10 +177,11 @@ def test_flag_that_cannot_be_parsed_is_named(name, ask, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "script"), one_script_each(cases.ENVIRONMENTS, lambda _: cases.EVERY)
+    ("name", "script"),
+    one_script_each(cases.ENVIRONMENTS, lambda entry: (*entry[2:], cases.EVERY)[0]),
 )
 def test_what_another_launcher_has_left_is_named(name, script, ask, folder, monkeypatch):
-    variables, words = cases.ENVIRONMENTS[name]
+    variables, words, *_ = cases.ENVIRONMENTS[name]
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     check_mistake(ask(script, cases.good_options(folder, script)), words)
@@ -246,7 +248,7 @@ def test_plan_is_of_the_machines_that_are_named(name, script, ask, folder):
 def test_model_of_the_hub_is_built_from_its_config(script, ask, folder, monkeypatch):
     monkeypatch.setattr(preflight, "is_local", lambda path: False)
     plan = ask(script, cases.good_options(folder, script))
-    check_plan(plan, "learners 1 | 2.0 MiB")
+    check_plan(plan, "learners 1 | AdamW's moments | 0.5 MiB for the final model")
 
 
 def test_mistakes_are_printed_where_there_can_be_no_plan_of_engines(ask, folder):
@@ -280,6 +282,40 @@ def test_memory_is_the_sum_of_its_parts(ask, folder):
     assert len(parts) >= 5
     total = sum(float(number) * units[unit] for number, unit in parts)
     assert total == pytest.approx(float(whole[1]) * units[whole[2]], abs=60)  # as it is rounded
+
+
+ADVICE = [
+    ("ppo_vllm_async.py", {"gradient_checkpointing": False}, {"num_processes": 1}),
+    ("ppo_sync.py", {"beta": 0.1}, {"num_processes": 8}),
+    ("grpo_vllm_async.py", {"dtype": "float32"}, {"config_file": cases.SHARDED}),
+]
+
+
+@pytest.mark.parametrize(("script", "options", "launch"), ADVICE)
+def test_advice_on_memory_is_what_the_plan_says_then(
+    script, options, launch, ask, folder, monkeypatch
+):
+    monkeypatch.setattr(preflight, "in_words", lambda count: f"{round(count)} bytes")
+    launch = launch | {"num_gpus": 16, "gpu_memory": 1.5}
+    options = cases.good_options(folder, script) | options | {"response_length": 500}
+    options["vllm_gpu_memory_utilization"] = 0.9
+    _, _, mistakes = ask(script, options, **launch)
+    _, _, advice = mistakes.partition("what helps: ")
+    advice = re.findall(r"(--[^:]*): (\d+ bytes) of (\d+ bytes)", advice)
+    assert len(advice) >= 3, mistakes
+    lacks = [int(need.split()[0]) - int(room.split()[0]) for _, need, room in advice]
+    assert lacks == sorted(lacks)
+    for flags, need, room in advice:
+        words = dict(re.findall(r"--(\w+)((?: [^-\s]\S*)*)", flags))
+        words = {name: value.strip() or True for name, value in words.items()}
+        changes = {}
+        if "num_processes" in words:
+            changes["num_processes"], *more = words.pop("num_processes").split()
+            changes["num_machines"] = 2 if "twice" in more else 1
+        if "config_file" in words:
+            changes["config_file"] = REPO / words.pop("config_file")
+        _, plan, _ = ask(script, options | words, **launch | changes)
+        assert f"of a learner: about {need}, of the {room}" in plan, flags
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

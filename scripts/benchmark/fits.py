@@ -1,0 +1,119 @@
+"""Which model fits on which GPUs: the table of docs/scaling.md, by the functions of preflight.py.
+
+    python scripts/benchmark/fits.py
+
+A cell has what a learner needs, in GiB of memory of its GPU; "no" where it has less, or where vLLM
+has. Computed, not measured: for the shapes of Qwen3, prompts of 512 tokens, responses of 1,024,
+--micro_batch_tokens 4096, and otherwise the defaults.
+"""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
+
+import preflight
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
+
+PROMPT, RESPONSE = 512, 1024
+# Parameters in billions: hidden size, layers, attention heads, inner size, whether the head is tied
+SHAPES = {
+    "0.6": (1024, 28, 16, 3072, True),
+    "1.7": (2048, 28, 16, 6144, True),
+    "4": (2560, 36, 32, 9728, True),
+    "8": (4096, 36, 32, 12288, False),
+}
+
+
+@dataclass
+class Run(preflight.Run):
+    """A run whose rows have these lengths."""
+
+    def max_length(self):
+        return PROMPT + RESPONSE
+
+
+def build(auto_class, shape):
+    """A model without memory for its weights."""
+    hidden_size, layers, heads, inner_size, is_tied = shape
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=inner_size,
+        tie_word_embeddings=is_tied,
+        num_labels=1,
+    )
+    with torch.device("meta"):
+        return auto_class.from_config(config)
+
+
+MODELS = {
+    name: (
+        build(AutoModelForCausalLM, shape),
+        build(AutoModelForSequenceClassification, shape),
+    )
+    for name, shape in SHAPES.items()
+}
+
+
+def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=()):
+    """A Run of the model of this size; learners and vllm_gpus are those of a node."""
+    script = importlib.import_module(name)
+    options = preflight.Options(
+        config_file=str(Path(__file__).parents[1] / "accelerate" / file),
+        num_processes=learners * nodes,
+        num_machines=nodes,
+        gpu_memory=gpu_memory,
+    )
+    preflight.read_config_file(options)
+    args = script.Args(
+        response_length=RESPONSE,
+        micro_batch_tokens=4096,
+        vllm_gpus=vllm_gpus,
+        vllm_gpu_memory_utilization=0.9 if vllm_gpus else 0.3,
+    )
+    model, value_model = MODELS[size]
+    return Run(script, options, args, True, model=model, value_model=value_model)
+
+
+def cell(run):
+    needed = preflight.learner_needs(run) / preflight.GIB
+    try:
+        preflight.check_memory(run)
+    except preflight.Mistake:
+        return f"no, {needed:.0f}"
+    return f"{needed:.0f}"
+
+
+SHARED, SPLIT = {"learners": 8}, {"learners": 6, "vllm_gpus": (6, 7)}
+LAUNCHES = {
+    **{f"one GPU of {size} GB, shared": (size, "one_gpu.yaml", {}) for size in (24, 40, 80)},
+    "8 x 80 GB, DDP, shared": (80, "ddp.yaml", SHARED),
+    "8 x 80 GB, DDP, 6 + 2 for vLLM": (80, "ddp.yaml", SPLIT),
+    "8 x 80 GB, FSDP2, shared": (80, "fsdp2.yaml", SHARED),
+    "8 x 80 GB, FSDP2, 6 + 2 for vLLM": (80, "fsdp2.yaml", SPLIT),
+    "16 x 80 GB, FSDP2, shared": (80, "fsdp2_two_nodes.yaml", SHARED | {"nodes": 2}),
+    "16 x 80 GB, FSDP2, 12 + 4 for vLLM": (80, "fsdp2_two_nodes.yaml", SPLIT | {"nodes": 2}),
+}
+COLUMNS = [(name, size) for name in ("grpo_vllm_async", "ppo_vllm_async") for size in SHAPES]
+
+
+def main():
+    titles = [f"{name.split('_')[0].upper()} {size} B" for name, size in COLUMNS]
+    print(f"| GPUs | a learner has | {' | '.join(titles)} |")
+    print("|---" * (len(titles) + 2) + "|")
+    for words, (gpu_memory, file, numbers) in LAUNCHES.items():
+        runs = [launch(*column, gpu_memory, file, **numbers) for column in COLUMNS]
+        room = preflight.learner_room(runs[0]) / preflight.GIB
+        print(f"| {words} | {room:.0f} | {' | '.join(map(cell, runs))} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What a run takes in memory on a CPU, beside what the preflight plans for it.
+
+    python scripts/benchmark/memory.py [--ranks 2] [--fsdp2] SCRIPT FLAGS...
+
+Runs SCRIPT on one or more ranks, and looks ten times a second at all processes of the run together,
+with pages that they share counted once (PSS). From their peak it takes off what each process had
+before it loaded a model. Linux only. Nothing else large should run beside it.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+GIB = 2**30
+
+
+def pss(process):
+    """Bytes of a process, with shared pages in proportion."""
+    with contextlib.suppress(psutil.Error):
+        return process.memory_full_info().pss
+    return 0
+
+
+# ------------------------------------------------------------------------------- inside of the run
+
+
+def note_before(module, name, prepare):
+    """Has a function of the script write down, before its first call, what its process holds."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def noted(*args, **kwargs):
+        path = Path(os.environ["NOTES"], str(os.getpid()))
+        if not path.exists():
+            prepare()
+            path.write_text(str(pss(psutil.Process())))
+        return function(*args, **kwargs)
+
+    setattr(module, name, noted)
+
+
+def import_vllm():
+    importlib.import_module("vllm").LLM  # noqa: B018
+
+
+if "NOTES" in os.environ:  # in a rank, or in vLLM's process, which imports this file as well
+    sys.path[:0] = [str(REPO), str(REPO / "tests")]
+    script = importlib.import_module(os.environ["SCRIPT"])
+    note_before(script, "load_model", lambda: None)
+    note_before(script, "start_llm", import_vllm)
+
+
+def run_rank():
+    """Does what `python SCRIPT FLAGS...` does."""
+    if "FSDP2" in os.environ:
+        importlib.import_module("helpers.fsdp2").allow_on_cpu()
+    try:
+        script.main(script.tyro.cli(script.Args))
+    except BaseException as error:
+        script.end_at_once(error)
+
+
+# ---------------------------------------------------------------------------- outside, looking on
+
+
+def look_on(process, notes):
+    """The largest sum over all processes of the run, and of which; {role: bytes}, less the notes."""
+    largest, by_role = 0, {}
+    while process.poll() is None:
+        sizes = {}
+        for each in [process, *process.children(recursive=True)]:
+            note = notes / str(each.pid)
+            if note.exists():
+                sizes[each.pid] = pss(each) - int(note.read_text() or 0)
+        if sum(sizes.values()) > largest:
+            largest, by_role = sum(sizes.values()), sizes
+        time.sleep(0.1)
+    return largest, sorted(by_role.values(), reverse=True)
+
+
+def planned(path, flags, ranks, is_fsdp2):
+    """Bytes by the preflight: of all learners together, of all engines together."""
+    sys.path[:0] = [str(REPO), str(REPO / "scripts")]
+    preflight = importlib.import_module("preflight")
+    file = str(REPO / "scripts/accelerate/fsdp2.yaml") if is_fsdp2 else None
+    options = preflight.Options(num_processes=ranks, num_gpus=0, config_file=file)
+    preflight.read_config_file(options)
+    script = preflight.load_script(path)
+    args, _ = preflight.parse_flags(script, flags)
+    run = preflight.Run(script, options, args, has_run_name=False)
+    for mistake in preflight.check(run):
+        sys.exit(preflight.one_line(mistake))
+    engines = len(args.vllm_gpus) or ranks
+    return ranks * preflight.learner_needs(run), engines * preflight.engine_memory(run)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--fsdp2", action="store_true", help="shard the models")
+    parser.add_argument("script")
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    of_learners, of_engines = planned(options.script, options.flags, options.ranks, options.fsdp2)
+    with tempfile.TemporaryDirectory() as notes:
+        environment = os.environ | {
+            "NOTES": notes,
+            "SCRIPT": Path(options.script).stem,
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+        }
+        if options.fsdp2:
+            environment["FSDP2"] = "1"
+        command = [sys.executable]
+        if options.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={options.ranks}"]
+        command += [__file__, *options.flags, f"--output_dir={notes}/output"]
+        process = psutil.Popen(command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
+        largest, sizes = look_on(process, Path(notes))
+        if process.returncode != 0:
+            sys.exit(f"{options.script} ended with status {process.returncode}")
+    plan = of_learners + of_engines
+    measured = {
+        "script": options.script,
+        "ranks": options.ranks,
+        "fsdp2": options.fsdp2,
+        "peak_gib": round(largest / GIB, 2),
+        "of_processes_gib": [round(size / GIB, 2) for size in sizes],
+        "planned_gib": round(plan / GIB, 2),
+        "of_learners_gib": round(of_learners / GIB, 2),
+        "planned/peak": round(plan / largest, 2),
+    }
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    if "NOTES" in os.environ:
+        run_rank()
+    else:
+        main()
