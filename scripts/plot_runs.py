@@ -24,7 +24,6 @@ PANELS = [
             "objective/verifiable_score",
             "objective/reward_model_score",
             "objective/format_rate",
-            "objective/penalty_rate",
         ],
     ),
     ("KL to the reference policy (nats per response)", ["objective/kl"]),

@@ -5,6 +5,7 @@ python scripts/summarize_run.py output/RUN
 
 import argparse
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from plot_runs import read_metrics
@@ -43,20 +44,30 @@ def describe_speed(metrics: list[dict]) -> str | None:
     """Which side of an asynchronous run waited for the other, and what to do about it.
 
     >>> line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
+    >>> line |= {"time/generation": 1.5, "time/reward": 0.5, "time/evaluation": 0.0}
     >>> describe_speed([line, line])  # of a run in turns: either side always waits for the other
     >>> line["policy/staleness"] = 1
+    >>> first = line | {"time/wait_for_prompts": 60.0}  # the run's start is in it
     >>> resumed = {"time/training": 4.0, "policy/staleness": 1}  # generated before the checkpoint
-    >>> describe_speed([resumed, line, line])
+    >>> describe_speed([first, line, resumed, first, line])
     'training-bound: vLLM waited 50% of the time; more learners, shorter responses help'
     """
     if not any(line.get("policy/staleness") for line in metrics):
         return None
-    metrics = [line for line in metrics if "time/wait_for_prompts" in line]
+    # A process begins with waiting: for its models, and for the first responses
+    waited = "time/wait_for_prompts"
+    metrics = [line for last, line in pairwise(metrics) if waited in last and waited in line]
     if not metrics:
         return None
-    seconds = sum(line["time/training"] for line in metrics)
-    learner_waited = sum(line["time/wait_for_generation"] for line in metrics) / seconds
-    generation_waited = sum(line["time/wait_for_prompts"] for line in metrics) / seconds
+
+    def seconds(*parts):
+        return sum(line[f"time/{part}"] for line in metrics for part in parts)
+
+    learner_waited = seconds("wait_for_generation") / seconds("training")
+    # A wait reaches over several steps of the learner, so it is compared with what generation does
+    generation_waited = seconds("wait_for_prompts") / seconds(
+        "wait_for_prompts", "generation", "reward", "evaluation"
+    )
     if learner_waited > generation_waited:
         who, waited, remedy = "generation-bound: the learner", learner_waited, "--vllm_gpus"
     else:

@@ -89,7 +89,7 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tokenizer, tmp_path, cap
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": text} | RULE for text in texts])
     prompts = load(path, tokenizer, max_prompt_token_length=5)
     assert [prompt.row[-1] for prompt in prompts] == ["0", "2", "4"]
-    assert "2 of 5 prompts dropped" in capsys.readouterr().out
+    assert "data.jsonl: 3 prompts; 2 are empty or too long\n" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,6 @@ def test_requests_follow_from_the_step(num_evals, sizes):
     args = script.fill_in(script.replace(FOUR_STEPS, num_evals=num_evals), world_size=1)
     train, held_out = list("abcdefgh"), list("xyz")
     requests = [script.make_request(step, train, held_out, args) for step in range(1, 6)]
-    assert [request.training_step for request in requests] == [1, 2, 3, 4, 5]
     drawn = [request.prompts for request in requests]
     assert all(prompts[::2] == prompts[1::2] for prompts in drawn)
     assert sorted(drawn[0][::2] + drawn[1][::2]) == train  # a pass
@@ -183,8 +182,6 @@ def test_requests_follow_from_the_step(num_evals, sizes):
     assert [len(request.eval_prompts) for request in requests] == sizes
     evaluations = [request for request in requests if request.eval_prompts]
     assert all(request.eval_prompts == held_out for request in evaluations)
-    assert len(set(requests[4].eval_seeds)) == 3
-    assert {str(request.eval_seeds) for request in evaluations} == {str(requests[4].eval_seeds)}
 
 
 @pytest.mark.parametrize("steps", range(1, 41))

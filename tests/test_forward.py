@@ -1,13 +1,17 @@
 """What models say of padded batches, and the gradients of optimizer batches."""
 
+import itertools
 import math
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import GRPO, SCRIPTS
 from helpers.formulas import (
+    at,
     log_softmax_of,
     logprobs_and_entropies,
     surrogate_loss,
@@ -27,6 +31,7 @@ from helpers.rollouts import (
     make_rollout,
     near_policy,
     one_of_ranks,
+    response_of,
     spoil_padding,
     tiny_args,
     tiny_classifier,
@@ -63,7 +68,8 @@ def load_policy(path, trained=True, **changes):
 
 
 def load_classifier(path, trained=True, offset=1, **changes):
-    return script.load_classifier(str(path), tiny_args(**changes), trained, offset)
+    args = tiny_args(**changes)
+    return script.load_classifier(Accelerator(cpu=True), str(path), args, trained, offset)
 
 
 def inputs_of_all():
@@ -111,7 +117,9 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
 
 @pytest.mark.parametrize("config_says", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_head_is_saved_once_and_an_untied_one_beside_it(tied, config_says, assets, tmp_path):
+def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
+    tied, config_says, assets, accelerator, tmp_path
+):
     """Some checkpoints have a head of their own, and a config that says otherwise."""
     model = tiny_language_model(tie_word_embeddings=tied)
     model.config.tie_word_embeddings = config_says or tied
@@ -121,7 +129,7 @@ def test_tied_head_is_saved_once_and_an_untied_one_beside_it(tied, config_says, 
     head, embedding = policy.model.lm_head.weight, policy.model.model.embed_tokens.weight
     assert (head is embedding) == policy.model.config.tie_word_embeddings == tied
     head.data += 1
-    script.save_model(policy.model, tokenizer, tmp_path / "saved", policy.args)
+    script.save_model(accelerator, policy.model, tokenizer, tmp_path / "saved", policy.args)
     assert ("lm_head.weight" in load_file(tmp_path / "saved/model.safetensors")) != tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded.lm_head.weight, head)
@@ -150,12 +158,11 @@ def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_poli
 # ---------------------------------------------------------------------------------- forward passes
 
 
-@pytest.mark.parametrize(("world_size", "temperature"), [(1, 0.5), (1, 1.0), (3, 1.5), (16, 0.8)])
-def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperature):
-    """Whatever the padding. Of eight rows some ranks have fewer than others, of sixteen some none.
-
-    So values are read where a token is predicted, and do not know it.
-    """
+@pytest.mark.parametrize(
+    ("world_size", "temperature", "tokens"), [(1, 0.5, 0), (1, 1.0, 60), (2, 1.5, 45), (8, 0.8, 0)]
+)
+def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperature, tokens):
+    """Whatever the padding. So values are read where a token is predicted, and do not know it."""
     batch = make_rollout()
     policy, value_model = tiny_policy(temperature=temperature).double(), tiny_value_model().double()
     prompts, responses = zip(*batch.sequences, strict=True)
@@ -165,7 +172,9 @@ def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperatur
         total = torch.zeros_like(batch.mask)
         for rank in range(world_size):
             accelerator = one_of_ranks(rank, world_size)
-            micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, 3)
+            micro_batches = script.cut_micro_batches(
+                accelerator, [range(8)], batch.sequences, 3, tiny_args(micro_batch_tokens=tokens)
+            )
             total += script.forward_all(accelerator, model, micro_batches, batch.mask)
         expected = pad_sequence(rows, batch_first=True)
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
@@ -305,10 +314,22 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
     scores = script.reward_model_scores(accelerator, model, responses, args)
     assert_equals_have_equal_scores(scores)
     for response, score in zip(responses, scores, strict=True):
-        ids = torch.tensor([response.prompt.reward_model_token_ids + response.token_ids])
+        prompt = response.prompt.reward_model_token_ids
+        ids = torch.tensor([[*prompt, *response.token_ids]])
         with torch.no_grad():
             expected = model.model.score(model.model.base_model(ids).last_hidden_state[0, -1])
         assert score == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_long_responses_that_differ_in_the_middle_have_scores_of_their_own(accelerator):
+    """numpy prints of an array of more than 1,000 numbers the first and the last three alone."""
+    prompt = script.Prompt("", "", [2], [2], None, None, None)
+    ids = np.full((2, 1200), 5, np.int32)
+    ids[1, 600] = 7
+    responses = [response_of(prompt, row) for row in ids]
+    model = tiny_value_model(seed=3, offset=0)
+    one, other = script.reward_model_scores(accelerator, model, responses, tiny_args())
+    assert one != other
 
 
 # ------------------------------------------------------------------- minibatches and micro-batches
@@ -332,7 +353,9 @@ def test_ranks_share_rows_of_like_length(world_size):
     shares = []
     for rank in range(world_size):
         accelerator, mini_batches = one_of_ranks(rank, world_size), [rows[:16], rows[16:]]
-        micro_batches = script.cut_micro_batches(accelerator, mini_batches, sequences, 4)
+        micro_batches = script.cut_micro_batches(
+            accelerator, mini_batches, sequences, 4, tiny_args()
+        )
         shares.append([micro_batch.rows for micro_batch in micro_batches])
     # With DDP each rank needs as many backward passes as the others
     assert {len(share) for share in shares} == {48 // world_size // 4}
@@ -343,6 +366,52 @@ def test_ranks_share_rows_of_like_length(world_size):
     for share in shares:
         of_first = [sizes[row] for part in share[: 4 // world_size] for row in part]
         assert of_first == sorted(of_first)
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 150, 700, 10**6])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_micro_batches_by_tokens_are_as_large_as_they_may_be(world_size, tokens):
+    generator = random.Random(5)
+    sizes = [(generator.randint(1, 40), generator.randint(1, 60)) for _ in range(64)]
+    sequences = [([7] * prompt, [8] * response) for prompt, response in sizes]
+    rows, args = generator.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
+    first = set(rows[:30])
+    shares = [
+        script.cut_micro_batches(
+            one_of_ranks(rank, world_size), [rows[:30], rows[30:]], sequences, 4, args
+        )
+        for rank in range(world_size)
+    ]
+    passes = []  # each with its rows, one for each rank and then again one for each
+    for parts in zip(*shares, strict=True):  # with FSDP2 a rank needs as many as the others
+        assert max(part.inputs["input_ids"].numel() for part in parts) <= tokens or all(
+            len(part.rows) == 1 for part in parts
+        )
+        in_turn = zip(*(part.rows for part in parts), strict=True)
+        passes.append([row for each in in_turn for row in each])
+    dealt = [row for some in passes for row in some]
+    assert set(dealt[:30]) == first and sorted(dealt) == sorted(rows)
+    for some, following in itertools.pairwise(passes):
+        longer = some + following[:world_size]
+        if (longer[0] in first) == (longer[-1] in first):
+            prompt, response = (max(sizes[row][part] for row in longer) for part in (0, 1))
+            assert len(longer) // world_size * (prompt + response) > tokens
+
+
+def test_token_ids_may_be_lists_or_arrays():
+    """vLLM's are arrays, for they travel between ranks; those of prompts are lists."""
+    sequences = make_rollout().sequences
+    arrays = [(prompt, np.array(response, np.int32)) for prompt, response in sequences]
+    lists = [(prompt, response.tolist()) for prompt, response in arrays]
+    one, other = (script.collate([3, 0, 5], some, "cpu") for some in (lists, arrays))
+    assert torch.equal(one.mask, other.mask)
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert torch.equal(one.inputs[name], other.inputs[name])
+        assert one.inputs[name].dtype == other.inputs[name].dtype == torch.int64
+    rows = [np.array([-0.1, -2.0], np.float32), np.array([-3.0], np.float32)]
+    expected = torch.tensor([[-0.1, -2.0], [-3.0, 0.0]])
+    for some in (rows, [row.tolist() for row in rows]):
+        assert torch.equal(script.pad(some), expected) and script.pad(some).dtype == torch.float32
 
 
 # --------------------------------------------------------------------------------------- gradients
@@ -366,7 +435,7 @@ def reference_gradient(policy, value_model, batch, args):
             getattr(batch, name)[row, :size] for name in names
         )
         every = log_softmax_of(policy.model, prompt, response, args.temperature)
-        ratio = (every[range(size), response] - old).exp()
+        ratio = (at(every, response) - old).exp()
         pg_loss = weights_by_definition(old, sampler, args) * surrogate_loss(
             ratio, advantages, args.cliprange, args.cliprange, args.dual_clip
         )
@@ -405,6 +474,7 @@ def reference_gradient(policy, value_model, batch, args):
         (0.4, {"tis_cap": 0.0}),
         (0.4, {"tis_cap": 1.1, "mismatch_mask": "token", "mismatch_mask_range": 1.3}),
         (0.4, {"dual_clip": 1.2, "mismatch_mask": "sequence", "mismatch_mask_range": 1.2}),
+        (0.4, {"cliprange": 0.05, "micro_batch_tokens": 45}),
     ],
     ids=str,
 )
@@ -480,7 +550,9 @@ def test_gradient_and_scores_of_two_ranks_are_those_of_one(tmp_path, accelerator
     assert (result["gradient"] - expected).norm() < 1e-10 * expected.norm()
     for name in expected_sums.keys() - {"padded_positions"}:
         assert result["sums"][name] == pytest.approx(expected_sums[name], rel=1e-10), name
-    micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, 8)
+    micro_batches = script.cut_micro_batches(
+        accelerator, [range(8)], batch.sequences, 8, tiny_args()
+    )
     expected = script.forward_all(accelerator, models[0], micro_batches, batch.mask)
     torch.testing.assert_close(result["forward"], expected, rtol=0, atol=1e-9)
     assert_equals_have_equal_scores(result["scores"])
@@ -550,14 +622,16 @@ def test_metrics_of_a_batch_leave_out_what_failed(whitening_run):
             assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.parametrize("tokens", [0, 150], ids=["by rows", "by tokens"])
 @pytest.mark.parametrize(("name", "beta"), [*((name, 0.3) for name in SCRIPTS), (*GRPO, 0.0)])
-def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, run_main):
+def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_main):
     """The passes before the updates have the shapes of those in them, mini-batch by mini-batch."""
 
     def score(data_source, response, ground_truth):
         return float(response.startswith(("6", "7")))  # the same for some groups
 
     options = {"total_episodes": EPISODES, "response_length": 40, "non_stop_penalty": False}
+    options["micro_batch_tokens"] = tokens
     (line,) = run_main(name, score, learning_rate=0.0, beta=beta, **options).metrics
     if beta == 0:
         assert 0 < line["val/computed_responses"] < EPISODES

@@ -166,6 +166,7 @@ SEQUENCE_MASK = {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}
         (0.4, {**TOKEN_MASK, "loss_aggregation": "sequence"}),
         (0.4, {**SEQUENCE_MASK, **SEQUENCE, "dual_clip": 1.1}),
         (0.4, {**SEQUENCE_MASK, "loss_aggregation": "constant", "beta": 0.0}),
+        (0.4, {"loss_aggregation": "sequence", "micro_batch_tokens": 45}),
     ],
     ids=str,
 )
@@ -281,7 +282,8 @@ def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(coun
     computed[[0, *random.Random(count).sample(mini_batch, count)]] = 1
     rows = grpo.rows_to_compute(mini_batch, computed, num_ranks=3)
     shares = [
-        grpo.cut_micro_batches(one_of_ranks(rank, 3), [rows], sequences, 2) for rank in range(3)
+        grpo.cut_micro_batches(one_of_ranks(rank, 3), [rows], sequences, 2, grpo_args())
+        for rank in range(3)
     ]
     assert len({len(share) for share in shares}) == 1 and shares[0]
     dealt = [row for share in shares for micro_batch in share for row in micro_batch.rows]

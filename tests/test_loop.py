@@ -118,6 +118,12 @@ def test_last_evaluation_has_the_weights_that_are_saved(rough_loop):
     assert all(torch.equal(saved[name], of_vllm[name]) for name in saved)
 
 
+def test_evaluations_have_seeds_of_their_own_the_same_each_time(rough_loop):
+    seeds = rough_loop.vllm.seeds
+    assert seeds[EPISODES : EPISODES + 8] == seeds[-8:] == list(range(8))
+    assert len(set(seeds)) == len(seeds) - 8
+
+
 def test_every_step_has_seeds_and_minibatches_of_its_own(loop):
     assert len(set(loop.vllm.seeds)) == len(loop.vllm.seeds) == STEPS * EPISODES
     assert len(loop.mini_batches) == 2 * STEPS
@@ -208,24 +214,27 @@ def test_optimizers_are_fused_and_gradients_in_memory_once(
     pairs = [{"prompt": "53=", "chosen": "35", "rejected": "53"}] * 128
     dataset = str(write_rows(tmp_path / "pairs.jsonl", pairs))
     options = {"dataset": dataset, "model_name_or_path": str(assets / "model")}
-    fused = []
+    fused, once = [], []
 
     def note_optimizer(call, given):
         fused.append(given["fused"])
         return call()
 
-    def end(call, given):
-        assert given["self"].ddp_handler.gradient_as_bucket_view
-        raise RuntimeError("enough is seen")
+    def note_model(call, given):
+        once.append(given["self"].ddp_handler.gradient_as_bucket_view)
+        if name == TRAINER:
+            raise RuntimeError("enough is seen")
+        return call()
 
     hooks.around(torch.optim.AdamW, "__init__", note_optimizer, put=monkeypatch.setattr)
-    hooks.around(Accelerator, "prepare", end, put=monkeypatch.setattr)
+    hooks.around(Accelerator, "prepare_model", note_model, put=monkeypatch.setattr)
     if name == TRAINER:
         with pytest.raises(RuntimeError, match="enough is seen"):
             train_reward_model.main(preference_pairs.tiny_args(**options))
     else:
-        assert str(run_main(name).error) == "enough is seen"
+        run_main(name, total_episodes=EPISODES)
     assert fused == ([True, True] if name in PPO else [True])
+    assert once and all(once)
 
 
 # --------------------------------------------------------------------------------------- schedules

@@ -57,12 +57,12 @@ def test_scores_are_shown_beside_the_rate_whatever_they_are(score, limits, draw)
 def test_runs_share_a_panel_of_the_parts_that_they_have(draw):
     line = {"training_step": 1, "objective/scores": 0.8}
     parts = {"objective/verifiable_score": 0.3, "objective/format_rate": 0.5}
-    panels = draw({"A": [line | parts], "B": [line | {"objective/penalty_rate": 0.1}]})
+    panels = draw({"A": [line | parts], "B": [line | {"objective/reward_model_score": 0.1}]})
     assert list(panels) == ["Score (training batches)", PARTS]  # none without metrics
     assert curves_of(panels[PARTS]) == {
         "A objective/verifiable_score": [0.3],
         "A objective/format_rate": [0.5],
-        "B objective/penalty_rate": [0.1],
+        "B objective/reward_model_score": [0.1],
     }
 
 

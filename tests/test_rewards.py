@@ -17,6 +17,7 @@ from helpers import REPO
 from helpers.endings import new_mark, processes_with
 from helpers.files import write_text
 from helpers.processes import alive, end, environment, wait_until
+from helpers.rollouts import plain, response_of
 from transformers import AutoTokenizer
 
 import ppo_vllm_async as script
@@ -25,9 +26,9 @@ from ppo_vllm_async import Args, Prompt, Request, Response, Rollout
 # ------------------------------------------------------------------------------------------ scores
 
 
-def response(data_source="gsm8k", size=3, stopped=True, text="", **parts):
-    prompt = Prompt("row 7", "1 + 1?", [5], [5], data_source, "2", {"bonus": 3})
-    return Response(prompt, [9] * size, [-1.0] * size, stopped, text, **parts)
+def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", **parts):
+    prompt = Prompt("row 7", asked, [5], [5], data_source, "2", {"bonus": 3})
+    return Response(prompt, [9] * size, [-1.0] * size, stopped, **parts)
 
 
 FORMAT = "<think>a</think><answer>b</answer>"
@@ -69,13 +70,7 @@ def test_score_is_the_sum_of_the_rewards_or_the_penalty(name, monkeypatch, capsy
     monkeypatch.setattr(script, "reward_model_scores", lambda *_: [model_score])
     reward_model = None if model_score is None else "a model"
     (scored,) = script.score_responses(None, reward_model, [given], Args(**changes))
-    parts = {
-        "model_score": model_score,
-        "has_format": given.text == FORMAT,
-        "penalized": score == -2.0,
-        "score": score,
-    }
-    assert scored == replace(given, **parts)
+    assert scored == replace(given, model_score=model_score, score=score)
     warning = "the reward failed on 1 of 1 responses, first on row 7: OSError()"
     assert (warning in capsys.readouterr().out) == (given.failure is not None)
 
@@ -83,12 +78,12 @@ def test_score_is_the_sum_of_the_rewards_or_the_penalty(name, monkeypatch, capsy
 def test_means_of_scores_leave_out_what_is_not_known():
     """A failed call is not a wrong answer, and a part of the credit is not a right one."""
     responses = [
-        response("gsm8k", verifiable=1.0, score=2.0, has_format=True, reward_metrics={"acc": 1.0}),
+        response("gsm8k", text=FORMAT, verifiable=1.0, score=2.0, reward_metrics={"acc": 1.0}),
         response("gsm8k", failure="OSError()", score=None),
-        response("math", verifiable=0.5, score=-1.0, penalized=True, reward_metrics={"acc": 0.25}),
-        response("math", score=0.0),
+        response("math", verifiable=0.5, score=-1.0, size=9, reward_metrics={"acc": 0.25}),
+        response("math", score=0.0, stopped=False),
     ]
-    args = Args(add_r1_style_format_reward=True, non_stop_penalty=True)
+    args = Args(add_r1_style_format_reward=True)
     expected = {
         "eval/scores": 1 / 3,
         "eval/scores/gsm8k": 2.0,
@@ -105,15 +100,18 @@ def test_means_of_scores_leave_out_what_is_not_known():
         "eval/format_rate": 0.25,
         "eval/format_rate/gsm8k": 0.5,
         "eval/format_rate/math": 0.0,
-        "eval/penalty_rate": 0.25,
-        "eval/penalty_rate/gsm8k": 0.0,
-        "eval/penalty_rate/math": 0.5,
+        "eval/sequence_lengths": 4.5,
+        "eval/sequence_lengths/gsm8k": 3.0,
+        "eval/sequence_lengths/math": 6.0,
+        "eval/stop_rate": 0.75,
+        "eval/stop_rate/gsm8k": 1.0,
+        "eval/stop_rate/math": 0.5,
         "eval/reward_failures": 1,
     }
     assert script.score_metrics("eval", responses, args) == pytest.approx(expected)
     of_one_source = script.score_metrics("objective", responses[:2], Args())
-    names = ["scores", "verifiable_score", "reward/acc", "verifiable_correct_rate"]
-    names.append("reward_failures")
+    names = ["scores", "verifiable_score", "sequence_lengths", "stop_rate", "reward/acc"]
+    names += ["verifiable_correct_rate", "reward_failures"]
     assert list(of_one_source) == [f"objective/{name}" for name in names]
 
 
@@ -137,16 +135,17 @@ DOES_NOT_THINK = [
 
 
 def test_format_is_one_thought_and_one_answer():
-    assert [text for text in THINKS if not script.has_r1_format("1 + 1?", text)] == []
-    assert [text for text in DOES_NOT_THINK if script.has_r1_format("1 + 1?", text)] == []
+    assert [text for text in THINKS if not script.has_r1_format(response(text=text))] == []
+    assert [text for text in DOES_NOT_THINK if script.has_r1_format(response(text=text))] == []
 
 
 @pytest.mark.parametrize("end", ["<think>", "<think>\n\n "])
 def test_prompt_may_have_opened_the_thought(end):
     rest = "a</think><answer>1</answer>"
-    assert script.has_r1_format(f"1 + 1? {end}", rest)
-    assert not script.has_r1_format(f"1 + 1? {end}", f"<think>{rest}")
-    assert not script.has_r1_format("Write <think> first. 1 + 1?", rest)
+    opened = f"1 + 1? {end}"
+    assert script.has_r1_format(response(asked=opened, text=rest))
+    assert not script.has_r1_format(response(asked=opened, text=f"<think>{rest}"))
+    assert not script.has_r1_format(response(asked="Write <think> first. 1 + 1?", text=rest))
 
 
 LONG = 300_000
@@ -178,7 +177,7 @@ def time_limit():
 )
 def test_format_of_a_long_response_is_no_hang(text, time_limit):
     # A search that starts again at each tag would take hours
-    assert not script.has_r1_format("1 + 1?", text)
+    assert not script.has_r1_format(response(text=text))
 
 
 # -------------------------------------------------------------------------------- calls of a reward
@@ -287,12 +286,17 @@ def test_reward_gets_what_it_asks_for(name, monkeypatch):
 
 
 def test_metrics_of_a_reward_are_in_a_checkpoint(tmp_path):
-    graded = [response(verifiable=0.5, reward_metrics={"acc": 1 / 3}), response()]
-    rollout = Rollout(5, 3, graded[:1], graded[1:], {})
-    script.save_rollout(tmp_path, rollout)
-    prompts = [one.prompt for one in graded]
-    request = Request(5, prompts[:1], [1], prompts[1:], [2])
-    assert script.load_rollout(tmp_path / "checkpoints/unfinished", 3, request) == rollout
+    prompts = [response().prompt] * 2
+    graded = [
+        response_of(prompts[0], [9], [-1.0], verifiable=0.5, reward_metrics={"acc": 1 / 3}),
+        response_of(prompts[1], [9, 8], [-1.0, -2.0], stopped=False),
+    ]
+    (tmp_path / "checkpoints/unfinished").mkdir(parents=True)
+    script.save_rollout(tmp_path, Rollout(5, graded[:1], graded[1:], {}))
+    request = Request(prompts[:1], [1], prompts[1:])
+    loaded = script.load_rollout(tmp_path / "checkpoints/unfinished", 5, request)
+    assert (loaded.policy_version, len(loaded.responses), len(loaded.eval_responses)) == (5, 1, 1)
+    assert plain(loaded.responses + loaded.eval_responses) == plain(graded)
 
 
 # --------------------------------------------------------------------------------------- workers

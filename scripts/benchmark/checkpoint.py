@@ -3,7 +3,7 @@
     python scripts/benchmark/checkpoint.py --model_name_or_path HuggingFaceTB/SmolLM2-135M
 
 Policy and value model of PPO are built from the model, with AdamW's moments as after an update, and
-saved three times by the script's own function, with the batch that is in flight. The least is the
+saved three times by the script's own functions, with the batch that is in flight. The least is the
 weights and both moments in float32, each tensor written once, one after the other, to the same
 disk. That waits until the disk has all (fsync); the checkpoint does not.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
@@ -31,19 +32,19 @@ def make_rollout(episodes=64, length=256):
     """A rollout of made-up responses, to no prompts."""
     response = script.Response(
         prompt=None,
-        token_ids=[7] * length,
-        logprobs=[-1.2345678901] * length,
+        token_ids=np.full(length, 7, np.int32),
+        logprobs=np.full(length, -1.2345678, np.float32),
         stopped=True,
         text="word" * length,
         verifiable=1.0,
     )
-    return script.Rollout(1, 0, [response] * episodes, [], times={})
+    return script.Rollout(0, [response] * episodes, [], times={})
 
 
-def write_tensors(models, optimizers, path):
+def write_tensors(trained, path):
     """Writes weights and moments, and nothing else. Returns the bytes."""
     with open(path, "wb") as file:
-        for model, optimizer in zip(models, optimizers, strict=True):
+        for model, optimizer in trained.values():
             for parameter in model.parameters():
                 moments = optimizer.state[parameter]
                 for tensor in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]):
@@ -67,19 +68,19 @@ def main():
     accelerator = Accelerator()
     path = args.model_name_or_path
     model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
-    value_model = script.load_classifier(path, args, trained=True, offset=1)
-    models = [script.PolicyModel(model, args), value_model]
-    optimizers = []
-    for i, model in enumerate(models):
+    models = {
+        "policy": script.place_model(accelerator, script.PolicyModel(model, args), args),
+        "value_model": script.load_classifier(accelerator, path, args, trained=True, offset=1),
+    }
+    trained = {}
+    for name, model in models.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
-        models[i], optimizer = accelerator.prepare(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        optimizers.append(optimizer)
-    script.use_plain_names(accelerator)
-    parameters = sum(p.numel() for model in models for p in model.parameters())
+        trained[name] = (model, optimizer)
+    parameters = sum(p.numel() for model in models.values() for p in model.parameters())
     print(f"{parameters / 1e6:.1f} million parameters of policy and value model")
 
     os.makedirs(given.output_dir, exist_ok=True)
@@ -88,20 +89,21 @@ def main():
     with tempfile.TemporaryDirectory(dir=given.output_dir) as folder:
         for step in range(1, TIMES + 1):
             start = time.perf_counter()
-            least = write_tensors(models, optimizers, Path(folder, "least"))
+            least = write_tensors(trained, Path(folder, "least"))
             seconds["least"].append(time.perf_counter() - start)
 
             state = {"beta": 0.0, "seconds": 0.0, "wandb_id": "", "policy_version": 0}
             start = time.perf_counter()
+            script.save_models(trained, Path(folder, "checkpoints/unfinished"))
             script.save_rollout(Path(folder), rollout)
-            script.save_checkpoint(accelerator, Path(folder), step, state, args)
+            script.finish_checkpoint(accelerator, Path(folder), step, state, args)
             seconds["save"].append(time.perf_counter() - start)
 
             checkpoint_dir = Path(folder, "checkpoints", f"step_{step}")
             files = [path for path in checkpoint_dir.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in files)
             start = time.perf_counter()
-            accelerator.load_state(checkpoint_dir, map_location="cpu")
+            script.load_models(trained, checkpoint_dir)
             seconds["load"].append(time.perf_counter() - start)
     for name, values in seconds.items():
         print(f"{name:6} {', '.join(f'{value:.2f}' for value in values)} s")

@@ -75,8 +75,8 @@ def run_rank():
 
 
 def look_on(process, notes):
-    """The largest sum over all processes of the run, and of which; {role: bytes}, less the notes."""
-    largest, by_role = 0, {}
+    """The largest sum over all processes of the run, less the notes, and its parts."""
+    largest, parts = 0, {}
     while process.poll() is None:
         sizes = {}
         for each in [process, *process.children(recursive=True)]:
@@ -84,9 +84,9 @@ def look_on(process, notes):
             if note.exists():
                 sizes[each.pid] = pss(each) - int(note.read_text() or 0)
         if sum(sizes.values()) > largest:
-            largest, by_role = sum(sizes.values()), sizes
+            largest, parts = sum(sizes.values()), sizes
         time.sleep(0.1)
-    return largest, sorted(by_role.values(), reverse=True)
+    return largest, sorted(parts.values(), reverse=True)
 
 
 def planned(path, flags, ranks, is_fsdp2):
@@ -119,6 +119,8 @@ def main():
             "SCRIPT": Path(options.script).stem,
             "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
+            # The C library would keep what FSDP2 frees after each layer
+            "MALLOC_MMAP_THRESHOLD_": str(2**18),
         }
         if options.fsdp2:
             environment["FSDP2"] = "1"

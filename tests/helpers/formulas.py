@@ -17,13 +17,18 @@ def gae_by_definition(rewards, values, gamma, lam):
 
 def log_softmax_of(model, prompt, response, temperature):
     """What a model says at each token of a response: (tokens, vocabulary), in float64."""
-    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.double() / temperature, -1)
 
 
 def chosen_logprobs(model, prompt, response, temperature):
     """The log-probability of each token of a response, (tokens,), in float64."""
-    return log_softmax_of(model, prompt, response, temperature)[range(len(response)), response]
+    return at(log_softmax_of(model, prompt, response, temperature), response)
+
+
+def at(every, response):
+    """What is said of each token of a response, (tokens,), of what is said of all there are."""
+    return every[range(len(response)), torch.as_tensor(response)]
 
 
 def logprobs_and_entropies(model, prompts, responses, temperature):
@@ -32,14 +37,14 @@ def logprobs_and_entropies(model, prompts, responses, temperature):
     for prompt, response in zip(prompts, responses, strict=True):
         with torch.no_grad():
             every = log_softmax_of(model, prompt, response, temperature)
-        logprobs.append(every[range(len(response)), response])
+        logprobs.append(at(every, response))
         entropies.append(-(every.exp() * every).sum(-1))
     return logprobs, entropies
 
 
 def values_of(model, prompt, response):
     """What a classifier's head says where each token of a response is chosen: (tokens,)."""
-    hidden = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0]
+    hidden = model.base_model(torch.tensor([[*prompt, *response]])).last_hidden_state[0]
     return (hidden @ model.score.weight[0])[len(prompt) - 1 : -1]
 
 

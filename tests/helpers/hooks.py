@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from helpers.runs import with_lists
+
 
 def around(owner, name, instead, put=setattr):
     """Puts instead(call, given) in the place of owner.name.
@@ -32,13 +34,11 @@ def around(owner, name, instead, put=setattr):
 def with_each_batch(script, do, put=setattr):
     """do(batch) with each step's batch after its updates, when its metrics are made.
 
-    It has prompt_ids and responses besides, which are the two halves of its sequences.
+    It is as with_lists has it.
     """
 
     def instead(call, given):
-        batch = given["batch"]
-        prompt_ids, responses = map(list, zip(*batch.sequences, strict=True))
-        do(SimpleNamespace(**vars(batch), prompt_ids=prompt_ids, responses=responses))
+        do(SimpleNamespace(**with_lists(vars(given["batch"]))))
         return call()
 
     around(script, "batch_metrics", instead, put)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -66,8 +67,8 @@ def make_stub(script):
             self.seeds, self.order = [], []  # order: of weight syncs and requests
             self.made.append(self)
 
-        def sync_weights(self, model, version):
-            self.policy.model.load_state_dict(model.state_dict())
+        def sync_weights(self, weights, version):
+            self.policy.model.load_state_dict(dict(weights))
             self.policy_version = version
             self.order.append(f"weights {version}")
 
@@ -76,15 +77,16 @@ def make_stub(script):
             if not prompts:
                 return []
             assert len(prompts) % num_samples == 0
-            rows = [sample_digits(seed, self.args) for seed in seeds]
+            rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
-            assert max(len(prompt + row) for prompt, row in sequences) <= self.max_length
+            assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
             batch = script.collate(range(len(rows)), sequences, "cpu")
             is_first = [one for one in self.order if one.startswith("weights")] == ["weights 0"]
             is_old = getattr(self.args, "async_mode", False) and not is_first
             logprobs = report_logprobs(self.policy, batch, seeds[0], is_old)
+            logprobs = [np.array(row, np.float32) for row in logprobs]
             parts = zip(prompts, rows, logprobs, strict=True)
-            return [script.Response(*part, stopped=part[1][-1] == STOP) for part in parts]
+            return [script.Response(*part, stopped=STOP in part[1][-1:]) for part in parts]
 
     return StubVLLM
 

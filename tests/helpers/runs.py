@@ -51,13 +51,19 @@ def differences(one, other):
 
 
 def batch_of(run, step):
-    """The batch of a step of a run with save_batches: the fields of Batch, as a dict.
+    """The batch of a step of a run with save_batches: as with_lists has it."""
+    return with_lists(torch.load(run.run_dir / "batches" / f"{step}.pt", weights_only=False))
+
+
+def with_lists(batch):
+    """The fields of a Batch, as a dict, whose token ids are lists.
 
     It has prompt_ids and responses besides, which are the two halves of its sequences.
     """
-    batch = torch.load(run.run_dir / "batches" / f"{step}.pt", weights_only=False)
     prompt_ids, responses = map(list, zip(*batch["sequences"], strict=True))
-    return batch | {"prompt_ids": prompt_ids, "responses": responses}
+    responses = [response.tolist() for response in responses]
+    sequences = list(zip(prompt_ids, responses, strict=True))
+    return batch | {"sequences": sequences, "prompt_ids": prompt_ids, "responses": responses}
 
 
 def weights_of_versions(run):
