@@ -2213,9 +2213,9 @@ def main(args):
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # torch warns of checkpoints by one process, and with FSDP2 of outputs that are views, which
-    # nobody may change in place
-    warnings.filterwarnings("ignore", module="torch.distributed")
+    # Of checkpoints by one process, of FSDP2's outputs that are views (which nobody may change in
+    # place), and of broadcast_buffers
+    warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
     # ---- Ranks and arguments
     timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
