@@ -21,6 +21,7 @@ Which file.
     test_engine, test_weight_sync
                         class VLLM and its process; weights by CUDA's ways, with a faked device
     test_ranks          which engine is where, who answers what
+    test_fsdp2          models that ranks share, and copies of them, beside one process
     test_loop, test_resume
                         main(): its steps; a run that is resumed goes on as if never interrupted
     test_runs, test_ends
@@ -41,8 +42,9 @@ Helpers, in tests/helpers.
     loops, hooks        main() with a stub of vLLM; how tests stand in a function's way
     real_vllm, faked_cuda, stub_vllm
                         an engine to ask; in place of CUDA; in place of vLLM
-    saving_batches, wrapped_async, vllm_answers, two_rank_gradient
+    saving_batches, wrapped_async, vllm_answers, two_rank_gradient, together
                         programs that tests start
+    fsdp2               FSDP2 without GPUs
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
 folder) starts wrapped_async.py, which lays its fault into the script and then calls main(); a new

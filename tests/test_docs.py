@@ -10,9 +10,9 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # Flags of other programs: the launchers, the preflight, the benchmarks, docker
 OTHER_FLAGS = """
-    config_file num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
-    cpu privileged quiet steps what local_save_dir local_dataset_path split
-    center_rewards_coefficient num_gpus gpu_memory
+    num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
+    config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
+    center_rewards_coefficient num_gpus gpu_memory ranks fsdp2
 """
 
 

@@ -8,15 +8,17 @@ import queue
 import shutil
 import socket
 import time
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers.processes import CPU, STUB, TWO_RANKS, finish
+from helpers.rollouts import plain, response_of
 from helpers.runs import batch_of, check_equal_to_the_bit
+from safetensors.numpy import load_file
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, Prompt, Response
+from ppo_vllm_async import Args, Prompt
 
 # --------------------------------------------------------------------------- where the engines are
 
@@ -68,12 +70,15 @@ class Engine(script.VLLM):
 
     def __init__(self, index, count):
         self.index, self.count, self.policy_version = index, count, 4
-        self.args = Args(stop_token_ids=(203,))
+        self.args = Args(stop_token_ids=(2,))
 
     def submit(self, function, prompt_ids, seeds, temperature, args):
         assert function is script.sample_responses
         pairs = zip(prompt_ids, seeds, strict=True)
-        self.answer = [([ids[0], seed], [temperature, -0.5]) for ids, seed in pairs]
+        self.answer = [
+            (np.array([ids[0], seed], np.int32), np.array([temperature, -0.5], np.float32))
+            for ids, seed in pairs
+        ]
         return self
 
     def result(self):
@@ -81,7 +86,7 @@ class Engine(script.VLLM):
 
 
 PROMPTS = [Prompt(f"row {i // 2}", "", [i // 2, 50], [], "any", "1", None) for i in range(10)]
-REQUEST = script.Request(9, PROMPTS, list(range(100, 110)), PROMPTS[1:6:2], [201, 202, 203])
+REQUEST = script.Request(PROMPTS, list(range(100, 110)), PROMPTS[1:6:2])
 ARGS = Args(number_samples_per_prompt=2, temperature=0.7, eval_temperature=0.0)
 
 
@@ -99,7 +104,7 @@ class Group:
         self.shares = shares
 
     def gather(self, shares, mine, group):
-        assert group is self and mine in self.shares
+        assert group is self and any(mine is share for share in self.shares)
         shares[:] = self.shares
 
 
@@ -112,15 +117,18 @@ def test_shares_of_all_ranks_are_what_one_engine_answers(count, without_rewards,
     group = Group(shares, monkeypatch)
     rollouts = [script.gather_rollout(share, group) for share in shares]
     for rollout in rollouts:
-        assert (rollout.training_step, rollout.policy_version) == (9, 4)
-        assert rollout.responses == [
-            Response(prompt, [i // 2, 100 + i], [0.7, -0.5], stopped=False)
+        assert rollout.policy_version == 4
+        expected = [
+            response_of(prompt, [i // 2, 100 + i], [0.7, -0.5], stopped=False)
             for i, prompt in enumerate(PROMPTS)
         ]
-        assert rollout.eval_responses == [
-            Response(prompt, [i, 201 + i], [0.0, -0.5], stopped=i == 2)
+        assert plain(rollout.responses) == plain(expected)
+        # Evaluations have the same seeds whenever they are
+        expected = [
+            response_of(prompt, [i, i], [0.0, -0.5], stopped=i == 2)
             for i, prompt in enumerate(REQUEST.eval_prompts)
         ]
+        assert plain(rollout.eval_responses) == plain(expected)
         assert set(rollout.times) == {"generation", "reward", "evaluation"}
     assert script.gather_rollout(shares[0], None) is shares[0]
 
@@ -129,12 +137,12 @@ def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewa
     """Python would end the thread alone, and the learner would wait for ever."""
     prompts_Q, response_Q, errors = queue.Queue(), queue.Queue(), []
     monkeypatch.setattr(script, "end_at_once", errors.append)
-    for request in (REQUEST, replace(REQUEST, training_step=10), "not a request"):
+    for request in (REQUEST, script.Request(PROMPTS[:4], [7] * 4, []), "not a request"):
         prompts_Q.put(request)
     script.generation_thread(Engine(0, 1), None, None, prompts_Q, response_Q, ARGS)
     rollouts, (error,) = list(response_Q.queue), errors
-    assert [rollout.training_step for rollout in rollouts] == [9, 10]
-    assert all(len(rollout.responses) == 10 for rollout in rollouts)
+    assert [len(rollout.responses) for rollout in rollouts] == [10, 4]
+    assert [len(rollout.eval_responses) for rollout in rollouts] == [3, 0]
     assert all("wait_for_prompts" in rollout.times for rollout in rollouts)
     assert isinstance(error, AttributeError)
 
@@ -201,6 +209,22 @@ def resume(two_ranks, start_script, small_eval, tmp_path):
         return runs[0]
 
     return go_on
+
+
+@pytest.mark.slow
+def test_responses_travel_and_are_saved_as_arrays(two_ranks):
+    """Lists would be pickled number by number, and a checkpoint would have to be trusted."""
+    batch = torch.load(two_ranks.run_dir / "batches" / "3.pt", weights_only=False)
+    saved = load_file(two_ranks.run_dir / "checkpoints/step_2/next_rollout.safetensors")
+    logprobs = batch["sampler_logprobs"].numpy()
+    for i, (_, ids) in enumerate(batch["sequences"]):
+        assert (ids.dtype, saved[f"token_ids {i}"].dtype) == (np.int32, np.int32)
+        assert saved[f"logprobs {i}"].dtype == np.float32
+        assert np.array_equal(saved[f"token_ids {i}"], ids)
+        assert np.array_equal(saved[f"logprobs {i}"], logprobs[i, : len(ids)])
+    files = {path.suffix or path.name for path in two_ranks.run_dir.glob("checkpoints/*/**/*")}
+    folders = {"policy", "policy_optimizer", "value_model", "value_model_optimizer"}
+    assert files == {".json", ".jsonl", ".safetensors", ".distcp", ".metadata", *folders}
 
 
 @pytest.mark.slow

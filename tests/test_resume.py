@@ -4,6 +4,7 @@ Here with a stub of vLLM; with vLLM itself in test_runs.py, on another number of
 test_ranks.py. And what is in a saved model.
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -17,13 +18,13 @@ from accelerate import Accelerator
 from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.loops import EPISODES
+from helpers.rollouts import plain, response_of
 from helpers.runs import differences, without_clock
-from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, GenerationConfig
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, Prompt, Request, Response, Rollout
+from ppo_vllm_async import Args, Prompt, Request, Rollout
 
 
 def score(data_source, response, ground_truth):
@@ -85,6 +86,7 @@ def check_equal_to_the_bit(resumed, whole):
     for mine, theirs in zip(resumed.batches[::-1], whole.batches[::-1], strict=False):
         assert differences(vars(mine), vars(theirs)) == []
     for model, rates in resumed.rates.items():
+        rates = [rate for rate in rates if rate > 0]  # torch makes a step of 0, to have a state
         assert rates == whole.rates[model][-len(rates) :]
 
 
@@ -152,7 +154,7 @@ def test_run_killed_while_saving_goes_on_and_may_be_interrupted_again(
 
     hooks.around(Accelerator, "init_trackers", note, put=monkeypatch.setattr)
     with monkeypatch.context() as patch:
-        hooks.around(Accelerator, "save_state", die_in_step_4, put=patch.setattr)
+        hooks.around(script, "save_models", die_in_step_4, put=patch.setattr)
         assert "power" in str(six_steps(name, **options).error)
     assert checkpoints_of(tmp_path / "run") == ["step_2", "unfinished"]
     # What it had written of step 4 must not be in the step 4 that follows
@@ -257,15 +259,12 @@ def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, t
 
 def save_fake_checkpoints(run_dir, steps, responses=(), **changes):
     """Checkpoints without a model, and with these responses, of which two are not held out."""
-    accelerator = SimpleNamespace(
-        save_state=lambda folder: (folder / "model").write_text("weights"),
-        wait_for_everyone=lambda: None,
-        is_main_process=True,
-    )
-    rollout = Rollout(1, 0, list(responses[:2]), list(responses[2:]), {})
+    accelerator = SimpleNamespace(is_main_process=True)
+    rollout = Rollout(0, list(responses[:2]), list(responses[2:]), {})
     for step in steps:
+        (run_dir / "checkpoints/unfinished").mkdir(parents=True)
         script.save_rollout(run_dir, rollout)
-        script.save_checkpoint(accelerator, run_dir, step, {"beta": 0.1}, Args(**changes))
+        script.finish_checkpoint(accelerator, run_dir, step, {"beta": 0.1}, Args(**changes))
 
 
 @pytest.mark.parametrize(
@@ -296,36 +295,49 @@ def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
 def test_responses_of_a_checkpoint_come_back_to_the_bit(tmp_path, monkeypatch):
     prompts = [Prompt(str(i), "", [i], [i], None, None, None) for i in range(3)]
     ones = [
-        Response(prompts[0], [5, 1], [-0.1, -1 / 3], True, "5", 1.0, {"acc": 0.5}),
-        Response(prompts[1], [7], [-2.5], False, "a\nb\u2028c", None, {}, "OSError()"),
-        Response(prompts[2], [1], [-1e-30], True, "", None),
+        response_of(prompts[0], [5, 1], [-0.1, -1 / 3], text="5", verifiable=1.0),
+        response_of(prompts[1], [7], [-2.5], False, text="a\nb\u2028c", failure="OSError()"),
+        response_of(prompts[2], [1], [-1e-30], reward_metrics={"acc": 0.5}),
     ]
     save_fake_checkpoints(tmp_path, [4], ones)
     folder = tmp_path / "checkpoints" / "step_4"
-    request = Request(5, prompts[:2], [1, 2], prompts[2:], [3])
-    assert script.load_rollout(folder, 3, request) == Rollout(5, 3, ones[:2], ones[2:], {})
+    request = Request(prompts[:2], [1, 2], prompts[2:])
+    rollout = script.load_rollout(folder, 3, request)
+    assert (rollout.policy_version, rollout.times) == (3, {})
+    assert plain(rollout.responses) == plain(ones[:2])
+    assert plain(rollout.eval_responses) == plain(ones[2:])
     # Each rank would bring it, and the batch would be of another size
     monkeypatch.setenv("RANK", "1")
     assert script.load_rollout(folder, 3, request) is None
 
 
 def test_checkpoint_of_several_ranks_is_one_of_a_single_rank(tmp_path):
-    """DDP would prefix the names of the weights."""
+    """DDP would prefix the names of the weights. And an optimizer may not have stepped yet."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        model = torch.nn.Linear(2, 3)
-        accelerator = Accelerator(cpu=True)
-        accelerator._models = [DistributedDataParallel(model)]
-        script.use_plain_names(accelerator)
-        accelerator.save_state(tmp_path)
-        weight = model.weight.detach().clone()
-        assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}
-        model.weight.data.zero_()
-        accelerator.load_state(tmp_path)
-        assert torch.equal(model.weight, weight)
+        several = DistributedDataParallel(torch.nn.Linear(2, 3))
+        optimizer = torch.optim.AdamW(several.parameters(), weight_decay=0.5)
+        several(torch.ones(2)).sum().backward()
+        idle = torch.nn.Linear(2, 3)
+        trained = {"policy": (several, optimizer), "idle": (idle, torch.optim.AdamW([idle.weight]))}
+        for _ in range(2):
+            optimizer.step()
+        before = copy.deepcopy((several.module.state_dict(), optimizer.state_dict()["state"]))
+        script.save_models(trained, tmp_path)
+        assert idle.weight.grad is None and not trained["idle"][1].state
     finally:
         torch.distributed.destroy_process_group()
+    assert {path.name for path in tmp_path.iterdir()} == {"policy", "policy_optimizer", "idle"}
+
+    alone = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(alone.parameters(), weight_decay=0.5)
+    trained = {"policy": (alone, optimizer), "idle": (idle, torch.optim.AdamW([idle.weight]))}
+    script.load_models(trained, tmp_path)
+    after = (alone.state_dict(), optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert not trained["idle"][1].state
 
 
 # ------------------------------------------------------------------------------------ saved models
@@ -355,7 +367,7 @@ def test_end_tokens_alone_change_in_a_generation_config(sampling, assets, tmp_pa
     args.stop_token_ids = (1, 11)
     model = script.load_model(script.AutoModelForCausalLM, tmp_path / "model", args, trained=True)
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    script.save_model(model, tokenizer, tmp_path / "saved", args)
+    script.save_model(Accelerator(cpu=True), model, tokenizer, tmp_path / "saved", args)
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     if sampling is None:
         saved = {"eos_token_id": saved["eos_token_id"]}

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -34,10 +35,17 @@ def add_gpus(put, exports):
 
     put(torch.cuda, "device_count", lambda: 4)
     put(torch.cuda, "current_device", lambda: 2)
-    put(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu}"))
+    put(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="GPU-2"))
     put(torch.cuda, "ipc_collect", lambda: exports.append(None))
     put(torch.cuda, "current_stream", lambda: STREAM)
     put(script, "reduce_tensor", reduce_tensor)
+
+
+def sync(vllm, model, version):
+    """A sync of weights that say that they are on a GPU."""
+    with mock.patch.object(type(model), "device", torch.device("cuda")):
+        weights = list(script.gather_weights(model, vllm.args))
+    vllm.sync_weights(weights, version)
 
 
 # ------------------------------------------------------------------------------- the real vLLM

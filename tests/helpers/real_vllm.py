@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 import ppo_vllm_async as script
@@ -51,8 +52,12 @@ def differences(system, responses=None, temperature=1.0):
     policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
     with torch.no_grad():
         logprobs, _ = policy(micro_batch.inputs, micro_batch.mask.shape[1])
-    theirs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    theirs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
     return (logprobs[micro_batch.mask.bool()] - theirs).abs()
+
+
+def sync(system, version):
+    system.vllm.sync_weights(script.gather_weights(system.model, system.args), version)
 
 
 def perturb(model, seed):

@@ -1,9 +1,9 @@
 """Tiny models and a made-up batch of unequal lengths, for tests and two_rank_gradient.py."""
 
-import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
@@ -127,8 +127,6 @@ def one_of_ranks(rank, world_size):
         process_index=rank,
         num_processes=world_size,
         device=torch.device("cpu"),
-        no_sync=lambda model: contextlib.nullcontext(),
-        backward=lambda loss: loss.backward(),
         reduce=lambda tensor, reduction: tensor,
     )
 
@@ -196,9 +194,28 @@ def groups_of_equals(groups=32, samples=4):
     pairs[3] = (pairs[3][0], pairs[2][1])
     # A reward model may have a chat template of its own
     return [
-        script.Response(script.Prompt("", "", [2], prompt, None, None, None), ids, [], True)
+        response_of(script.Prompt("", "", [2], prompt, None, None, None), ids)
         for prompt, ids in pairs
         for _ in range(samples)
+    ]
+
+
+def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
+    """A Response, whose numbers are arrays as vLLM's process makes them."""
+    token_ids, logprobs = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+    return script.Response(prompt, token_ids, logprobs, stopped, **rest)
+
+
+def plain(responses):
+    """Responses in a form that == can compare to the bit, as it cannot compare arrays."""
+    return [
+        vars(response)
+        | {
+            name: (str(array.dtype), array.tolist())
+            for name, array in vars(response).items()
+            if isinstance(array, np.ndarray)
+        }
+        for response in responses
     ]
 
 

@@ -22,12 +22,12 @@ from helpers import preference_pairs, rollouts
 
 def ppos(accelerator, size):
     batch = rollouts.make_rollout()
-    policy = accelerator.prepare(rollouts.tiny_policy().double())
-    value_model = accelerator.prepare(rollouts.tiny_value_model().double())
     args = rollouts.tiny_args(per_device_train_batch_size=size)
+    policy = script.place_model(accelerator, rollouts.tiny_policy().double(), args)
+    value_model = script.place_model(accelerator, rollouts.tiny_value_model().double(), args)
     gradient, sums = rollouts.gradients(accelerator, (policy, value_model), batch, args)
     totals = accelerator.reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
-    micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, size)
+    micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, size, args)
     reward_model = rollouts.tiny_value_model(seed=3, offset=0)
     responses = rollouts.groups_of_equals()
     return {

@@ -1,0 +1,333 @@
+"""What ranks compute together, for test_fsdp2.py: python together.py FOLDER NAME.
+
+As many ranks as the launcher starts; under FSDP2 where FSDP2 is set. They write FOLDER/NAME.pt, see
+main(). Then each makes the runs that FOLDER/NAME.json tells of, with a stub of vLLM.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
+
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import grpo_vllm_async as grpo
+import ppo_vllm_async as ppo
+from helpers import fsdp2, rollouts
+from helpers.hooks import around
+from helpers.loops import sample_digits
+from helpers.processes import flags_of
+
+ROWS = range(8)
+CUTS = {"rows": {"per_device_train_batch_size": 1}, "tokens": {"micro_batch_tokens": 45}}
+CASES = [
+    (name, tied, cut)
+    for name in ("ppo_vllm_async", "grpo_vllm_async")
+    for tied in (False, True)
+    for cut in CUTS
+]
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def in_float64(script):
+    """Else place_model would gather layers in less, and add up their gradients in float32."""
+    return mock.patch.object(
+        script, "MixedPrecisionPolicy", lambda *_, **__: MixedPrecisionPolicy()
+    )
+
+
+# ----------------------------------------------------------------------- models, without any main()
+
+
+def trained_models(accelerator, script, tied=False, seed=0):
+    """{name: (model, its optimizer)}, in float64."""
+    args = rollouts.tiny_args(dtype="float64")
+    model = rollouts.tiny_language_model(seed, tie_word_embeddings=tied)
+    models = {"policy": script.PolicyModel(model, args)}
+    if script is ppo:
+        models["value_model"] = script.ValueModel(rollouts.tiny_classifier(seed + 1), 1, args)
+    trained = {}
+    for name, model in models.items():
+        with in_float64(script):
+            model = script.place_model(accelerator, model.double(), args)
+        trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    return trained
+
+
+def batch_for(script):
+    batch = rollouts.make_rollout()
+    if script is ppo:
+        return batch
+    # One response is left out: the ranks fill up
+    computed = torch.ones(len(ROWS), dtype=torch.float64)
+    computed[4] = 0
+    tensors = vars(batch) | {"computed": computed}
+    return grpo.Batch(**{field.name: tensors[field.name] for field in fields(grpo.Batch)})
+
+
+def update(accelerator, script, trained, cut):
+    """One update of all models: their gradients, their norms, their weights after it."""
+    args, batch = rollouts.tiny_args(max_grad_norm=0.1, **CUTS[cut]), batch_for(script)
+    models = [model for model, _ in trained.values()]
+    if script is ppo:
+        ppo.accumulate_gradients(accelerator, *models, batch, ROWS, True, args)
+    else:
+        args = grpo.Args(dtype="float64", temperature=0.8, beta=0.1, max_grad_norm=0.1, **CUTS[cut])
+        grpo.accumulate_gradients(accelerator, *models, batch, ROWS, args)
+    seen = {}
+    for name, (model, optimizer) in trained.items():
+        gradients = [whole(p.grad).flatten() for p in model.parameters()]
+        norm = script.apply_gradients(accelerator, model, optimizer, 1e-2, batch, None, args)
+        weights = [whole(p).flatten() for p in model.parameters()]
+        seen |= {
+            f"{name} gradient": torch.cat(gradients),
+            f"{name} norm": norm[None],
+            f"{name} weights": torch.cat(weights),
+        }
+    return seen
+
+
+def state_of(trained):
+    """{model: (its weights, what its optimizer knows of each)}, whole."""
+    return {
+        name: (
+            [whole(p) for p in model.parameters()],
+            [
+                {key: whole(value) for key, value in optimizer.state[p].items()}
+                for p in model.parameters()
+                if p in optimizer.state
+            ],
+        )
+        for name, (model, optimizer) in trained.items()
+    }
+
+
+def step_and_save(accelerator, folder):
+    """A checkpoint in a value warm-up: the policy's optimizer has not stepped. And what it has."""
+    trained = trained_models(accelerator, ppo)
+    unstepped = trained.pop("policy")
+    value_model, optimizer = trained["value_model"]
+    for scale in (1.0, 2.0):
+        inputs = ppo.collate([0, 1], batch_for(ppo).sequences, accelerator.device)
+        (scale * value_model(inputs.inputs, 3).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {"policy": unstepped, **trained}
+    ppo.save_models(trained, folder)
+    return state_of(trained)
+
+
+def load(accelerator, folder):
+    """What a checkpoint gives to models and optimizers that were others."""
+    trained = trained_models(accelerator, ppo, seed=7)
+    ppo.load_models(trained, folder)
+    return state_of(trained)
+
+
+def look_at_units(model, inputs, width):
+    """What is sharded as a unit of its own, and what parts of a model are while it computes."""
+    seen = {}
+
+    def note(name):
+        def hook(module, *_):
+            seen[name] = {(isinstance(p, DTensor), p.dtype) for p in module.parameters()}
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith(("mlp", "embed_tokens")):
+            module.register_forward_hook(note(name))
+    outputs = model(inputs, width)
+    outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+    gradients = {}
+    if outputs.requires_grad:
+        outputs.sum().backward()
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {
+        "units": {name for name, m in model.named_modules() if isinstance(m, FSDPModule)},
+        "in forward": seen,
+        "after": {isinstance(p, DTensor) for p in model.parameters()},
+        "gradients": gradients,
+    }
+
+
+def two_architectures(accelerator):
+    """Models in bfloat16: a trained one, and frozen ones of another kind."""
+    args = rollouts.tiny_args(dtype="bfloat16")
+    torch.manual_seed(3)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes += ("num_attention_heads", "num_key_value_heads")
+    config = rollouts.tiny_config()
+    llama = LlamaForCausalLM(LlamaConfig(**{size: getattr(config, size) for size in sizes}))
+    judge = rollouts.tiny_classifier(seed=4).bfloat16().requires_grad_(False)
+    judge.score.float()
+    models = {
+        "trained": ppo.PolicyModel(rollouts.tiny_language_model(), args),
+        "frozen": ppo.PolicyModel(llama.bfloat16().eval().requires_grad_(False), args),
+        "judge": ppo.ValueModel(judge.eval(), 0, args),
+    }
+    rows = [2 * accelerator.process_index, 2 * accelerator.process_index + 1]  # each its own
+    batch = ppo.collate(rows, batch_for(ppo).sequences, accelerator.device)
+    return {
+        name: look_at_units(ppo.place_model(accelerator, model, args), batch.inputs, 2)
+        for name, model in models.items()
+    }
+
+
+def score(accelerator):
+    """Five responses, one at a time."""
+    args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
+    judge = rollouts.tiny_value_model(seed=3, offset=0).requires_grad_(False).eval()
+    judge.model.eval()
+    judge = ppo.place_model(accelerator, judge, args)
+    responses = rollouts.groups_of_equals()[:20:4]
+    return ppo.reward_model_scores(accelerator, judge, responses, args)
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+
+class StubVLLM:
+    """Says the same whatever its weights are; the last ones are kept."""
+
+    made = []  # noqa: RUF012
+
+    def __init__(self, placement, config, max_length, args):
+        self.index, self.count, _ = placement
+        self.args, self.policy_version = args, None
+        self.made.append(self)
+
+    def sync_weights(self, weights, version):
+        self.weights, self.policy_version = dict(weights), version
+
+    def sample(self, prompts, seeds, temperature, num_samples):
+        share = ppo.share_of(len(prompts), self.index, self.count, num_samples)
+        responses = []
+        for prompt, seed in zip(prompts[share], seeds[share], strict=True):
+            ids = sample_digits(seed, self.args)
+            logprobs = [-0.5 - token % 7 / 10 for token in ids]
+            responses.append(rollouts.response_of(prompt, ids, logprobs, ids[-1] == rollouts.STOP))
+        return responses
+
+
+@contextlib.contextmanager
+def main_in_float64(script):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(in_float64(script))
+        for name, argument in (("place_model", "model"), ("forward_all", "mask")):
+
+            def to_double(call, given, argument=argument):
+                given[argument] = given[argument].double()
+                return call()
+
+            stack.enter_context(mock.patch.object(script, name, getattr(script, name)))
+            around(script, name, to_double)
+        yield
+
+
+def run_main(name, options, double):
+    script = importlib.import_module(Path(name).stem)
+    sys.argv = [name, *flags_of(options)]
+    stub = mock.patch.multiple(script, VLLM=StubVLLM, check_sampler=lambda *_: None)
+    with stub, main_in_float64(script) if double else contextlib.nullcontext():
+        script.main(tyro.cli(script.Args))
+
+
+def runs(accelerator, path):
+    """Those of a file with [name, options, whether in float64, the run that is gone on with].
+
+    Returns what in the last weights that vLLM got is not as in the saved model, of each.
+    """
+    not_sent = []
+    subprocess.run = lambda *_, **__: None  # no pictures
+    PartialState.destroy_process_group = lambda *_: None  # there is a next run
+    for name, options, double, copied in json.loads(path.read_text()):
+        if copied and accelerator.is_main_process:
+            shutil.copytree(copied, Path(options["output_dir"], "run"))
+        accelerator.wait_for_everyone()
+        run_main(name, options, double)
+        saved = load_file(Path(options["output_dir"], "run", "model", "model.safetensors"))
+        sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
+        not_sent += [(name, w) for w in saved if not torch.equal(saved[w].float(), sent[w])]
+        accelerator.wait_for_everyone()
+    return not_sent
+
+
+# ----------------------------------------------------------------------------- what must be refused
+
+
+def refusals(accelerator, folder, options):
+    """{variable: (what main() says, how much is in the weights of a frozen model on each rank)}"""
+    seen = {}
+    for name, value in (("FSDP_VERSION", "1"), ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options["output_dir"] = str(folder / name)
+        with mock.patch.dict(os.environ, {name: value}):
+            message = ""
+            try:
+                run_main("ppo_vllm_async.py", options, double=False)
+            except ValueError as error:
+                message = str(error)
+            path, args = options["model_name_or_path"], ppo.Args(dtype="float32")
+            model = ppo.load_model(AutoModelForCausalLM, path, args, trained=False)
+            sizes = [None] * accelerator.num_processes
+            size = sum(parameter.abs().sum().item() for parameter in model.parameters())
+            torch.distributed.all_gather_object(sizes, size)
+            seen[name] = message, sizes
+    return seen
+
+
+def main():
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    is_sharded = "FSDP2" in os.environ
+    if is_sharded:
+        fsdp2.allow_on_cpu()
+    accelerator = Accelerator(cpu=not is_sharded)
+    assert accelerator.is_fsdp2 == is_sharded
+    seen = {"ranks": accelerator.num_processes, "scores": score(accelerator)}
+    for case in CASES:
+        name_of_script, tied, cut = case
+        script = importlib.import_module(name_of_script)
+        trained = trained_models(accelerator, script, tied)
+        seen[case] = update(accelerator, script, trained, cut)
+    if is_sharded:
+        seen["units"] = two_architectures(accelerator)
+    seen["saved"] = step_and_save(accelerator, folder / f"checkpoint_{name}")
+    for path in sorted(folder.glob("checkpoint_*")):
+        seen[path.name] = load(accelerator, path)
+    seen["not sent"] = runs(accelerator, folder / f"{name}.json")
+    if is_sharded:
+        _, options, *_ = json.loads((folder / f"{name}.json").read_text())[0]
+        seen["refusals"] = refusals(accelerator, folder, options)
+    if accelerator.is_main_process:
+        torch.save(seen, folder / f"{name}.pt")
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
