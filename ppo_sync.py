@@ -2181,7 +2181,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 calls itself FSDP, too. With that loading ranks other than a node's first get zeros
+    # FSDP2 calls itself FSDP, too. RAM-efficient loading would give zeros to ranks other than the
+    # first of a node
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
