@@ -247,8 +247,8 @@ def check_launcher(run):
     check_sharding(run)
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise Mistake(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS must be 1, by which accelerate divides "
-            "gradients; --per_device_train_batch_size cuts batches"
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS must be 1: it is --per_device_train_batch_size "
+            "that cuts batches"
         )
     try:
         accelerate.utils.TorchDynamoPlugin()  # reads the environment

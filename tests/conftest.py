@@ -5,6 +5,9 @@ Fast and slow. A test that starts vLLM or other processes, or waits for seconds,
     bash scripts/test.sh                          all of them
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
+scripts/test.sh runs two files at a time (pytest-xdist), so that a test that waits for a process to
+start costs less. The tests of one file run in their order, in one process: fixtures of a module are
+made once.
 What needs a real run of a script gets it from a fixture, so that many tests look at one run.
 
 Three scripts, one text. Functions that the scripts share are tested through ppo_vllm_async.py
