@@ -38,15 +38,19 @@ LIMITS = {"val/explained_variance": (-1, 1)}
 RATES = {"eval/verifiable_correct_rate"}  # the axis goes from 0 to 1 at least; scores may go on
 
 
-def read_metrics(run_dir):
-    """The lines of metrics.jsonl as a list of dicts; the last one is left out if it was cut off."""
-    metrics = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+def read_lines(path):
+    """The lines of a .jsonl file as a list of dicts; the last one is left out if it was cut off."""
+    lines = []
+    for line in path.read_text().splitlines():
         try:
-            metrics.append(json.loads(line))
+            lines.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return metrics
+    return lines
+
+
+def read_metrics(run_dir):
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def plot_curves(run_dirs, path):

@@ -1,4 +1,4 @@
-"""Says in a few lines what a run did: answers right before and after, what limited its speed.
+"""Says in a few lines what a run did: answers before and after, what limited its speed.
 
 python scripts/summarize_run.py output/RUN
 """
@@ -8,7 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from plot_runs import read_metrics
+from plot_runs import read_lines, read_metrics
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 
@@ -38,6 +38,42 @@ def describe_change(what: str, values: list[str]) -> str:
     if len(values) == 1:
         return f"{what}: {values[0]} after training"
     return f"{what}: {values[0]} before training, {values[-1]} after"
+
+
+def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
+    """Answers to the first held-out prompts, by the first policy that was asked and by the last.
+
+    >>> sample = {"prompt": "<|user|>213=<|assistant|>", "ground_truth": "123", "score": 0.0}
+    >>> before = sample | {"policy_version": 0, "response": "231"}
+    >>> after = sample | {"policy_version": 9, "response": "123", "score": 1.0}
+    >>> print("\\n".join(describe_samples([before, after])))
+    <BLANKLINE>
+    <|user|>213=<|assistant|>
+      before, score 0: 231
+      after, score 1: 123
+    """
+    versions = sorted({sample["policy_version"] for sample in samples})
+    if len(versions) < 2:
+        return []
+    before = [sample for sample in samples if sample["policy_version"] == versions[0]]
+    after = {s["prompt"]: s for s in samples if s["policy_version"] == versions[-1]}
+    lines = []
+    for first in before[:number]:
+        last = after.get(first["prompt"])
+        if last is None:  # the run was resumed with other held-out prompts
+            continue
+        lines += ["", shorten(first["prompt"])]
+        for when, sample in (("before", first), ("after", last)):
+            score = sample["score"]
+            shown = "none" if score is None else f"{score:.3g}"  # none: its reward failed
+            lines.append(f"  {when}, score {shown}: {shorten(sample['response'])}")
+    return lines
+
+
+def shorten(text: str, limit: int = 200) -> str:
+    """A text on one line, without what is before its last characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"... {text[-limit:]}"
 
 
 def describe_speed(metrics: list[dict]) -> str | None:
@@ -125,6 +161,9 @@ def main():
     for sentence in sentences:
         if sentence:
             print(sentence)
+    samples = run_dir / "samples.jsonl"
+    if samples.exists():
+        print("\n".join([*describe_samples(read_lines(samples)), ""]))
     print(f"Model, metrics, samples and pictures: {run_dir}")
 
 

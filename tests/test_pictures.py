@@ -84,3 +84,14 @@ def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
     rates = "Held-out prompts answered right: 45.9% before training, 100.0% after"
     last = f"Model, metrics, samples and pictures: {tmp_path}"
     assert capsys.readouterr().out.splitlines() == [rates, *means, last]
+
+
+def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
+    def sample(prompt, version, score):
+        return {"prompt": prompt, "policy_version": version, "response": "x", "score": score}
+
+    rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
+    said = summarize_run.describe_samples(rows)
+    assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
+    assert "  before, score none: x" in summarize_run.describe_samples([*rows, sample("a", 7, 1.0)])
+    assert summarize_run.describe_samples(rows[:2]) == []  # one evaluation alone

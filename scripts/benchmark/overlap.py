@@ -5,8 +5,8 @@
     python scripts/benchmark/overlap.py real    # pairs of real runs on this machine
     python scripts/benchmark/overlap.py real --local_rollout_batch_size 128   # flags of the script
 
-toy: 7 iterations. One after the other they take 14 s; overlapped, the first generation and 7
-trainings, 8 s.
+toy: 7 steps, a line each. One after the other they take 14 s; overlapped, the first generation and
+7 trainings, 8 s.
 
 reward: generation takes 0.4 s, training 1 s; 128 responses are scored by 8 workers of --reward_fn,
 and every tenth of them takes 0.2 s or nothing. In pairs, async and sync.
@@ -18,7 +18,6 @@ measured in the sync run.
 """
 
 import argparse
-import itertools
 import json
 import os
 import queue
@@ -48,10 +47,9 @@ def score(data_source, response, ground_truth, extra_info):
 class StubVLLM:
     """In the place of vLLM: so many seconds later, a response to each prompt."""
 
-    policy_version = 0
-
     def __init__(self, script, seconds):
         self.script, self.seconds = script, seconds
+        self.policy_version = None
 
     def sample(self, prompts, seeds, temperature, num_samples):
         if seeds:
@@ -62,8 +60,9 @@ class StubVLLM:
 def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, prompts=(), reward_fn=None):
     """The script's own thread and queues, with stubs of vLLM and of the update.
 
-    prompts: of each step, whose responses are scored by reward_fn. Returns the seconds of each
-    iteration; the first contains a generation in any mode.
+    prompts: of each step, whose responses are scored by reward_fn. Returns for each step the
+    version that sampled its responses, and its seconds, of which the first has a generation in any
+    mode.
     """
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
@@ -81,25 +80,42 @@ def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, prompts=(), 
         daemon=True,
     ).start()
 
-    def ask():
+    def send(version):
+        """A weight sync, and the request for the next responses."""
+        vllm.policy_version = version
         prompts_Q.put(script.Request(list(prompts), [1], []))
 
-    ends = [time.perf_counter()]
-    ask()
+    steps = []
+    end = time.perf_counter()
+    send(0)
     for step in range(1, iterations + 1):
-        script.gather_rollout(response_Q.get(), None)
+        rollout = script.gather_rollout(response_Q.get(), None)
         if async_mode and step < iterations:
-            ask()
+            send(step - 1)
         time.sleep(training)
         if not async_mode and step < iterations:
-            ask()
-        ends.append(time.perf_counter())
+            send(step)
+        start, end = end, time.perf_counter()
+        steps.append((rollout.policy_version, end - start))
     script.end_children()
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return steps
+
+
+def seconds_of(steps):
+    return sum(seconds for _, seconds in steps)
+
+
+def print_trace(steps):
+    """A line for each step of run_toy: who trains on whose responses, and when that is done."""
+    for step, (sampler, _) in enumerate(steps, start=1):
+        print(
+            f"step {step}: version {step - 1} trains on responses of version {sampler}, "
+            f"and is version {step} after {seconds_of(steps[:step]):.1f} s"
+        )
 
 
 def run_with_rewards(async_mode, seconds):
-    """Seconds of run_toy, but for its first iteration, with 128 responses a step.
+    """Seconds of run_toy, but for its first step, with 128 responses a step.
 
     The reward of every tenth of them takes so many seconds.
     """
@@ -114,7 +130,7 @@ def run_with_rewards(async_mode, seconds):
         _, *others = run_toy(
             async_mode, generation=0.4, training=1.0, prompts=prompts, reward_fn=f"{path}:score"
         )
-        return sum(others)
+        return seconds_of(others)
 
 
 def run_real(async_mode, threads, steps, flags):
@@ -201,7 +217,13 @@ def main():
             f"flags of the script need a value each, as in --num_epochs 2: {' '.join(flags)}"
         )
     if args.what == "toy":
-        sync, overlapped = sum(run_toy(False)), sum(run_toy(True))
+        times = []
+        for async_mode in (False, True):
+            print("async" if async_mode else "sync")
+            steps = run_toy(async_mode)
+            print_trace(steps)
+            times.append(seconds_of(steps))
+        sync, overlapped = times
         print(f"sync {sync:.2f} s, async {overlapped:.2f} s: {sync / overlapped:.2f} times as fast")
         return
     if args.what == "reward":

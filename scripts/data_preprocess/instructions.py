@@ -1,0 +1,102 @@
+"""Short instructions with constraints that a program can check, in verl's parquet schema.
+
+    python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
+
+A prompt is a task about a topic, and three constraints of IFEval (arXiv 2311.07911), for
+scripts/rewards/if_constraints.py: few words, no commas, lowercase letters. The texts are made here,
+with no download and no chance: the same files every time. Topics of test.parquet are in no prompt
+of train.parquet.
+"""
+
+import os
+import sys
+
+# Python puts the script's folder first on its path, and would take the math.py in it for its own
+if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    sys.path.pop(0)
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import datasets
+
+TASKS = [
+    "Describe {}.",
+    "Tell me about {}.",
+    "Explain to a child what {} is.",
+    "Write a line for a travel diary about {}.",
+    "Say something surprising about {}.",
+    "Why would anyone miss {}?",
+    "What does {} look like at night?",
+    "Give a reason to like {}.",
+]
+LIMITS = [12, 16, 20]
+# Each with the three constraints in another order
+CONSTRAINTS = [
+    "Use fewer than {} words, no commas, and only lowercase letters.",
+    "Answer in lowercase letters, without commas, in fewer than {} words.",
+]
+TRAIN_TOPICS = """
+    a lighthouse, a bakery, a bicycle, a rainy street, an old library, a mountain lake,
+    a night train, a garden, a street market, a wooden bridge, a snowstorm, a desert, a chess club,
+    a school bus, a violin, a harbour, a beehive, a campfire, a castle, a ferry, a clock tower,
+    a coral reef, a tea house, a windmill, a zoo, a hospital, a film set, a football match, a farm,
+    a ghost town, a hot spring, an island, a jazz bar, a kite, a laundry, a maze, a pair of shoes,
+    an orchard, a post office, a quarry, a robot, a sailing boat, a theatre, an umbrella, a valley,
+    a waterfall, an attic, a canal, a dinosaur, an eclipse
+"""
+TEST_TOPICS = """
+    a swimming pool, a volcano, a birthday cake, a museum, a cave, a taxi, a forest path,
+    a piano lesson, a spaceship, a fish market
+"""
+
+
+def make_rows(topics: str, split: str) -> list[dict]:
+    """Rows of verl's schema: all tasks about all topics, with all constraints."""
+    names = [" ".join(topic.split()) for topic in topics.split(",")]
+    combinations = itertools.product(names, TASKS, LIMITS, CONSTRAINTS)
+    return [
+        {
+            "data_source": "instructions",
+            "prompt": [
+                {"role": "user", "content": f"{task.format(topic)} {constraints.format(limit)}"}
+            ],
+            "ability": "instruction_following",
+            "reward_model": {"style": "rule", "ground_truth": ground_truth(limit)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (topic, task, limit, constraints) in enumerate(combinations)
+    ]
+
+
+def ground_truth(limit: int) -> str:
+    """The three constraints as JSON.
+
+    >>> ground_truth(16).partition(', "kwargs": ')[2]
+    '[{"num_words": 16, "relation": "less than"}, {}, {}]}'
+    """
+    names = ["length_constraints:number_words", "punctuation:no_comma"]
+    names.append("change_case:english_lowercase")
+    parameters = [{"num_words": limit, "relation": "less than"}, {}, {}]
+    return json.dumps({"instruction_id_list": names, "kwargs": parameters})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--local_save_dir", type=Path, default=Path("data/instructions"))
+    folder = parser.parse_args().local_save_dir
+    datasets.disable_progress_bars()
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, topics in {"train": TRAIN_TOPICS, "test": TEST_TOPICS}.items():
+        rows = make_rows(topics, split)
+        path = folder / f"{split}.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        print(f"{path}: {len(rows):,} rows written")
+
+
+if __name__ == "__main__":
+    main()
