@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import if_constraints
 import pyarrow.parquet
 import pytest
 from helpers import REPO
@@ -339,3 +340,32 @@ def test_doctests_are_right(any_script):
     result = doctest.testmod(load(any_script))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_path, monkeypatch):
+    script = load("instructions")
+    for name in ("a", "b"):
+        argv = ["instructions.py", "--local_save_dir", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", argv)
+        script.main()
+    rows = {split: read(tmp_path / "a" / f"{split}.parquet") for split in ("train", "test")}
+    assert all(rows[split] == read(tmp_path / "b" / f"{split}.parquet") for split in rows)
+    questions = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
+    assert len(questions["train"]) == len(rows["train"]) == 2400  # none twice
+    assert any("a volcano" in question for question in questions["test"])
+    for topic in script.TEST_TOPICS.split(","):
+        assert not any(topic.strip() in question for question in questions["train"])
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("a tower with a lamp for ships", 1.0),
+        ("tower by the sea", 0.75),  # too short
+        ("A tower, with a lamp for ships.", 0.5),
+        (" ".join(["a", "tower", "of", "light"] * 4), 0.75),
+    ],
+)
+def test_rewards_of_instructions(response, score):
+    truth = load("instructions").ground_truth(12)
+    assert if_constraints.compute_score("instructions", response, truth) == score

@@ -2,9 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 from helpers import REPO, SCRIPTS
+from helpers.line_links import with_right_numbers
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,11 +35,16 @@ def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for target, _, section in re.findall(r"\]\(([^)#]+)(#([^)]*))?\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), target
-        if section:
+        if section and target.endswith(".md"):
             headings = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(), re.MULTILINE)
             assert section in {heading.lower().replace(" ", "-") for heading in headings}
     for path in re.findall(r"\b(?:scripts|docs|tests)/[\w/.-]+\.(?:py|sh|md|png)", text):
         assert (REPO / path).exists(), path
+
+
+@every_page
+def test_links_to_lines_lead_to_what_they_name(page):
+    assert page.read_text() == with_right_numbers(page), "python tests/helpers/line_links.py"
 
 
 @every_page
@@ -64,3 +72,9 @@ def test_every_metric_of_a_run_is_explained(vllm_run):
     groups = ("time/", "perf/", "eval/", "mismatch/")
     names = {name for line in vllm_run.metrics for name in line if not name.startswith(groups)}
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
+def test_worked_example_is_what_the_command_prints():
+    command = [sys.executable, "scripts/worked_example.py"]
+    printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    assert printed in (REPO / "docs" / "ppo.md").read_text()

@@ -2,10 +2,11 @@
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
 
-A prompt is a task about a topic, and three constraints of IFEval (arXiv 2311.07911), for
-scripts/rewards/if_constraints.py: few words, no commas, lowercase letters. The texts are made here,
-with no download and no chance: the same files every time. Topics of test.parquet are in no prompt
-of train.parquet.
+A prompt is a task about a topic, and four constraints of IFEval (arXiv 2311.07911), for
+scripts/rewards/if_constraints.py: at least five words, fewer than so many, no commas, lowercase
+letters. (Without the first, a policy learns to answer everything with a word.) The texts are made
+here, with no download and no chance: the same files every time. Topics of test.parquet are in no
+prompt of train.parquet.
 """
 
 import os
@@ -32,11 +33,11 @@ TASKS = [
     "What does {} look like at night?",
     "Give a reason to like {}.",
 ]
-LIMITS = [12, 16, 20]
-# Each with the three constraints in another order
+MOST_WORDS = [10, 12, 14]
+# Each with the constraints in another order
 CONSTRAINTS = [
-    "Use fewer than {} words, no commas, and only lowercase letters.",
-    "Answer in lowercase letters, without commas, in fewer than {} words.",
+    "Use 5 to {} words, no commas, and only lowercase letters.",
+    "Answer in lowercase letters, without commas, in 5 to {} words.",
 ]
 TRAIN_TOPICS = """
     a lighthouse, a bakery, a bicycle, a rainy street, an old library, a mountain lake,
@@ -56,31 +57,46 @@ TEST_TOPICS = """
 def make_rows(topics: str, split: str) -> list[dict]:
     """Rows of verl's schema: all tasks about all topics, with all constraints."""
     names = [" ".join(topic.split()) for topic in topics.split(",")]
-    combinations = itertools.product(names, TASKS, LIMITS, CONSTRAINTS)
+    combinations = itertools.product(names, TASKS, MOST_WORDS, CONSTRAINTS)
     return [
         {
             "data_source": "instructions",
             "prompt": [
-                {"role": "user", "content": f"{task.format(topic)} {constraints.format(limit)}"}
+                {
+                    "role": "user",
+                    "content": f"{task.format(topic)} {constraints.format(most_words)}",
+                }
             ],
             "ability": "instruction_following",
-            "reward_model": {"style": "rule", "ground_truth": ground_truth(limit)},
+            "reward_model": {"style": "rule", "ground_truth": ground_truth(most_words)},
             "extra_info": {"split": split, "index": index},
         }
-        for index, (topic, task, limit, constraints) in enumerate(combinations)
+        for index, (topic, task, most_words, constraints) in enumerate(combinations)
     ]
 
 
-def ground_truth(limit: int) -> str:
-    """The three constraints as JSON.
+def ground_truth(most_words: int) -> str:
+    """The constraints as JSON.
 
-    >>> ground_truth(16).partition(', "kwargs": ')[2]
-    '[{"num_words": 16, "relation": "less than"}, {}, {}]}'
+    >>> json.loads(ground_truth(12))["kwargs"][1]
+    {'num_words': 13, 'relation': 'less than'}
     """
-    names = ["length_constraints:number_words", "punctuation:no_comma"]
-    names.append("change_case:english_lowercase")
-    parameters = [{"num_words": limit, "relation": "less than"}, {}, {}]
-    return json.dumps({"instruction_id_list": names, "kwargs": parameters})
+    words = "length_constraints:number_words"
+    constraints = {
+        "instruction_id_list": [
+            words,
+            words,
+            "punctuation:no_comma",
+            "change_case:english_lowercase",
+        ],
+        "kwargs": [
+            {"num_words": 5, "relation": "at least"},
+            {"num_words": most_words + 1, "relation": "less than"},
+            {},
+            {},
+        ],
+    }
+    return json.dumps(constraints)
 
 
 def main() -> None:
