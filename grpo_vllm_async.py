@@ -1915,8 +1915,8 @@ def describe(response, policy_version):
     return {
         "prompt": response.prompt.text,
         "response": response.text,
-        "ground_truth": response.prompt.ground_truth,
         "score": response.score,
+        "ground_truth": response.prompt.ground_truth,
         "data_source": response.prompt.data_source,
         "length": len(response.token_ids),
         "stopped": response.stopped,
@@ -1935,9 +1935,9 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
         tracker.log_table("sample_completions", columns, cells, commit=False)
     if is_rank_0():
         title = f"Responses to held-out prompts, policy version {rollout.policy_version}"
-        table = Table(*columns[:4], title=title)
+        table = Table(*columns[:3], title=title)
         for row in cells[:4]:
-            table.add_row(*[repr(cell)[:300] for cell in row[:4]])
+            table.add_row(*[repr(cell)[:300] for cell in row[:3]])
         Console(markup=False, emoji=False).print(table)
     return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 

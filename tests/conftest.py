@@ -34,7 +34,7 @@ Which file.
     test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
     test_data_preprocess, test_pictures
                         a program of scripts/ each
-    test_scripts_agree, test_doctests, test_budget, test_docs
+    test_scripts_agree, test_doctests, test_budget, test_docs, test_commands
                         texts
 
 Helpers, in tests/helpers.
@@ -48,6 +48,7 @@ Helpers, in tests/helpers.
     saving_batches, wrapped_async, vllm_answers, two_rank_gradient, together
                         programs that tests start
     fsdp2               FSDP2 without GPUs
+    line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
 folder) starts wrapped_async.py, which lays its fault into the script and then calls main(); a new
