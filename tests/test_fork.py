@@ -1,0 +1,116 @@
+"""docs/fork.md: its diffs apply to copies of the scripts, which then run and do what it says."""
+
+import importlib
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+from helpers import REPO, loops
+from helpers.files import write_rows
+from safetensors.torch import load_file
+
+import ppo_sync
+
+PAGE = (REPO / "docs" / "fork.md").read_text()
+
+
+def apply(diff, text):
+    """The text after a change: lines with a space or a minus are there once, and make way."""
+    lines = diff.splitlines()
+    old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+    new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+def changes_of(heading):
+    """(script, its diffs) of each copy that a section has."""
+    section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
+    for part in section.split("n a copy of ")[1:]:
+        script = re.match(r"`(\w+)\.py`", part)[1]
+        diffs = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)
+        if diffs:
+            yield script, diffs
+
+
+@pytest.fixture
+def run_fork(few_prompts, tmp_path, monkeypatch):
+    """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(heading, number=0, more="", files=few_prompts, score=None, **options):
+        script, diffs = list(changes_of(heading))[number]
+        text = (REPO / f"{script}.py").read_text()
+        for diff in diffs:
+            text = apply(diff, text)
+        name = f"fork_{len(list(tmp_path.glob('fork_*.py')))}"
+        (tmp_path / f"{name}.py").write_text(more + text)
+        importlib.invalidate_caches()
+        return loops.run_loop(name, files, tmp_path / name, score, **options)
+
+    yield run
+    for name in [name for name in sys.modules if name.startswith("fork_")]:
+        del sys.modules[name]
+
+
+def test_rule_and_length_penalty_are_in_the_scores(run_fork, tmp_path):
+    row = {"prompt": "54321=", "data_source": "my digits"}
+    row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
+    write_rows(tmp_path / "train.parquet", [row] * 64)
+    options = {"non_stop_penalty": False, "length_penalty": 0.25}
+    seen = run_fork("The reward", files=tmp_path, **options)
+    score = seen.script.compute_score
+    assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
+    for line in seen.metrics:
+        expected = line["objective/verifiable_score"] - 0.25 * line["val/sequence_lengths"]
+        assert line["objective/scores"] == pytest.approx(expected)
+
+
+def test_columns_of_ones_own_are_read(run_fork, tmp_path):
+    rows = [{"question": f"{number:02}432=", "answer": "1234"} for number in range(64)]
+    write_rows(tmp_path / "train.parquet", rows)
+    seen = run_fork("The data", files=tmp_path, score=lambda *_: 1.0)
+    assert len(seen.metrics) == loops.STEPS
+    assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
+
+
+def test_entropy_bonus_raises_the_entropy(run_fork):
+    heading = "A term of the loss"
+    last = [run_fork(heading, entropy_coef=coef).metrics[-1] for coef in (5.0, 0.0)]
+    assert last[0]["policy/entropy_avg"] > last[1]["policy/entropy_avg"]
+    assert 0 < last[0]["policy/unsure"] < 1
+
+
+def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
+    seen = run_fork("The advantage", 0, advantage_normalization="centered")
+    batch = seen.batches[0]
+    scores = batch.scores.view(-1, 4)
+    baseline = (scores.sum(1, keepdim=True) - scores) / 3
+    torch.testing.assert_close(batch.advantages[:, 0], (scores - baseline).flatten())
+
+
+def test_advantages_are_whitened_over_the_batch(run_fork):
+    whiten = (
+        inspect.getsource(ppo_sync.masked_mean) + "\n" + inspect.getsource(ppo_sync.masked_whiten)
+    )
+    more = f"import torch\n{whiten}"
+    options = {"advantage_normalization": "centered", "beta": 0.0}
+    seen = run_fork("The advantage", 1, more, **options)
+    batch = seen.batches[0]
+    whitened = batch.advantages[batch.loss_mask == 1]
+    assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
+    assert whitened.std().item() == pytest.approx(1)
+    assert batch.computed.all()
+
+
+def test_frozen_layers_keep_their_weights_and_a_checkpoint_can_be_read(run_fork, assets):
+    seen = run_fork("The model", save_freq=1)
+    before = load_file(assets / "model" / "model.safetensors")
+    after = load_file(seen.run_dir / "model" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    last = max(name.split("layers.")[1][0] for name in before if "layers." in name)
+    assert changed
+    assert all(f"layers.{last}." in name or "lm_head" in name for name in changed)
+    assert (seen.run_dir / "checkpoints").exists()
