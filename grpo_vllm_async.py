@@ -35,12 +35,12 @@ Before step 1, weights of version 0 and prompts 1 go out. Weights travel between
 one batch and the request for the next: vLLM is idle then, since its thread waits for that request,
 and the learner does not update, so nothing has to be locked. A version is the number of completed
 training steps, and batch g comes from the policy of version max(0, g - 2): from batch 2 on one step
-older than the policy that trains on it (2410.18252), and never more, since one request at a time is
-under way. Two things keep that sound. The learner itself computes the log-probabilities that the
-PPO ratio divides by; and a truncated importance weight accounts for the older policy that sampled.
-An evaluation travels with a request, so its policy is that of the batch; the last one has a request
-of its own. With --no-async_mode weights and prompts go out after the update, and every batch is
-on-policy.
+older than the policy that begins to train on it (2410.18252), and never more, since one request at
+a time is under way. With U updates a step that is U updates, and 2U - 1 at the last of them. Two
+things keep that sound. The learner itself computes the log-probabilities that the PPO ratio divides
+by; and a truncated importance weight accounts for the older policy that sampled. An evaluation
+travels with a request, so its policy is that of the batch; the last one has a request of its own.
+With --no-async_mode weights and prompts go out after the update, and every batch is on-policy.
 
 Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
@@ -51,8 +51,8 @@ how much better it scored than the others of its group. The KL to the reference 
 the loss, not of the reward.
 
 A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
-step's updates; and the new one, in an update. All are of the distribution at the sampling
-temperature.
+step's updates; and the new one, in an update. With beta there is a fourth, the reference policy's.
+All are of the distribution at the sampling temperature.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
@@ -213,8 +213,7 @@ class Args:
     warmup_ratio: float = 0.0
     """the same, as a share of all updates; used when warm_up_steps is 0"""
     eps: float = 1e-8
-    """AdamW's epsilon (1e-5, as in 2403.17031, would halve the steps of large models, whose
-    gradients are as small as that)"""
+    """AdamW's epsilon; 1e-5 (2403.17031) would halve the steps of large models"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float = 1.0
@@ -234,8 +233,7 @@ class Args:
     local_rollout_forward_batch_size: int = 32
     """responses per forward pass of models that are not trained (reference policy, reward model)"""
     micro_batch_tokens: int = 0
-    """most tokens of a rank's forward pass, padding included, in place of the two numbers above (a
-    longer row is a pass of its own): for responses of unlike lengths; 0: off"""
+    """most tokens of a pass, padding included, in place of the two numbers above; 0: off"""
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
@@ -267,20 +265,17 @@ class Args:
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """the reward model's score is multiplied by this; 0: it scores nothing (PPO's value model still
-    begins with its weights)"""
+    """times the reward model's score; 0: none, but PPO's value model still starts from it"""
     apply_verifiable_reward: bool = True
     """score responses with compute_score, or with reward_fn"""
     verification_reward: float = 1.0
     """the verifiable score is multiplied by this"""
     reward_fn: str | None = None
-    """path/to/file.py:function, used instead of compute_score; also gets extra_info=..., and where
-    it has such parameters num_tokens=... and stopped=..."""
+    """path/to/file.py:function, in place of compute_score; docs/rewards.md has its arguments"""
     reward_workers: int | None = None
     """processes that call reward_fn, on each rank with an engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; a response whose call fails is left out of the loss, unless
-    non_stop_penalty gives it a score"""
+    """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
     add_r1_style_format_reward: bool = False
     """reward the form <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
@@ -288,8 +283,7 @@ class Args:
     non_stop_penalty: bool = False
     """a response without a stop token scores penalty_reward_value, whatever it earned"""
     penalty_reward_value: float = 0.0
-    """with non_stop_penalty: the score of a response without a stop token; far below a wrong
-    answer's it gives the wrong answers of the group positive advantages"""
+    """with non_stop_penalty: the score of a response without a stop token"""
     min_response_length: int = 0
     """with non_stop_penalty: responses of fewer tokens are penalized as well"""
 
@@ -299,29 +293,23 @@ class Args:
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
     """estimator of that KL (http://joschu.net/blog/kl-approx.html)"""
     cliprange: float = 0.2
-    """the policy ratio is clipped from below to 1 - this, from above to 1 + this (GRPO: to 1 +
-    cliprange_higher)"""
+    """the ratio is clipped to 1 - this and 1 + this (GRPO: and 1 + cliprange_higher)"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
     dual_clip: float = 0.0
-    """for negative advantages the ratio is also clipped from above, to this (1912.09729: 3.0); 0:
-    off"""
+    """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """level of ratios and importance weights; sequence: GSPO, which has --loss_aggregation sequence
-    --cliprange 3e-4 --cliprange_higher 4e-4"""
+    """of ratios and importance weights; sequence: GSPO (docs/grpo_vllm_async.md)"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """the loss is a mean over tokens, over responses of their token means, or over
-    responses x response_length (Dr. GRPO)"""
+    """mean over tokens, over responses of their means, or over responses x response_length"""
     mask_truncated_completions: bool = False
     """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
-    """truncated importance sampling: cap of the weight learner/sampler on the policy's loss terms;
-    0: no weights"""
+    """cap of the importance weight learner/sampler on the policy's loss; 0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
-    """token: no policy gradient from tokens whose ratio learner/sampler is far from 1; sequence:
-    none from responses where its geometric mean is. Masked tokens still count in the loss's mean"""
+    """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
     mismatch_mask_range: float = 2.0
     """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
 
@@ -331,8 +319,7 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume, or "latest": the newest of run_name; the run continues in its folder,
-    where all that is newer is removed"""
+    """checkpoint to resume, or latest: the newest of run_name. What is newer is removed"""
 
     # -- Output
     with_tracking: bool = False
@@ -358,8 +345,8 @@ class Args:
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """evaluations go out with the request that follows so many steps; the last one is a request of
-    its own"""
+    """N: an evaluation goes out with the request for step N + 1; the last one is a request of its
+    own"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0

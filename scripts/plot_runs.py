@@ -4,8 +4,8 @@ curves.png is drawn from metrics.jsonl, and token_length.png from token_length.j
 
     # pictures in the run's folder
     python scripts/plot_runs.py output/RUN
-    # the curves of several runs in one picture
-    python scripts/plot_runs.py output/A output/B --output c.png
+    # the curves of several runs in one picture, such as seeds, and metrics of your own besides
+    python scripts/plot_runs.py output/A output/B --output c.png --metrics policy/unsure
 """
 
 import argparse
@@ -53,13 +53,20 @@ def read_metrics(run_dir):
     return read_lines(run_dir / "metrics.jsonl")
 
 
-def plot_curves(run_dirs, path):
-    """One panel for each group of metrics that the runs have, training steps on the x axis."""
+def plot_curves(run_dirs, path, more=()):
+    """One panel for each group of metrics that the runs have, training steps on the x axis.
+
+    more: names of metrics, with a panel each.
+    """
     from matplotlib.figure import Figure
 
     runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
     known = {key for metrics in runs.values() for line in metrics for key in line}
-    panels = [(title, keys) for title, keys in PANELS if known.intersection(keys)]
+    for name in more:
+        if name not in known:
+            raise SystemExit(f"plot_runs.py: none of these runs has the metric {name}")
+    every = PANELS + [(name, [name]) for name in more]
+    panels = [(title, keys) for title, keys in every if known.intersection(keys)]
     rows = (len(panels) + 2) // 3
     figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
     for number, (title, keys) in enumerate(panels, start=1):
@@ -106,12 +113,14 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path)
     picture = "the picture of the curves; default: curves.png in the first run"
     parser.add_argument("--output", type=Path, help=picture)
+    metrics = "further metrics, such as a fork's own, with a panel each"
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
     args = parser.parse_args()
     for run_dir in args.runs:
         if not (run_dir / "metrics.jsonl").is_file():
             what = "it is not the folder of a run, or the run made no step"
             parser.error(f"{run_dir} holds no metrics.jsonl: {what}")
-    plot_curves(args.runs, args.output or args.runs[0] / "curves.png")
+    plot_curves(args.runs, args.output or args.runs[0] / "curves.png", args.metrics)
     for run_dir in args.runs:
         lengths = run_dir / "token_length.json"
         if lengths.is_file():

@@ -46,6 +46,9 @@ def ppo():
     values = torch.tensor([[0.4, 0.5, 0.7], [0.4, 0.2, 0.0]])
     scores = torch.tensor([1.0, 0.0])  # of the two responses
     show("mask", mask)
+    show("log-probs, sampler", sampler_logprobs)
+    show("log-probs, old", logprobs)
+    show("log-probs, reference", ref_logprobs)
     show("scores", scores)
 
     rewards = -BETA * kl_penalty(logprobs, ref_logprobs, "kl1") * mask
@@ -69,11 +72,13 @@ def ppo():
     new_values = torch.tensor([[0.6, 0.6, 0.8], [0.3, 0.1, 0.0]])
     log_ratio = (new_logprobs - logprobs) * mask
     losses, clipped = policy_loss(log_ratio, advantages, importance_weights, CLIP, CLIP)
+    show("log-probs, new", new_logprobs)
     show("ratio", log_ratio.exp() * mask)
     show("clipped", clipped * mask)
     show("policy loss", losses * mask)
     show("its mean over tokens", masked_mean(losses, mask).reshape(1))
     losses, _ = value_loss(new_values, values, returns, cliprange_value=0.0)
+    show("values, new", new_values)
     show("value loss", losses * mask)
     show("its mean over tokens", masked_mean(losses, mask).reshape(1))
 

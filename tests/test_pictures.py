@@ -23,9 +23,9 @@ def evaluations(rates, scores):
 
 @pytest.fixture
 def draw(monkeypatch, tmp_path):
-    """draw({run: its metrics}) -> {title of a panel: its axes}."""
+    """draw({run: its metrics}, more metrics) -> {title of a panel: its axes}."""
 
-    def draw(runs):
+    def draw(runs, more=()):
         figures = []
         save = lambda figure, path, **_: figures.append(figure)  # noqa: E731
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
@@ -33,7 +33,8 @@ def draw(monkeypatch, tmp_path):
             (tmp_path / name).mkdir()
             text = "".join(json.dumps(line) + "\n" for line in metrics)
             (tmp_path / name / "metrics.jsonl").write_text(text)
-        plot_runs.plot_curves([tmp_path / name for name in runs], tmp_path / "curves.png")
+        run_dirs = [tmp_path / name for name in runs]
+        plot_runs.plot_curves(run_dirs, tmp_path / "curves.png", more)
         (figure,) = figures
         return {axes.get_title(): axes for axes in figure.axes}
 
@@ -64,6 +65,13 @@ def test_runs_share_a_panel_of_the_parts_that_they_have(draw):
         "A objective/format_rate": [0.5],
         "B objective/reward_model_score": [0.1],
     }
+
+
+def test_metric_of_a_fork_has_a_panel_where_asked_for(draw):
+    line = {"training_step": 1, "policy/unsure": 0.8}
+    assert list(draw({"A": [line]}, ["policy/unsure"])) == ["policy/unsure"]
+    with pytest.raises(SystemExit, match="policy/sure"):
+        draw({"B": [line]}, ["policy/sure"])
 
 
 @pytest.mark.parametrize(
