@@ -136,8 +136,7 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume, or "latest": the newest of run_name; the run continues in its folder,
-    where all that is newer is removed"""
+    """checkpoint to resume, or latest: the newest of run_name. What is newer is removed"""
 
     # -- Output
     with_tracking: bool = False
