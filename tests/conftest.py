@@ -48,6 +48,7 @@ Helpers, in tests/helpers.
     saving_batches, wrapped_async, vllm_answers, two_rank_gradient, together
                         programs that tests start
     fsdp2               FSDP2 without GPUs
+    modules             the preflight's modules and those of the tests
     line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,

@@ -15,7 +15,7 @@ import huggingface_hub
 import preflight
 import preflight_cases as cases
 import pytest
-from helpers import ASYNC, REPO, SCRIPTS
+from helpers import ASYNC, REPO, SCRIPTS, modules
 from helpers.files import write_rows, write_text
 from helpers.loops import options_of
 from helpers.processes import environment
@@ -54,17 +54,10 @@ def folder(assets, tmp_path_factory, monkeypatch):
     """
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    names = [*(Path(script).stem for script in cases.EVERY), "fork", "neighbour"]
-    before = {name: sys.modules.get(name) for name in names}
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
-    yield folder
-    for name, module in before.items():  # preflight loads its own
-        if module is None:
-            sys.modules.pop(name, None)
-        else:
-            sys.modules[name] = module
+    with modules.put_back([*(Path(script).stem for script in cases.EVERY), "fork", "neighbour"]):
+        yield folder
 
 
 def files_of(folder):

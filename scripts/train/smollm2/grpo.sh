@@ -24,5 +24,6 @@ flags=(
   # Held-out prompts cost time too: 96 of the 480, before training, twice on the way, and after it
   --num_evals 3 --eval_prompts 96
 )
-exec .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no grpo_vllm_async.py \
-  --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@"
+run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
+.venv/bin/python scripts/preflight.py "${run[@]}"  # what is wrong, in a line each; and the plan
+exec .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "${run[@]}"
