@@ -5,6 +5,7 @@ python scripts/summarize_run.py output/RUN
 
 import argparse
 import sys
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,18 +63,14 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
         last = after.get(first["prompt"])
         if last is None:  # the run was resumed with other held-out prompts
             continue
-        lines += ["", shorten(first["prompt"])]
+        prompt = " ".join(first["prompt"].split())  # its end says what was asked
+        lines += ["", prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"]
         for when, sample in (("before", first), ("after", last)):
             score = sample["score"]
             shown = "none" if score is None else f"{score:.3g}"  # none: its reward failed
-            lines.append(f"  {when}, score {shown}: {shorten(sample['response'])}")
+            response = textwrap.shorten(sample["response"], 200, placeholder=" ...")
+            lines.append(f"  {when}, score {shown}: {response}")
     return lines
-
-
-def shorten(text: str, limit: int = 200) -> str:
-    """A text on one line, without what is before its last characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"... {text[-limit:]}"
 
 
 def describe_speed(metrics: list[dict]) -> str | None:

@@ -344,6 +344,7 @@ def test_doctests_are_right(any_script):
 
 def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_path, monkeypatch):
     script = load("instructions")
+    assert doctest.testmod(script).failed == 0
     for name in ("a", "b"):
         argv = ["instructions.py", "--local_save_dir", str(tmp_path / name)]
         monkeypatch.setattr(sys, "argv", argv)

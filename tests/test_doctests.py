@@ -6,7 +6,10 @@ import importlib
 import pytest
 
 SCRIPTS = "ppo_sync ppo_vllm_async grpo_vllm_async train_reward_model"
-OTHERS = "graders if_constraints summarize_run make_debug_assets gpu_check preprocessing"
+OTHERS = """
+    graders if_constraints summarize_run make_debug_assets gpu_check preprocessing
+    helpers.line_links
+"""
 
 
 @pytest.mark.parametrize("name", f"{SCRIPTS} {OTHERS}".split())

@@ -105,7 +105,9 @@ def test_advantages_are_whitened_over_the_batch(run_fork):
     assert batch.computed.all()
 
 
-def test_frozen_layers_keep_their_weights_and_a_checkpoint_can_be_read(run_fork, assets):
+def test_frozen_layers_keep_their_weights_also_of_a_run_that_is_resumed(
+    run_fork, few_prompts, assets
+):
     seen = run_fork("The model", save_freq=1)
     before = load_file(assets / "model" / "model.safetensors")
     after = load_file(seen.run_dir / "model" / "model.safetensors")
@@ -113,4 +115,10 @@ def test_frozen_layers_keep_their_weights_and_a_checkpoint_can_be_read(run_fork,
     last = max(name.split("layers.")[1][0] for name in before if "layers." in name)
     assert changed
     assert all(f"layers.{last}." in name or "lm_head" in name for name in changed)
-    assert (seen.run_dir / "checkpoints").exists()
+
+    checkpoint = seen.run_dir / "checkpoints" / "step_1"
+    options = {"save_freq": 1, "resume_from_checkpoint": checkpoint}
+    again = loops.run_loop(seen.name, few_prompts, seen.run_dir.parent, **options)
+    resumed = load_file(again.run_dir / "model" / "model.safetensors")
+    assert len(again.mini_batches) < len(seen.mini_batches)  # it did not begin anew
+    assert all(torch.equal(after[name], resumed[name]) for name in after)

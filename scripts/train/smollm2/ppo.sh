@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then asynchronous PPO: SmolLM2-135M-Instruct learns to follow instructions (5 to 12 words, no commas,
-# lowercase letters). On two CPU cores in about 15 minutes. At the end: responses before and after.
+# Set-up, then asynchronous PPO: SmolLM2-135M-Instruct learns to follow instructions (few words, but five;
+# no commas; lowercase letters). On two CPU cores in about 16 minutes. At the end: responses before and after.
 # grpo.sh does the same without a value model, and gets further in the same time.
 #   bash scripts/train/smollm2/ppo.sh --seed 2               further flags go to the script
 #   MODEL=path/to/model bash scripts/train/smollm2/ppo.sh    another model, or no hub
