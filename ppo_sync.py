@@ -460,12 +460,15 @@ ending = threading.Lock()
 
 
 def end_children():
-    """Ends vLLM and the reward workers, with all that they have started and written."""
+    """Ends vLLM and the reward workers, with all that they have started and written.
+
+    Folders first: where the launcher ends this process meanwhile, vLLM's does the rest itself.
+    """
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     for group in process_groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_at_once(error):

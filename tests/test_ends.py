@@ -49,6 +49,7 @@ CASES = [
     ("SIGTERM", SYNC, "stub", 1, -signal.SIGTERM, None),
     ("SIGKILL", SYNC, "stub", 1, -signal.SIGKILL, None),
     ("update raises", SYNC, "stub", 2, 1, OWN),
+    ("update raises, killed at its end", ASYNC, "stub", 1, -signal.SIGKILL, OWN),
     ("update raises", ASYNC, "stub, FSDP2", 2, 1, OWN),
     ("generation raises", GRPO, "stub", 1, 1, OWN),
 ]

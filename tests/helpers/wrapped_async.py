@@ -151,6 +151,21 @@ def raise_in_update(script):
     before(script, "accumulate_gradients", at_call(2, raise_error))
 
 
+def raise_and_be_killed(script):
+    """As where a launcher ends a rank that ends itself already, and has done half of it."""
+
+    def die(call, given):
+        call()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(_):
+        around(script.os, "killpg", die)
+        around(script.shutil, "rmtree", die)
+        raise_error()
+
+    before(script, "accumulate_gradients", at_call(2, fail))
+
+
 def spoil_gradients(script):
     """On all ranks, of which one takes some time to save the batch."""
     note, count = at_call(3, lambda given: None), itertools.count(1)
@@ -194,6 +209,7 @@ FAULTS = {
     "generation raises": raise_in_generation,
     "generation raises, stdout is full": raise_in_generation_without_output,
     "update raises": raise_in_update,
+    "update raises, killed at its end": raise_and_be_killed,
     "gradient is not finite": spoil_gradients,
     "killed in a checkpoint": kill_in_checkpoint,
     "SIGKILL": partial(signal_script, signal.SIGKILL),
