@@ -124,8 +124,6 @@ from accelerate.utils import (
 )
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
-from rich.console import Console
-from rich.table import Table
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
@@ -149,6 +147,7 @@ FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a c
 # Logits that are computed at once: 128 MiB in float32, of which softmax and gradient need a few.
 # Larger chunks are little faster
 LOGITS_CHUNK = 2**25
+PROGRAMS = Path(__file__).with_name("scripts")  # what works on a run's folder, if it is there
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
@@ -335,6 +334,14 @@ class Args:
     """project in Weights & Biases"""
     wandb_entity: str | None = None
     """owner of that project (user or team)"""
+    push_to_hub: bool = False
+    """upload the model to the Hugging Face hub at the end, by scripts/push_to_hub.py"""
+    hf_entity: str | None = None
+    """owner of the repository there; default: who is logged in"""
+    hf_repo_id: str | None = None
+    """the repository there; default: exp_name"""
+    hf_repo_revision: str | None = None
+    """its branch; default: the run's name"""
 
     # -- Filled in at run time
     mini_batch_size: FilledIn[int] = 0
@@ -1933,25 +1940,36 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
     append_lines(run_dir / "samples.jsonl", samples)
-    columns = list(samples[0])
-    cells = [[str(value) for value in sample.values()] for sample in samples]
+    cells = [list(sample.values()) for sample in samples]
     for tracker in accelerator.trackers:
-        tracker.log_table("sample_completions", columns, cells, commit=False)
+        tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
+    metrics = score_metrics("eval", responses, args)
     if is_rank_0():
-        title = f"Responses to held-out prompts, policy version {rollout.policy_version}"
-        table = Table(*columns[:3], title=title)
-        for row in cells[:4]:
-            table.add_row(*[repr(cell)[:300] for cell in row[:3]])
-        Console(markup=False, emoji=False).print(table)
-    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
+        mean = f"mean score {metrics.get('eval/scores', math.nan):.3g}"
+        tqdm.write(f"Held-out prompts, policy version {rollout.policy_version}: {mean}")
+        for prompt, response, score, *_ in cells[:3]:
+            tqdm.write(f"{str(score)[:6]:>6}  {prompt[-80:]!r}  {response[:150]!r}")
+    return metrics | {"eval/policy_version": rollout.policy_version}
+
+
+def run_program(name, run_dir):
+    """Runs one of the PROGRAMS on the run's folder, on rank 0."""
+    path = PROGRAMS / name
+    if is_rank_0() and path.exists():
+        subprocess.run([sys.executable, path, run_dir])
 
 
 def write_metrics(accelerator, metrics, run_dir, args):
-    """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them."""
+    """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them.
+
+    With an evaluation among them the curves are drawn, too.
+    """
     metrics = {name: float(value) for name, value in metrics.items()}
     step = round(metrics["training_step"])
     accelerator.log(metrics, step=step)
     append_lines(run_dir / "metrics.jsonl", [metrics])
+    if "eval/policy_version" in metrics:
+        run_program("plot_runs.py", run_dir)
     if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
         shown = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/sequence_lengths")
         figures = [f"  {name} {metrics[name]:.3g}" for name in shown if name in metrics]
@@ -2122,6 +2140,8 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
+    if args.push_to_hub and not PROGRAMS.exists():
+        raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if world_size < local_world_size:
         raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
@@ -2146,10 +2166,10 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    evenly = {i * args.num_training_steps // args.num_evals for i in range(args.num_evals)}
-    # Not before the last step, whose line of metrics has the last evaluation already
-    last = args.num_training_steps - 1
-    args.eval_steps = tuple(sorted(step for step in evenly if step < last))
+    # Not before the last step, whose line of metrics has the last evaluation already. Nor before
+    # steps 1 and 2: an async script samples both with the same weights
+    count = min(args.num_evals, args.num_training_steps // 2)
+    args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
 
     # GPUs and CPU cores
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
@@ -2212,7 +2232,6 @@ def main(args):
     """Sets all up, and then loops; on every rank."""
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
@@ -2256,12 +2275,10 @@ def main(args):
     # The policy learns after the value model's warm-up
     value_warmup_updates = args.value_warmup_steps * updates_per_step
     num_policy_updates = args.num_updates - value_warmup_updates
-    if args.kl_target > 0 and args.beta == 0:
-        raise ValueError("--kl_target adapts --beta by factors: begin with one above 0")
     if args.warm_up_steps >= num_policy_updates:
         raise ValueError(
             f"the policy has {max(0, num_policy_updates)} updates by --total_episodes and "
-            f"--value_warmup_steps; that must be more than warm_up_steps ({args.warm_up_steps})"
+            f"--value_warmup_steps; lower --warm_up_steps below that (it is {args.warm_up_steps})"
         )
 
     # ---- Data and models
@@ -2335,7 +2352,7 @@ def main(args):
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
-        accelerator.print("Starting vLLM ...")
+        accelerator.print(f"Starting vLLM, for up to a minute; the run's folder is {run_dir}")
         vllm = VLLM(placement, model.config, max_length, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
@@ -2363,23 +2380,26 @@ def main(args):
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that ended in its first step may have left some
-        for name in ("metrics", "rollouts", "samples"):
-            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
+        for path in run_dir.glob("*.jsonl"):
+            path.unlink()
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
-    wandb_run = {
-        "name": args.run_name,
-        "entity": args.wandb_entity,
-        "id": state["wandb_id"],
-        "resume": "allow",
-    }
-    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_run})
-    if args.with_tracking and checkpoint_dir is None:
-        import wandb
+        run_program("provenance.py", run_dir)  # commit and versions, for args.json
+        wandb_run = {
+            "config": json.loads((run_dir / "args.json").read_text()),
+            "name": args.run_name,
+            "entity": args.wandb_entity,
+            "id": state["wandb_id"],
+            "resume": "allow",
+        }
+        accelerator.init_trackers(args.wandb_project_name, init_kwargs={"wandb": wandb_run})
+        if args.with_tracking:
+            import wandb
 
-        accelerator.log({"token_length": wandb.Histogram(prompt_lengths)}, step=0)
+            wandb.define_metric("*", step_metric="episode")
+            wandb.log({"token_length": wandb.Histogram(prompt_lengths)})
     beta = state["beta"]  # with kl_target it changes
     if checkpoint_dir is None:
         send(version=0, training_step=1)
@@ -2562,8 +2582,11 @@ def main(args):
         }
         for response, row in zip(responses[:4], advantages, strict=False):
             sample = describe(response, rollout.policy_version)
-            sample["training_step"] = training_step
-            sample["advantage"] = row.sum().item() / sample["length"]  # the mean over its tokens
+            sample |= {
+                "training_step": training_step,
+                "token_ids": response.token_ids.tolist(),
+                "advantages": row[: sample["length"]].tolist(),
+            }
             append_lines(run_dir / "rollouts.jsonl", [sample])
         if args.kl_target > 0 and trains_policy:
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
@@ -2584,10 +2607,10 @@ def main(args):
     accelerator.clear()
     del policy, value_model, trained
     accelerator.end_training()
-    for tool in ("scripts/plot_runs.py", "scripts/summarize_run.py"):
-        path = Path(__file__).parent / tool
-        if path.exists() and accelerator.is_main_process:
-            subprocess.run([sys.executable, path, run_dir], check=False)
+    run_program("plot_runs.py", run_dir)
+    run_program("summarize_run.py", run_dir)
+    if args.push_to_hub:
+        run_program("push_to_hub.py", run_dir)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,13 @@ from unittest import mock
 
 import accelerate
 import datasets
+import huggingface_hub
 import torch
 import transformers
 import tyro
 import yaml
 from preprocessing import hub_answers, printable
+from provenance import repo_of
 from requests.utils import get_netrc_auth
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
@@ -1119,7 +1121,7 @@ def check_reward(run):
         if by_kind["right"] <= max(by_kind["wrong"], by_kind["empty"]):
             run.notes.append(
                 f"{source}: the ground truth as an answer scores no more than a wrong or an empty "
-                f"answer; is a right answer of another form?"
+                f"answer; is a right answer of another form? (fine where it is a rule, no answer)"
             )
 
 
@@ -1196,6 +1198,9 @@ MAY_DIFFER |= {"local_world_size", "rollout_batch_size", "reward_workers"}
 # What the users themselves may have changed, where something of the above does not agree
 CAUSES = {"total_episodes", "local_rollout_batch_size", "local_mini_batch_size", "dataset"}
 CAUSES |= {"eval_dataset", "eval_prompts", "num_train_epochs"}
+# Where the model goes on the hub, and what programs add to args.json
+MAY_DIFFER |= {"push_to_hub", "hf_entity", "hf_repo_id", "hf_repo_revision"}
+ADDED = {"provenance", "hf_repo_url"}
 
 
 def hash_data(run):
@@ -1250,7 +1255,8 @@ def check_checkpoint(run):
     if run.train_rows is not None and run.eval_rows is not None:
         run.args.data_hash = hash_data(run)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    differing = [f"{name} too many in args.json" for name in saved if name not in current]
+    known = ADDED | current.keys()
+    differing = [f"{name} too many in args.json" for name in saved if name not in known]
     names = [name for name in must_agree if name in current and name not in saved]
     differing += [f"{name} missing in args.json" for name in names]
     differing += [f"{name} missing in state.json" for name in needed if name not in state]
@@ -1315,11 +1321,50 @@ def check_disk(run):
 
 
 def check_accounts(run):
-    """Refuses tracking by somebody who is not logged in."""
+    """Refuses tracking by somebody who is not logged in, and an upload that would be refused."""
     if run.args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
             raise Mistake("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+    if getattr(run.args, "push_to_hub", False):
+        check_hub(run)
+
+
+def check_hub(run):
+    """Refuses names that the hub does not know as such, and a login that may not write there."""
+    args, program = run.args, Path(run.script.__file__).parent / "scripts/push_to_hub.py"
+    if not program.is_file():
+        raise Mistake(f"--push_to_hub: there is no {program}, which uploads")
+    repo, branch = repo_of(vars(args), args.hf_entity), args.hf_repo_revision or args.run_name
+    try:
+        huggingface_hub.utils.validate_repo_id(repo)
+    except ValueError as error:
+        raise Mistake(f"--hf_entity, --hf_repo_id: {error}") from error
+    if branch and (not re.fullmatch(r"\w[\w.+=/-]*", branch) or ".." in branch):
+        raise Mistake(
+            f"--push_to_hub: {branch!r} can be no branch of a repo; choose another --run_name, or "
+            "give --hf_repo_revision"
+        )
+    if huggingface_hub.get_token() is None:
+        raise Mistake("--push_to_hub: run `hf auth login`, or set HF_TOKEN")
+    if not hub_answers():
+        raise Mistake(
+            "--push_to_hub: the hub does not answer; train without it, and call "
+            "scripts/push_to_hub.py later"
+        )
+    try:
+        login = huggingface_hub.whoami()
+    except huggingface_hub.errors.HfHubHTTPError as error:
+        reason = " ".join(str(error).split())
+        raise Mistake(f"--push_to_hub: run `hf auth login`, or set HF_TOKEN; {reason}") from error
+    owners = [login["name"], *(team["name"] for team in login.get("orgs", []))]
+    if "/" in repo and repo.split("/")[0] not in owners:
+        raise Mistake(
+            f"--push_to_hub: {repo} is somebody else's; this login may write to repos of "
+            f"{' and '.join(owners)}"
+        )
+    if login.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise Mistake("--push_to_hub: this token may only read; make one that may write")
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -1545,7 +1590,8 @@ def plan_of_data(run):
         yield "", f"{args.eval_dataset}: {len(run.eval_rows):,} {kind} to evaluate on"
     if run.train_rows is not None and not run.trains_reward_model():
         text = run.train_rows[0].text
-        yield "", f"the first prompt, as the model reads it: {text[-70:]!r}"
+        shown = repr(text) if len(text) <= 120 else f"{text[:50]!r} ... {text[-70:]!r}"
+        yield "", f"the first prompt, as the model reads it: {shown}"
     if not run.is_filled_in:
         return
     if run.trains_reward_model():

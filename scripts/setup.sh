@@ -42,7 +42,12 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 rm -rf .venv
 "$python" -m venv .venv
-install() { .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$requirements" "$@" >"$log" 2>&1; }
+# Of what pip says, what takes long: packages of 10 MB and more, and the end.
+large='(Downloading|Using cached) .* \([0-9]{2,}\.[0-9]+ MB\)|^Installing collected packages'
+install() {
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$requirements" "$@" 2>&1 | tee "$log" |
+    { grep --line-buffered -oE "$large" || true; }
+}
 # PyPI has no CPU build of torch for Linux, and vLLM's CPU build asks for just that: the second try adds PyTorch's index.
 if ! install; then
   if [ "$requirements" = requirements.txt ] || ! install --extra-index-url https://download.pytorch.org/whl/cpu; then

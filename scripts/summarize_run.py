@@ -1,17 +1,36 @@
-"""Says in a few lines what a run did: answers before and after, what limited its speed.
+"""Says in a few lines what a run did: answers before and after, what limited its speed, what next.
 
 python scripts/summarize_run.py output/RUN
 """
 
 import argparse
+import shlex
 import sys
 import textwrap
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 from plot_runs import read_lines, read_metrics
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
+LONG = 0.15  # a share of the time that is worth a word
+# What the side of vLLM does, beside training in an asynchronous run: who is waited for, a remedy
+GENERATION = {
+    "generation": ("vLLM", "more GPUs for vLLM (--vllm_gpus) or shorter responses help"),
+    "reward": ("the rewards", "more --reward_workers or a faster reward help"),
+    "evaluation": ("the evaluations", "a smaller --num_evals or fewer --eval_prompts help"),
+}
+TRAINING = ["update", "forward", "reward_model", "weight_sync", "checkpoint"]
+NAMES = {
+    "reward": "rewards",
+    "evaluation": "evaluations",
+    "update": "updates",
+    "forward": "forward passes",
+    "reward_model": "reward model",
+    "weight_sync": "weight sync",
+    "checkpoint": "checkpoints",
+}
 
 
 def describe_evaluations(metrics: list[dict]) -> list[str]:
@@ -63,49 +82,91 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
         last = after.get(first["prompt"])
         if last is None:  # the run was resumed with other held-out prompts
             continue
-        prompt = " ".join(first["prompt"].split())  # its end says what was asked
-        lines += ["", prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"]
+        lines += ["", end_of_prompt(first["prompt"])]
         for when, sample in (("before", first), ("after", last)):
-            score = sample["score"]
-            shown = "none" if score is None else f"{score:.3g}"  # none: its reward failed
             response = textwrap.shorten(sample["response"], 200, placeholder=" ...")
-            lines.append(f"  {when}, score {shown}: {response}")
+            lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
     return lines
 
 
+def end_of_prompt(prompt: str) -> str:
+    """The end of a prompt, which says what was asked, in one line."""
+    prompt = " ".join(prompt.split())
+    return prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"
+
+
+def show_score(score: float | None) -> str:
+    """None: its reward failed."""
+    return "none" if score is None else f"{score:.3g}"
+
+
 def describe_speed(metrics: list[dict]) -> str | None:
-    """Which side of an asynchronous run waited for the other, and what to do about it.
+    """Which side of a run waited for the other, and what to do about it.
 
-    >>> line = {"time/training": 4.0, "time/wait_for_generation": 1.0, "time/wait_for_prompts": 2.0}
-    >>> line |= {"time/generation": 1.5, "time/reward": 0.5, "time/evaluation": 0.0}
-    >>> describe_speed([line, line])  # of a run in turns: either side always waits for the other
+    None: neither waited for long, or there are too few steps to know. Where the sides take turns
+    none of them waits; then it says what a step was spent on.
+
+    >>> line = {"time/training": 4.0, "time/update": 3.0, "time/forward": 1.0}
+    >>> line |= {"time/generation": 1.5, "time/reward": 0.4, "time/evaluation": 0.1}
+    >>> line |= {"time/wait_for_prompts": 2.0, "time/wait_for_generation": 0.0}
     >>> line["policy/staleness"] = 1
-    >>> first = line | {"time/wait_for_prompts": 60.0}  # the run's start is in it
-    >>> resumed = {"time/training": 4.0, "policy/staleness": 1}  # generated before the checkpoint
-    >>> describe_speed([first, line, resumed, first, line])
-    'training-bound: vLLM waited 50% of the time; more learners, shorter responses help'
+    >>> first = line | {"time/wait_for_prompts": 60.0}  # a process starts
+    >>> resumed = {"time/training": 4.0, "policy/staleness": 1}  # responses of the checkpoint
+    >>> said = describe_speed([first, line, line, resumed, first, line])
+    >>> print(textwrap.fill(said, 88))
+    vLLM waited for the learner 50% of the time (a training step: updates 75%, forward
+    passes 25%): more learners or shorter responses help
     """
-    if not any(line.get("policy/staleness") for line in metrics):
-        return None
-    # A process begins with waiting: for its models, and for the first responses
-    waited = "time/wait_for_prompts"
-    metrics = [line for last, line in pairwise(metrics) if waited in last and waited in line]
-    if not metrics:
+    is_async = any(line.get("policy/staleness") for line in metrics)
+    # A process begins with waiting: for its models, and for the first responses. Those of step 2
+    # were asked for when nothing was trained yet
+    generated = "time/generation"
+    metrics = [line for last, line in pairwise(metrics) if generated in last and generated in line]
+    seconds = Counter()
+    for line in metrics[1:]:
+        seconds.update({name.removeprefix("time/"): value for name, value in line.items()})
+    if not seconds["training"]:
         return None
 
-    def seconds(*parts):
-        return sum(line[f"time/{part}"] for line in metrics for part in parts)
+    if not is_async:
+        spent = describe_shares(seconds, [*GENERATION, *TRAINING], seconds["training"])
+        said = f"Generation and training took turns (a step: {spent})"
+        if seconds["reward"] < LONG * seconds["training"]:
+            return said
+        return f"{said}. The reward is slow: {GENERATION['reward'][1]}"
 
-    learner_waited = seconds("wait_for_generation") / seconds("training")
+    generation = sum(seconds[part] for part in GENERATION)
     # A wait reaches over several steps of the learner, so it is compared with what generation does
-    generation_waited = seconds("wait_for_prompts") / seconds(
-        "wait_for_prompts", "generation", "reward", "evaluation"
+    vllm_waited = seconds["wait_for_prompts"] / (seconds["wait_for_prompts"] + generation)
+    learner_waited = seconds["wait_for_generation"] / seconds["training"]
+    if max(vllm_waited, learner_waited) < LONG:
+        return None
+    if vllm_waited > learner_waited:
+        spent = describe_shares(seconds, TRAINING, seconds["training"])
+        return (
+            f"vLLM waited for the learner {vllm_waited:.0%} of the time (a training step: "
+            f"{spent}): more learners or shorter responses help"
+        )
+    spent = describe_shares(seconds, GENERATION, generation)
+    slow = [GENERATION[part] for part in GENERATION if seconds[part] >= generation / 3]
+    waited_for = " and ".join(who for who, _ in slow)
+    remedies = "; ".join(remedy for _, remedy in slow)
+    return (
+        f"The learner waited for {waited_for} {learner_waited:.0%} of the time (a batch: "
+        f"{spent}): {remedies}"
     )
-    if learner_waited > generation_waited:
-        who, waited, remedy = "generation-bound: the learner", learner_waited, "--vllm_gpus"
-    else:
-        who, waited, remedy = "training-bound: vLLM", generation_waited, "learners"
-    return f"{who} waited {waited:.0%} of the time; more {remedy}, shorter responses help"
+
+
+def describe_shares(seconds, parts, whole) -> str:
+    """What share of the whole each part took, where that is 1% or more.
+
+    >>> describe_shares({"update": 3.0, "weight_sync": 1.0, "forward": 0.0}, TRAINING, 4.0)
+    'updates 75%, weight sync 25%'
+    """
+    shares = {part: seconds.get(part, 0.0) / whole for part in parts}
+    return ", ".join(
+        f"{NAMES.get(part, part)} {share:.0%}" for part, share in shares.items() if share >= 0.01
+    )
 
 
 def describe_signal(metrics: list[dict]) -> str | None:
@@ -136,6 +197,30 @@ def describe_cuts(metrics: list[dict]) -> str | None:
     return f"{share:.0%} of the last responses were cut: {advice}"
 
 
+def next_steps(run_dir: Path) -> list[str]:
+    """Commands that go on from here, as they can be typed where this program was called."""
+    python, scripts = Path(sys.executable), Path(__file__).parent
+
+    def command(*words):
+        here = Path.cwd()
+        paths = [Path(word) for word in words]
+        paths = [path.relative_to(here) if path.is_relative_to(here) else path for path in paths]
+        return shlex.join(map(str, paths))
+
+    lines = [
+        f"Look at it:  {command(python, scripts / 'inspect_run.py', run_dir)}",
+        f"Compare it:  {command(python, scripts / 'plot_runs.py', run_dir, 'OTHER_RUN')}",
+    ]
+    model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
+    if model.is_dir():
+        lines.append(f'Use it:      transformers.AutoModelForCausalLM.from_pretrained("{model}")')
+        lines.append(f'             vllm.LLM("{model}")')
+    elif checkpoints:
+        newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
+        lines.append(f"Resume it:   its command with --resume_from_checkpoint {newest}")
+    return lines
+
+
 def main():
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
@@ -162,6 +247,7 @@ def main():
     if samples.exists():
         print("\n".join([*describe_samples(read_lines(samples)), ""]))
     print(f"Model, metrics, samples and pictures: {run_dir}")
+    print("\n".join(next_steps(run_dir)))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ Which file.
     test_mistakes       what the scripts refuse
     test_preflight      preflight, on the odd inputs that preflight_cases.py has
     test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
-    test_data_preprocess, test_pictures
+    test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub
                         a program of scripts/ each
+    test_recipes        the commands of scripts/train
     test_scripts_agree, test_doctests, test_budget, test_docs, test_commands
                         texts
 
@@ -49,6 +50,7 @@ Helpers, in tests/helpers.
                         programs that tests start
     fsdp2               FSDP2 without GPUs
     modules             the preflight's modules and those of the tests
+    hub, wandb_log      the hub's side of an upload; what wandb has written
     line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,

@@ -31,6 +31,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pyarrow.parquet
 import torch
@@ -964,6 +965,10 @@ def copy_of_model(folder):
     return {"model_name_or_path": folder / "model"}
 
 
+def added(saved):
+    saved.update(provenance={"command": []}, hf_repo_url="https://huggingface.co/a")
+
+
 # Nothing is wrong. name: (as in CHECKPOINTS, words of the plan, scripts)
 RESUMED = {
     "older": (nothing, {}, "resumes | checkpoints/step_3 and removes what is newer: step_6", EVERY),
@@ -973,6 +978,7 @@ RESUMED = {
     "moved data": (nothing, move_data, "dataset was | moved.jsonl", EVERY),
     "rate": (nothing, {"learning_rate": 0.5}, "learning_rate was | and is 0.5", EVERY),
     "model": (nothing, copy_of_model, "model_name_or_path was | and is", EVERY),
+    "what programs add": (arguments(rewrite(added)), {}, "step_3", EVERY),
     "evaluations": (nothing, {"num_evals": 5, "eval_temperature": 0.5}, "step_3", PPO[:1]),
     "adapted beta": (
         at("state.json", rewrite(lambda state: state.update(beta=0.03))),
@@ -1022,8 +1028,9 @@ def little_room(patch, folder):
 
 
 def nobody(patch, folder):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         patch.delenv(name, raising=False)
+    patch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", folder / "home" / "token")
     for name in ("HOME", "NETRC"):
         patch.setenv(name, str(folder / "home"))
 
@@ -1032,6 +1039,7 @@ def nobody(patch, folder):
 SURROUNDINGS = {
     "little room": (little_room, {}, "--output_dir | 10 MiB free"),
     "nobody is logged in": (nobody, {"with_tracking": True}, "--with_tracking | wandb login"),
+    "nor to the hub": (nobody, {"push_to_hub": True}, "--push_to_hub | hf auth login"),
 }
 
 # The hub, for --dataset no/such: it is asked once, for five seconds, and the line has both names
@@ -1096,7 +1104,7 @@ PLANS = {
     "empty answer": (rows(*[PAIR | {"rejected": ""}] * 70), "70 pairs", TRAINER),
     "held-out rows": (
         together(given(**TEN), HELD_OUT),
-        "5 prompts to evaluate on | evaluations: 9, and one",
+        "5 prompts to evaluate on | evaluations: 5, and one",
     ),
     "some held-out rows": (
         together(given(**TEN, eval_prompts=3, num_evals=2), HELD_OUT),

@@ -166,7 +166,7 @@ FOUR_STEPS = Args(
 
 
 @pytest.mark.parametrize(
-    ("num_evals", "sizes"), [(0, [0, 0, 0, 0, 3]), (1, [3, 0, 0, 0, 3]), (9, [3, 3, 3, 0, 3])]
+    ("num_evals", "sizes"), [(0, [0, 0, 0, 0, 3]), (1, [3, 0, 0, 0, 3]), (9, [3, 0, 3, 0, 3])]
 )
 def test_requests_follow_from_the_step(num_evals, sizes):
     """Prompts in the order of the run, their samples side by side, and new seeds in every step."""
@@ -186,14 +186,18 @@ def test_requests_follow_from_the_step(num_evals, sizes):
 
 @pytest.mark.parametrize("steps", range(1, 41))
 def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
-    """None is before the last step: its line of metrics has the last evaluation."""
+    """None is before the last step: its line of metrics has the last evaluation.
+
+    And at most every second step has one: steps 1 and 2 of an async script are sampled with
+    the same weights, which need not be evaluated twice.
+    """
     args = script.replace(FOUR_STEPS, total_episodes=8 * steps)
     for count in range(21):
         found = script.fill_in(script.replace(args, num_evals=count), world_size=1).eval_steps
-        assert len(found) == min(count, steps - 1) and steps - 1 not in found
+        assert len(found) == min(count, steps // 2) and steps - 1 not in found
         assert found[:1] == (0,) * min(1, len(found))
         gaps = {later - step for step, later in itertools.pairwise(found)}
-        assert not gaps or 0 < min(gaps) >= max(gaps) - 1
+        assert not gaps or 1 < min(gaps) >= max(gaps) - 1
 
 
 def test_seeds_of_neighbours_do_not_collide():

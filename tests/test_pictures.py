@@ -2,15 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
-import matplotlib.figure
 import plot_runs
 import pytest
 import summarize_run
+from matplotlib.figure import Figure
+from plot_runs import Curve, Run
 from summarize_run import RATE, SCORE
-
-HELD_OUT = "Held-out prompts: answered right, mean score"
-PARTS = "Parts of the score (training batches)"
 
 
 def evaluations(rates, scores):
@@ -21,57 +20,261 @@ def evaluations(rates, scores):
     ]
 
 
+def steps(**metrics):
+    """Lines of metrics.jsonl: steps(lr=[0.1, 0.2]); "__" in a name is "/", None: not there."""
+    lines = []
+    for step, values in enumerate(zip(*metrics.values(), strict=True), start=1):
+        named = zip(metrics, values, strict=True)
+        line = {name.replace("__", "/"): value for name, value in named if value is not None}
+        lines.append({"training_step": step, "episode": 8 * step} | line)
+    return lines
+
+
+def draw(curves, x_axis="step", more=()):
+    """{title of a panel: its axes} of {curve: [metrics of each run]}"""
+    curves = [Curve(name, [Run(name, run, {}) for run in runs]) for name, runs in curves.items()]
+    figure = plot_runs.draw_curves(curves, x_axis, more)
+    return {axes.get_title(): axes for axes in figure.axes}
+
+
+def legend_of(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
 @pytest.fixture
-def draw(monkeypatch, tmp_path):
-    """draw({run: its metrics}, more metrics) -> {title of a panel: its axes}."""
+def make_run(tmp_path):
+    """make_run(name, metrics, args of args.json or none) -> the run's folder"""
 
-    def draw(runs, more=()):
-        figures = []
-        save = lambda figure, path, **_: figures.append(figure)  # noqa: E731
-        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
-        for name, metrics in runs.items():
-            (tmp_path / name).mkdir()
-            text = "".join(json.dumps(line) + "\n" for line in metrics)
-            (tmp_path / name / "metrics.jsonl").write_text(text)
-        run_dirs = [tmp_path / name for name in runs]
-        plot_runs.plot_curves(run_dirs, tmp_path / "curves.png", more)
-        (figure,) = figures
-        return {axes.get_title(): axes for axes in figure.axes}
+    def make_run(name, metrics, args=None):
+        run_dir = tmp_path / name
+        run_dir.mkdir(parents=True)
+        text = "".join(json.dumps(line) + "\n" for line in metrics)
+        (run_dir / "metrics.jsonl").write_text(text)
+        if args is not None:
+            (run_dir / "args.json").write_text(json.dumps(args))
+        return run_dir
 
-    return draw
+    return make_run
 
 
-def curves_of(axes):
-    """{name in the legend: values}"""
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    return dict(zip(names, [list(line.get_ydata()) for line in axes.get_lines()], strict=True))
+@pytest.fixture
+def plot(monkeypatch, tmp_path):
+    """Calls plot_runs.py with these words in an empty folder, which it returns."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def plot(*words):
+        monkeypatch.setattr(sys, "argv", ["plot_runs.py", *map(str, words)])
+        plot_runs.main()
+        return here
+
+    return plot
 
 
-@pytest.mark.parametrize(("score", "limits"), [(0.3, (0, 1)), (-2.0, (-2, 1))])
-def test_scores_are_shown_beside_the_rate_whatever_they_are(score, limits, draw):
-    axes = draw({"run": evaluations([0.0, 0.5], [score, 0.5])})[HELD_OUT]
-    assert curves_of(axes) == {RATE: [0.0, 0.5], SCORE: [score, 0.5]}
-    bottom, top = axes.get_ylim()
-    assert limits[0] - 0.3 < bottom <= limits[0] and limits[1] <= top < limits[1] + 0.3
+def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_policy_was():
+    lines = steps(eval__scores=[0.1, 0.9], objective__scores=[0.2, 0.4])
+    lines[0]["eval/policy_version"] = 0
+    lines[1]["eval/policy_version"] = 2
+    axes = draw({"run": [lines]})["Score"]
+    held_out, training = axes.get_lines()
+    assert legend_of(axes) == ["held-out: eval/scores", "training: objective/scores"]
+    assert held_out.get_xydata().tolist() == [[0, 0.1], [2, 0.9]]
+    assert training.get_xydata().tolist() == [[1, 0.2], [2, 0.4]]
+    assert (held_out.get_marker(), training.get_marker()) == ("o", "None")
+    assert held_out.get_linestyle() != training.get_linestyle()
+
+    held_out = draw({"run": [lines]}, "episode")["Score"].get_lines()[0]
+    assert held_out.get_xdata().tolist() == [0, 16]
 
 
-def test_runs_share_a_panel_of_the_parts_that_they_have(draw):
-    line = {"training_step": 1, "objective/scores": 0.8}
-    parts = {"objective/verifiable_score": 0.3, "objective/format_rate": 0.5}
-    panels = draw({"A": [line | parts], "B": [line | {"objective/reward_model_score": 0.1}]})
-    assert list(panels) == ["Score (training batches)", PARTS]  # none without metrics
-    assert curves_of(panels[PARTS]) == {
-        "A objective/verifiable_score": [0.3],
-        "A objective/format_rate": [0.5],
-        "B objective/reward_model_score": [0.1],
-    }
+def test_noise_is_not_blown_up_and_shares_are_of_one():
+    lines = steps(
+        val__sequence_lengths=[6.0, 6.04], mismatch__ess=[1, 0.99], policy__entropy_avg=[0.4, 0.1]
+    )
+    panels = draw({"run": [lines]})
+    limits = {title: axes.get_ylim() for title, axes in panels.items()}
+    bottom, top = limits["Response length (tokens)"]
+    assert top - bottom > 1 and bottom < 6 < 6.04 < top
+    bottom, top = limits["Sampler against learner: effective sample size"]
+    assert -0.1 < bottom <= 0 and 1 <= top < 1.1
+    bottom, top = limits["Entropy (nats per token)"]
+    assert top - bottom < 0.4  # what does change fills its panel
 
 
-def test_metric_of_a_fork_has_a_panel_where_asked_for(draw):
-    line = {"training_step": 1, "policy/unsure": 0.8}
-    assert list(draw({"A": [line]}, ["policy/unsure"])) == ["policy/unsure"]
-    with pytest.raises(SystemExit, match="policy/sure"):
-        draw({"B": [line]}, ["policy/sure"])
+def test_explained_variance_far_below_its_range_does_not_hide_the_rest():
+    axes = draw({"run": [steps(val__explained_variance=[0.1, -24.0])]})
+    bottom, top = axes["Value model: explained variance"].get_ylim()
+    assert -1.2 < bottom <= -1 and 1 <= top < 1.2
+
+
+def test_difference_of_nothing_has_a_place_on_the_axis_of_powers():
+    lines = steps(mismatch__logprob_diff_max=[0.0, 0.02])
+    (axes,) = draw({"run": [lines]}).values()
+    assert axes.get_ylim() == (pytest.approx(1e-7), pytest.approx(0.1))
+
+
+def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
+    lines = steps(objective__scores=[0.8], objective__verifiable_score=[0.3])
+    parts = steps(objective__scores=[0.7], objective__verifiable_score=[0.2])
+    parts[0]["objective/format_rate"] = 0.5
+    panels = draw({"A": [lines], "B": [parts]})
+    assert list(panels) == ["Score", "Parts of the score (training batches)"]
+    for axes in panels.values():
+        for line in axes.get_lines():
+            (value,) = line.get_ydata()
+            assert line.get_color() == ("C0" if value in (0.8, 0.3) else "C1")
+    # A part alone is the score once more
+    assert list(draw({"A": [lines]})) == ["Score"]
+
+
+def test_run_of_one_step_is_visible_and_has_ticks_at_whole_steps():
+    axes = draw({"run": [steps(objective__scores=[0.8])]})["Score"]
+    (line,) = axes.get_lines()
+    assert line.get_marker() == "."
+    ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= 1]
+    assert ticks == [0, 1]
+
+
+def test_seconds_leave_out_the_first_step_of_each_process():
+    lines = steps(
+        time__training=[60.0, 2.0, 50.0, 3.0],
+        time__generation=[1.0, 1.5, None, 1.25],  # after a resume the responses are there
+        objective__scores=[0.1, 0.2, 0.3, 0.4],
+    )
+    panels = draw({"run": [lines]})
+    training, generation = panels["Seconds per step, without a process's first"].get_lines()
+    assert training.get_xydata().tolist() == [[2, 2], [4, 3]]
+    assert generation.get_xydata().tolist() == [[2, 1.5], [4, 1.25]]
+    assert len(panels["Score"].get_lines()[0].get_xdata()) == 4
+    assert list(draw({"run": [lines[:1]]})) == ["Score"]  # nothing of the time is left
+
+
+def test_seeds_are_a_mean_and_a_shade_as_far_as_all_came():
+    seeds = [
+        steps(objective__scores=[0.0, 0.5, 0.9], time__from_scratch=[10, 20, 30]),
+        steps(objective__scores=[0.5, 1.0], time__from_scratch=[20, 40]),
+    ]
+    axes = draw({"ppo": seeds}, "seconds")["Score"]
+    (line,) = axes.get_lines()
+    assert line.get_xydata().tolist() == [[15, 0.25], [30, 0.75]]
+    (shade,) = axes.collections
+    (path,) = shade.get_paths()
+    corners = {tuple(corner) for corner in path.vertices}
+    assert corners == {(15, 0.0), (15, 0.5), (30, 0.5), (30, 1.0)}
+
+
+def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
+    line = steps(objective__scores=[0.5])
+
+    def args(seed, lr):
+        of_a_run = {"run_name": f"ppo_{seed}_{lr}", "data_hash": seed, "provenance": {"gpu": seed}}
+        return {"seed": seed, "learning_rate": lr} | of_a_run
+
+    every = [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3)]
+    run_dirs = [make_run(f"ppo_{seed}_{lr}", line, args(seed, lr)) for seed, lr in every]
+    curves = plot_runs.group_seeds(plot_runs.read_runs(run_dirs))
+    assert [(curve.name, [run.args["seed"] for run in curve.runs]) for curve in curves] == [
+        ("ppo, learning_rate 0.1 (2 runs)", [1, 2]),
+        ("ppo, learning_rate 0.3 (2 runs)", [1, 2]),
+    ]
+
+
+def test_folders_of_one_name_are_two_runs(make_run):
+    run_dirs = [make_run(f"{name}/run", steps(objective__scores=[0.5])) for name in "ab"]
+    assert len({run.name for run in plot_runs.read_runs(run_dirs)}) == 2
+
+
+def test_reward_trainer_has_its_panels_from_metrics_alone():
+    lines = steps(
+        loss__preference_avg=[0.7, 0.5], objective__accuracy=[0.5, 0.8], eval__accuracy=[None, 0.75]
+    )
+    panels = draw({"rm": [lines]})
+    assert list(panels) == ["Pairs ranked right", "Preference loss"]
+    held_out, training = panels["Pairs ranked right"].get_lines()
+    assert held_out.get_xydata().tolist() == [[2, 0.75]]
+    assert training.get_ydata().tolist() == [0.5, 0.8]
+
+
+def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, capsys):
+    a, b = (make_run(name, steps(objective__scores=[0.5, 0.75])) for name in "AB")
+    (a / "curves.png").write_text("old")
+    (b / "token_length.json").write_text("[3, 4, 4]")
+    plot(a)
+    assert (a / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"Wrote {a / 'curves.png'}\n"
+
+    here = plot(b, a)
+    assert capsys.readouterr().out.splitlines()[0] == "Wrote comparison.png"
+    assert [path.name for path in here.iterdir()] == ["comparison.png"]
+    assert {path.name for path in b.iterdir()} == {"metrics.jsonl", "token_length.json"}
+    (here / "comparison.png").write_text("mine")
+    with pytest.raises(SystemExit):
+        plot(a, b)
+    assert (here / "comparison.png").read_text() == "mine"
+    assert "--overwrite" in capsys.readouterr().err
+    plot(a, b, "--overwrite")
+    assert (here / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+    plot(b)
+    assert (b / "token_length.png").exists()
+
+
+def test_half_a_picture_is_never_seen(tmp_path, monkeypatch):
+    picture = tmp_path / "curves.png"
+    picture.write_text("old")
+
+    def breaks_off(figure, path, **_):
+        Path(path).write_text("half")
+        assert picture.read_text() == "old"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        plot_runs.save(Figure(), picture)
+    assert picture.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_table_has_the_last_evaluation_and_means_of_the_last_steps(capsys):
+    lines = steps(
+        objective__scores=[9.0, *[0.5] * 9, 0.7],
+        eval__scores=[0.1, *[None] * 4, 0.8, *[None] * 5],
+        time__from_scratch=list(range(30, 360, 30)),
+    )
+    other = [line | {"eval/scores": 0.4} for line in lines]
+    plot_runs.print_table([Curve("ppo", [Run("ppo_1", lines, {}), Run("ppo_2", other, {})])])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[:4] == [
+        ["run", "score*", "score", "steps", "minutes"],
+        ["ppo_1", "0.8", "0.52", "11", "5.5"],
+        ["ppo_2", "0.4", "0.52", "11", "5.5"],
+        ["mean:", "ppo", "0.6", "0.52", "11", "5.5"],
+    ]
+
+
+def test_metric_of_a_fork_has_a_panel_where_asked_for():
+    lines = steps(policy__unsure=[0.8])
+    assert list(draw({"A": [lines]}, more=["policy/unsure"])) == ["policy/unsure"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metrics", "policy/sure"], "none of these runs has the metric policy/sure"),
+        (["--seeds"], "has none"),
+        (["--x", "seconds"], "has no metric time/from_scratch"),
+        (["--output", "picture"], "has to end in one of"),
+        (["--output", "nowhere/c.png"], "there is no folder nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, plot, capsys):
+    run_dir = make_run("A", steps(objective__scores=[0.5]))
+    with pytest.raises(SystemExit) as ended:
+        plot(run_dir, *words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +294,8 @@ def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
     summarize_run.main()
     rates = "Held-out prompts answered right: 45.9% before training, 100.0% after"
     last = f"Model, metrics, samples and pictures: {tmp_path}"
-    assert capsys.readouterr().out.splitlines() == [rates, *means, last]
+    commands = summarize_run.next_steps(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [rates, *means, last, *commands]
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():

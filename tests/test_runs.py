@@ -25,6 +25,7 @@ from helpers.runs import (
     response_tokens,
     weights_of_versions,
 )
+from helpers.wandb_log import read_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow
@@ -296,23 +297,34 @@ def test_run_that_is_over_leaves_nothing_behind(run):
     (folder,) = folders_of_vllm(run.stdout)
     assert not folder.exists()
     assert not any(word in run.stderr for word in ("Traceback", "leaked", "Warning"))
-    assert "-bound: " in run.stdout  # the summary
+    assert "Held-out prompts answered right: " in run.stdout  # the summary
 
 
-def test_wandb_gets_the_metrics_and_samples(grpo_run):
+SAMPLES = "sample_completions/path"
+
+
+def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
     folder = grpo_run.run_dir.parent
     (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    log = log.read_bytes()
-    for name in grpo_run.metrics[-1]:
-        values = [str(line[name]) for line in grpo_run.metrics if name in line]
-        # The file has blocks, and the end of one may cut a number in two
-        assert any(value.removesuffix(".0").encode() in log for value in values), name
-        assert name.encode() in log
-    assert b"token_length" in log
-    tables = folder.glob("wandb/**/sample_completions*.table.json")
-    tables = [json.loads(path.read_text()) for path in tables]
-    assert [len(table["data"]) for table in tables] == [32] * 3
-    assert all("response" in table["columns"] for table in tables)
+    config, step_metrics, history = read_run(log)
+    saved = json.loads((grpo_run.run_dir / "args.json").read_text())
+    assert {name: config[name] for name in saved} == saved
+    assert step_metrics == {"*": "episode"}  # the x axis of all
+    steps = [line for line in history if "training_step" in line]
+    assert [
+        {name: line[name] for name in written}
+        for line, written in zip(steps, grpo_run.metrics, strict=True)
+    ] == grpo_run.metrics
+    lengths = json.loads((grpo_run.run_dir / "token_length.json").read_text())
+    assert sum(history[0]["token_length/values"]) == len(lengths)
+
+    paths = [line[SAMPLES] for line in history if SAMPLES in line]
+    tables = [json.loads((log.parent / "files" / path).read_text()) for path in paths]
+    written = read_json_lines(grpo_run.run_dir / "samples.jsonl")
+    samples = [
+        dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]
+    ]
+    assert len(tables) == 3 and samples == written  # numbers are numbers
 
 
 # --------------------------------------------------------------------------- several runs compared

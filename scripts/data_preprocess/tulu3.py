@@ -1,0 +1,68 @@
+"""Prompts of Tulu 3's last stage (GSM8K, MATH, constraints) in verl's parquet schema.
+
+    # from the hub to ~/data/tulu3
+    python scripts/data_preprocess/tulu3.py
+    python scripts/data_preprocess/tulu3.py --local_dataset_path train.jsonl \\
+        --local_save_dir data/tulu3
+
+Writes train.parquet and test.parquet. The dataset has one split; every 60th row of it is held out.
+The reward is scripts/rewards/tulu3.py:compute_score.
+"""
+
+import os
+import sys
+
+# Python puts the script's folder first on its path, and would take the math.py in it for its own.
+# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    sys.path.pop(0)
+
+import importlib.util
+from pathlib import Path
+
+shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
+spec = importlib.util.spec_from_file_location("preprocessing", shared)
+preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(preprocessing)
+
+HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
+COLUMNS = ("messages", "ground_truth", "dataset")
+HELD_OUT = 60  # one row in so many
+
+
+def hold_out(rows: list) -> dict[str, list]:
+    """The rows by split.
+
+    >>> {split: len(rows) for split, rows in hold_out(list(range(120))).items()}
+    {'train': 118, 'test': 2}
+    """
+    kept = [row for index, row in enumerate(rows) if index % HELD_OUT]
+    return {"train": kept, "test": rows[::HELD_OUT]}
+
+
+def convert(row: dict, split: str, index: int) -> dict:
+    """A row of verl's schema; ValueError says why a row is dropped."""
+    messages = row["messages"]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("the last message is not the user's")
+    return {
+        "data_source": preprocessing.text_of(row, "dataset"),
+        "prompt": [{name: message[name] for name in ("role", "content")} for message in messages],
+        "ability": "instruction_following" if row["dataset"] == "ifeval" else "math",
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": preprocessing.text_of(row, "ground_truth"),
+        },
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def main() -> None:
+    args = preprocessing.parse_args(preprocessing.Args(local_save_dir="~/data/tulu3"), __doc__)
+    splits = preprocessing.load_splits(args, HUB, COLUMNS)
+    rows = [row for part in splits.values() for row in part]
+    preprocessing.write_splits(args, hold_out(rows), convert)
+
+
+if __name__ == "__main__":
+    main()

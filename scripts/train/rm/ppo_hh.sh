@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Set-up, then a reward model from preference pairs (full-hh-rlhf: helpful and harmless dialogues), and asynchronous PPO
+# against it. Both start from Qwen2.5-0.5B-Instruct.
+#   bash scripts/train/rm/ppo_hh.sh             one GPU
+#   GPUS=8 bash scripts/train/rm/ppo_hh.sh      eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 64)
+#   MODEL=path/to/model DATA=path/to/rows       a folder with the model, a folder with the dataset's rows: no hub
+# The reward model is trained once; output/hh_reward_model/model is taken where it is there. Further flags go to PPO.
+#
+# Needs, by scripts/preflight.py:
+#   reward model, GPUS=1: 11 GiB for a learner, of the 40 that it may take of a GPU of 40
+#   GPUS=1: 21 GiB for a learner, of the 27 that it may take of a GPU of 40
+#   reward model, GPUS=8: 11 GiB for a learner, of the 40 that it may take of a GPU of 40
+#   GPUS=8: 21 GiB for a learner, of the 27 that it may take of a GPU of 40
+# Hours: not known.
+#
+# Expect: not known; no published run has this setting. What should be seen is a reward model that ranks more than half of
+# the held-out pairs right, and then eval/scores that rise. Read the samples, too: a score may rise by what fools its model.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+gpus=${GPUS:-1}
+((64 % gpus == 0)) || { echo "GPUS=$gpus must divide 64" >&2; exit 2; }
+bash scripts/setup.sh
+for split in rm rl; do
+  .venv/bin/python scripts/data_preprocess/full_hh_rlhf.py --split "$split" --local_save_dir "data/hh_$split" \
+    ${DATA:+--local_dataset_path "$DATA"}
+done
+model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
+launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
+
+reward_model=output/hh_reward_model/model
+flags=(
+  --run_name hh_reward_model
+  --dataset data/hh_rm/train.parquet --eval_dataset data/hh_rm/test.parquet
+  # Prompt and response together. One pass, since more soon overfit (2203.02155)
+  --max_token_length 768 --num_train_epochs 1
+  --local_mini_batch_size $((64 / gpus)) --per_device_train_batch_size 8
+  # A small model bears more than the default of 3e-6; not tuned
+  --learning_rate 1e-5
+  # Scores around 0 (2312.09244), so that the penalty below is below them
+  --center_rewards_coefficient 0.01
+)
+if [ ! -d "$reward_model" ]; then  # it is complete, or not there
+  rm -rf output/hh_reward_model
+  run=(scripts/train_reward_model.py --model_name_or_path "$model" "${flags[@]}")
+  .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"
+  .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
+fi
+
+flags=(
+  --exp_name hh_ppo
+  --dataset data/hh_rl/train.parquet --eval_dataset data/hh_rl/test.parquet
+  # No rule: the reward model alone scores, and the value model starts from it
+  --reward_model_path "$reward_model" --no-apply_verifiable_reward
+  --max_prompt_token_length 512 --response_length 256
+  # 400 steps of 256 responses, each four updates
+  --total_episodes 102400 --local_rollout_batch_size $((256 / gpus)) --local_mini_batch_size $((64 / gpus))
+  --learning_rate 1e-6 --value_learning_rate 1e-5
+  # As for the reward models of 2403.17031, and far above the default, which is for checkable rewards
+  --beta 0.05
+  # The reward model has never seen a response that was cut
+  --non_stop_penalty --penalty_reward_value -5
+  --micro_batch_tokens 16384
+  --num_evals 20 --eval_prompts 200
+  --save_freq 50 --keep_last_n 1
+)
+run=(ppo_vllm_async.py --model_name_or_path "$model" "${flags[@]}" "$@")
+.venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
+exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"

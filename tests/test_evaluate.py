@@ -1,0 +1,220 @@
+"""scripts/evaluate.py: a saved model's answers to held-out prompts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import ClassVar
+
+import evaluate
+import pytest
+from helpers import REPO
+from helpers.files import read_json_lines, write_text
+from helpers.processes import environment
+
+import grpo_vllm_async as script
+
+
+def row(prompt, score, source="a", failure=None):
+    """A line of responses.jsonl whose verifiable score is its score."""
+    scores = {"score": score, "verifiable_score": score, "failure": failure}
+    return scores | {"prompt_index": prompt, "data_source": source, "length": 4, "stopped": True}
+
+
+def test_a_failed_reward_is_no_wrong_answer_and_a_share_no_right_one():
+    failed = [row(0, None, failure="hangs"), row(1, None, failure="hangs")]
+    rows = [row(0, 1.0), failed[0], row(1, 0.5), row(1, 1.0), failed[1]]
+    figures = evaluate.summarize(rows)
+    assert (figures["prompts"], figures["responses"], figures["reward_failures"]) == (2, 5, 2)
+    assert figures["score"]["mean"] == (1.0 + 0.75) / 2
+    assert figures["pass@1"]["mean"] == (1.0 + 0.5) / 2
+    assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0}  # of prompt 1 alone
+
+
+def test_ten_samples_of_a_prompt_are_not_ten_prompts():
+    few = [row(prompt, float(prompt < 2)) for prompt in range(4)]
+    many = [row(prompt, float(prompt < 2)) for prompt in range(4) for _ in range(10)]
+    for name in ("score", "pass@1"):
+        assert evaluate.summarize(many)[name] == evaluate.summarize(few)[name]
+
+
+def test_data_sources_are_told_apart():
+    results = evaluate.summarize_sources([row(0, 1.0, "a"), row(1, 0.0, "b")])
+    means = {source: figures["score"]["mean"] for source, figures in results.items()}
+    assert means == {"all": 0.5, "a": 1.0, "b": 0.0}
+    assert list(evaluate.summarize_sources([row(0, 1.0), row(1, 0.0)])) == ["all"]
+
+
+class FakeVLLM:
+    """Of the samples of a prompt the first is right, the others are empty."""
+
+    asked: ClassVar = []  # (seeds, temperature) of each call
+
+    def __init__(self, *_):
+        pass
+
+    def sync_weights(self, weights, version):
+        assert len(list(weights)) > 0
+
+    def sample(self, prompts, seeds, temperature, num_samples):
+        self.asked.append((seeds, temperature))
+        tokenizer = script.AutoTokenizer.from_pretrained(REPO / "debug_assets" / "model")
+        texts = ["" if i % num_samples else prompt.ground_truth for i, prompt in enumerate(prompts)]
+        answers = [[*tokenizer(text)["input_ids"], 1] for text in texts]
+        return [
+            script.Response(prompt, script.np.array(ids), script.np.zeros(len(ids)), True)
+            for prompt, ids in zip(prompts, answers, strict=True)
+        ]
+
+
+@pytest.fixture
+def faked_run(assets, small_eval, monkeypatch, tmp_path):
+    """The folder of a run with a model, which FakeVLLM answers for."""
+    options = {"eval_dataset": str(small_eval), "eval_prompts": 10, "dtype": "float32"}
+    args = script.Args(temperature=0.7, response_length=8, stop_token_ids=(1,), **options)
+    # As a run of the PPO scripts writes it: with flags that are not of this script
+    arguments = asdict(args) | {"gamma": 1.0, "model_name_or_path": str(assets / "model")}
+    write_text(tmp_path / "run" / "args.json", json.dumps(arguments))
+    shutil.copytree(assets / "model", tmp_path / "run" / "model")
+    monkeypatch.setattr(script, "VLLM", FakeVLLM)
+    monkeypatch.setattr(FakeVLLM, "asked", [])
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call(RUN, flag, ...) -> what evaluate.py prints."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
+        monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+        evaluate.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def evaluation_in(run_dir):
+    (path,) = run_dir.glob("evaluations/*/evaluation.json")
+    return json.loads(path.read_text()), read_json_lines(path.with_name("responses.jsonl"))
+
+
+def test_several_samples_of_each_prompt(faked_run, call):
+    said = call(faked_run, "--samples", 3)
+    ((seeds, temperature),) = FakeVLLM.asked
+    assert temperature == 0.7  # that of training: three greedy answers would be one
+    assert len(set(seeds)) == 30
+    evaluation, rows = evaluation_in(faked_run)
+    assert [(row["prompt_index"], row["sample"]) for row in rows] == [
+        (prompt, sample) for prompt in range(10) for sample in range(3)
+    ]
+    assert [row["score"] for row in rows] == [1.0, 0.0, 0.0] * 10
+    figures = evaluation["results"]["all"]
+    assert figures["pass@1"]["mean"] == 0.3333
+    assert figures["pass@2"]["mean"] == 0.6667
+    assert "pass@4" not in figures
+    assert "pass@2               0.6667    0.6667 to 0.6667" in said
+
+
+def test_what_is_there_is_not_made_again_nor_written_over(faked_run, call, capsys, tmp_path):
+    first = call(faked_run)
+    again = call(faked_run)
+    assert len(FakeVLLM.asked) == 1
+    figures = again[: again.index("\nThis evaluation was there already")]
+    assert "pass@1 " in figures and figures in first
+    call(faked_run, "--temperature", 0.5)
+    call(faked_run, "--model", REPO / "debug_assets" / "model")
+    assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/responses.jsonl"))) == 3
+    # A resumed run saves another model
+    os.utime(faked_run / "model" / "config.json", (1e9, 1e9))
+    output = tmp_path / "answers.jsonl"
+    call(faked_run, "--output", output)
+    assert len(FakeVLLM.asked) == 4
+    with pytest.raises(SystemExit):
+        call(faked_run, "--seed", 5, "--output", output)
+    assert capsys.readouterr().err.endswith(f"--output {output} exists already\n")
+
+
+def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
+    args = json.loads((faked_run / "args.json").read_text())
+    changes = {"reward_model_path": str(reward_model), "reward_model_multiplier": 2.0}
+    (faked_run / "args.json").write_text(json.dumps(args | changes))
+    said = call(faked_run)
+    _, rows = evaluation_in(faked_run)
+    assert {row["verifiable_score"] for row in rows} == {1.0}
+    assert len({row["score"] for row in rows}) > 1
+    assert "score " in said and "verifiable_score " in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--samples", 4, "--temperature", 0], "--temperature 0 is greedy"),
+        (["--samples", 0], "--samples must be 1 or more"),
+        (["--model", "tests"], "tests holds no config.json"),
+        (["--reward_fn", "no.py:score"], "--reward_fn no.py:score: there is no such file"),
+        (["--dataset", "no.jsonl"], "No such file or directory: 'no.jsonl'"),
+        (["--dataset", "{tmp_path}/rows.jsonl"], "there is no `ground_truth`"),
+        (["--model", "{tmp_path}/other"], "has other tokens than the run's model"),
+    ],
+)
+def test_mistake_is_one_line(flags, message, faked_run, call, capsys, tmp_path):
+    write_text(tmp_path / "rows.jsonl", '{"prompt": "12="}\n')
+    other = shutil.copytree(faked_run / "model", tmp_path / "other")
+    tokenizer = script.AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(SystemExit):
+        call(faked_run, *[str(flag).format(tmp_path=tmp_path) for flag in flags])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("evaluate.py: error: ")
+    assert message in last
+    assert FakeVLLM.asked == []
+
+
+HANGS = """
+import signal
+def score(data_source, response, ground_truth, extra_info=None):
+    if ground_truth == {truth!r}:
+        signal.pause()
+    return float(response.strip() == ground_truth)
+"""
+
+
+def greedy_answers(model_dir, prompts):
+    """What transformers answers: [(text, whether it stopped)]."""
+    model = script.AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = script.AutoTokenizer.from_pretrained(model_dir)
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": 1, "pad_token_id": 0}
+        new = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+        answers.append((tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1))
+    return answers
+
+
+@pytest.mark.slow
+def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
+    args = json.loads((faked_run / "args.json").read_text())
+    rows = script.load_rows(args["eval_dataset"], "test")
+    truth = rows[0]["reward_model"]["ground_truth"]
+    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truth))
+    args |= {"reward_timeout": 1.0, "eval_prompts": 0, "reward_fn": f"{reward}:score"}
+    write_text(faked_run / "args.json", json.dumps(args))
+
+    command = [sys.executable, "scripts/evaluate.py", faked_run]
+    result = subprocess.run(
+        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    evaluation, answers = evaluation_in(faked_run)
+    expected = greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers])
+    assert [(answer["response"], answer["stopped"]) for answer in answers] == expected
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    scores = [float(text == truth) for (text, _), truth in zip(expected, truths, strict=True)]
+    assert [answer["score"] for answer in answers] == [None, *scores[1:]]
+    assert {0.0, 1.0} == set(scores[1:])
+    assert evaluation["results"]["all"]["reward_failures"] == 1
