@@ -118,6 +118,23 @@ def test_last_evaluation_has_the_weights_that_are_saved(rough_loop):
     assert all(torch.equal(saved[name], of_vllm[name]) for name in saved)
 
 
+def test_curves_are_drawn_at_evaluations_and_at_the_end(rough_loop, run_main):
+    drawn = [("plot_runs.py", 1), ("plot_runs.py", 3)]  # with the lines that have evaluations
+    at_end = [("plot_runs.py", 3), ("summarize_run.py", 3)]
+    assert rough_loop.programs == [("provenance.py", 0), *drawn, *at_end]
+    uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
+    names = [name for name, _ in uploading.programs]
+    assert names == ["provenance.py", "plot_runs.py", "summarize_run.py", "push_to_hub.py"]
+
+
+def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):
+    """As of a copied script."""
+    monkeypatch.setattr("ppo_sync.PROGRAMS", tmp_path / "scripts")
+    assert run_main("ppo_sync.py", total_episodes=EPISODES).programs == []
+    with pytest.raises(ValueError, match="--push_to_hub needs"):
+        run_main("ppo_sync.py", push_to_hub=True)
+
+
 def test_evaluations_have_seeds_of_their_own_the_same_each_time(rough_loop):
     seeds = rough_loop.vllm.seeds
     assert seeds[EPISODES : EPISODES + 8] == seeds[-8:] == list(range(8))
@@ -463,6 +480,13 @@ def test_few_responses_of_every_step_can_be_read(rough_loop, tokenizer):
     for name in ("score", "stopped"):
         assert len({sample[name] for sample in samples}) > 1, name
     assert None in {sample["score"] for sample in samples}
+
+
+def test_grpo_keeps_a_whole_group_of_every_step(run_main):
+    sizes = {"number_samples_per_prompt": 8, "local_rollout_batch_size": EPISODES // 8}
+    run = run_main("grpo_vllm_async.py", total_episodes=EPISODES, **sizes)
+    samples = read_json_lines(run.run_dir / "rollouts.jsonl")
+    assert len(samples) == 8 and len({sample["prompt"] for sample in samples}) == 1
 
 
 def test_saved_model_stops_where_the_run_did(rough_loop, tokenizer):

@@ -158,6 +158,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the optimizer steps of each model
     seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
+    seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
     output = io.TextIOWrapper(io.BytesIO(), write_through=True)
 
     def note_request(call, given):
@@ -177,6 +178,13 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         if torch.is_grad_enabled():
             seen.forwards[-1] += 1
         return call()
+
+    def note_program(command):
+        _, program, run_dir = command
+        assert run_dir == seen.run_dir and (run_dir / "args.json").exists()
+        path = run_dir / "metrics.jsonl"
+        steps = len(path.read_text().splitlines()) if path.exists() else 0
+        seen.programs.append((program.name, steps))
 
     def note_rate(optimizer):
         *_, last = optimizer.param_groups[0]["params"]
@@ -204,7 +212,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
         stack.enter_context(hooks.before_each_optimizer_step(note_rate))
         stack.enter_context(contextlib.redirect_stdout(output))
-        patch.setattr("subprocess.run", lambda *_, **__: None)  # no pictures
+        patch.setattr("subprocess.run", note_program)  # no pictures
         patch.setattr(sys, "argv", [name, *flags_of(options)])
         try:
             script.main(tyro.cli(script.Args))
