@@ -150,7 +150,8 @@ FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a c
 # Logits that are computed at once: 128 MiB in float32, of which softmax and gradient need a few.
 # Larger chunks are little faster
 LOGITS_CHUNK = 2**25
-PROGRAMS = Path(__file__).with_name("scripts")  # what works on a run's folder, if it is there
+# The folder with programs that work on a run's folder; a copy of this script may be without
+PROGRAMS = Path(__file__).with_name("scripts")
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
@@ -472,7 +473,7 @@ ending = threading.Lock()
 def end_children():
     """Ends vLLM and the reward workers, with all that they have started and written.
 
-    Folders first: where the launcher ends this process meanwhile, vLLM's does the rest itself.
+    Folders first: where the launcher ends this process meanwhile, vLLM's process does the rest.
     """
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -972,8 +973,8 @@ class PolicyModel(nn.Module):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
-        # The temperature divides logits that are limited: s * cap * tanh(x / cap), as forward
-        # computes it: cap' = s * cap and x' = s * x
+        # The temperature divides logits that are limited: s * cap * tanh(x / cap). forward scales x
+        # by s, so the cap is scaled here
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap is not None:
             self.soft_cap *= self.scale
@@ -1382,7 +1383,7 @@ def vllm_settings(gpus, folder, max_length, args):
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
         # Each learner has an engine, and wants some threads for itself, too
-        threads = max(1, os.cpu_count() // (2 * args.local_world_size))
+        threads = os.cpu_count() // (2 * args.local_world_size) or 1
         environment["OMP_NUM_THREADS"] = str(threads)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
@@ -1645,10 +1646,11 @@ def cut_micro_batches(accelerator, mini_batches, sequences, size, args):
             next_rows = in_order[start : start + num_ranks]  # one for each rank
             longer = passes[-1] + next_rows
             rows_per_rank = len(longer) // num_ranks
-            is_too_large = rows_per_rank > size
+            is_too_large = rows_per_rank > size  # which is 1 at the least
             if args.micro_batch_tokens > 0:
                 prompt_length = max(prompt_lengths[row] for row in longer)
-                length = prompt_length + response_lengths[longer[-1]]
+                length = prompt_length + response_lengths[longer[-1]]  # the last is the longest
+                # A single row may have too many tokens, and is a micro-batch all the same
                 is_too_large = start > 0 and rows_per_rank * length > args.micro_batch_tokens
             if is_too_large:
                 passes.append(next_rows)
@@ -1913,7 +1915,7 @@ def describe(response, policy_version):
         "prompt": response.prompt.text,
         "response": response.text,
         "score": response.score,
-        "ground_truth": response.prompt.ground_truth,
+        "ground_truth": str(response.prompt.ground_truth),
         "data_source": response.prompt.data_source,
         "length": len(response.token_ids),
         "stopped": response.stopped,
@@ -1931,10 +1933,15 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
         tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
     metrics = score_metrics("eval", responses, args)
     if is_rank_0():
-        mean = f"mean score {metrics.get('eval/scores', math.nan):.3g}"
-        tqdm.write(f"Held-out prompts, policy version {rollout.policy_version}: {mean}")
+        tqdm.write(
+            f"Held-out prompts, policy version {rollout.policy_version}: "
+            f"mean score {metrics.get('eval/scores', math.nan):.3g}"
+        )
         for prompt, response, score, *_ in cells[:3]:
-            tqdm.write(f"{str(score)[:6]:>6}  {prompt[-80:]!r}  {response[:150]!r}")
+            tqdm.write(
+                f"{prompt[-100:]!r}\n"
+                f"  {score if score is None else round(score, 3)}: {response[:100]!r}"
+            )
     return metrics | {"eval/policy_version": rollout.policy_version}
 
 
@@ -1952,7 +1959,7 @@ def write_metrics(accelerator, metrics, run_dir, args):
     """
     metrics = {name: float(value) for name, value in metrics.items()}
     step = round(metrics["training_step"])
-    accelerator.log(metrics, step=step)
+    accelerator.log(metrics)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if "eval/policy_version" in metrics:
         run_program("plot_runs.py", run_dir)
@@ -2126,7 +2133,7 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    if args.push_to_hub and not PROGRAMS.exists():
+    if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if world_size < local_world_size:
@@ -2152,8 +2159,8 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    # Not before the last step, whose line of metrics has the last evaluation already. Nor before
-    # steps 1 and 2: an async script samples both with the same weights
+    # They are two steps apart at the least: an async script samples its first two with the same
+    # weights. None is before the last step, whose line of metrics has the last evaluation already
     count = min(args.num_evals, args.num_training_steps // 2)
     args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
 
@@ -2169,7 +2176,7 @@ def fill_in(args, world_size):
             f"engine, and no more engines than learners"
         )
     if args.reward_workers is None:
-        args.reward_workers = min(8, max(1, os.cpu_count() // (num_engines or local_world_size)))
+        args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
     if args.vllm_gpu_memory_utilization is None:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
@@ -2219,11 +2226,12 @@ def main(args):
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Of checkpoints by one process, of FSDP2's outputs that are views (which nobody may change in
-    # place), and of broadcast_buffers
+    # Warnings of checkpoints by one process, of FSDP2's outputs that are views (which nobody may
+    # change in place), and of broadcast_buffers
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
     # ---- Ranks and arguments
@@ -2241,8 +2249,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 calls itself FSDP, too. RAM-efficient loading would give zeros to ranks other than the
-    # first of a node
+    # FSDP2 calls itself FSDP, too, and is refused for RAM-efficient loading alone, which would give
+    # zeros to ranks other than the first of a node
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
@@ -2337,7 +2345,7 @@ def main(args):
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
-        accelerator.print(f"Starting vLLM, for up to a minute; the run's folder is {run_dir}")
+        accelerator.print(f"Starting vLLM, a minute or so; {checkpoint_dir or run_dir} is the run")
         vllm = VLLM(placement, model.config, max_length, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
@@ -2348,7 +2356,8 @@ def main(args):
         weights = gather_weights(model, args)
         if vllm is not None:
             vllm.sync_weights(weights, version)
-        for _ in weights:  # nothing is left, but of a rank without an engine, which takes part too
+        # Gathering is collective. A rank without an engine has read none yet: it takes part, too
+        for _ in weights:
             pass
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
@@ -2360,13 +2369,12 @@ def main(args):
 
     # ---- The run's folder, and the first batch
     if checkpoint_dir is not None:
-        accelerator.print(f"Resuming {checkpoint_dir}")
         load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that ended in its first step may have left some
-        for path in run_dir.glob("*.jsonl"):
-            path.unlink()
+        # A run that ended in its first step may have left them, and so may steps made again
+        for name in ("rollouts", "samples"):
+            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2379,7 +2387,7 @@ def main(args):
             "id": state["wandb_id"],
             "resume": "allow",
         }
-        accelerator.init_trackers(args.wandb_project_name, init_kwargs={"wandb": wandb_run})
+        accelerator.init_trackers(args.wandb_project_name, None, {"wandb": wandb_run})
         if args.with_tracking:
             import wandb
 
@@ -2513,7 +2521,7 @@ def main(args):
         sums = Counter()  # whose update() adds, where a dict's would replace
         grad_norms = Counter()  # means over the updates
         with timed(times, "update"):
-            # Updates are counted over the run
+            # Updates are counted over the run, so not from 0
             for update, mini_batch in enumerate(
                 itertools.chain(*epochs), version * updates_per_step
             ):
@@ -2574,14 +2582,13 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
-    # ---- The end: pictures and a summary, by programs that stand beside this script
+    # ---- The end: pictures, a summary and the upload, by programs beside this script
     end_children()
     # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
     # it waits for gloo's threads, which may need it
     accelerator.clear()
     del policy, trained
     accelerator.end_training()
-    run_program("plot_runs.py", run_dir)
     run_program("summarize_run.py", run_dir)
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)

@@ -1,4 +1,5 @@
-"""Evaluates a run's saved model on held-out prompts: several samples a prompt, with intervals.
+"""Evaluates a run's saved model on held-out prompts: several samples a prompt,
+with intervals.
 
     # as the run evaluates itself: one greedy answer to each of its held-out prompts
     python scripts/evaluate.py output/RUN
@@ -7,22 +8,27 @@
     # the same of the model before training, to compare with
     python scripts/evaluate.py output/RUN --samples 8 --model debug_assets/model
 
-Prompts, lengths, stop tokens and rewards are those of the run, by its args.json. The tokenizer and
-its chat template are those of RUN/model. Paths in args.json that are not absolute count from where
-you stand, so start it where the run was started. vLLM has one GPU, or the CPU where there is none.
+Prompts, lengths, stop tokens and rewards are those of the run, by its
+args.json. The tokenizer and its chat template are those of RUN/model. Paths in
+args.json that are not absolute count from where you stand, so start it where
+the run was started. vLLM has one GPU, or the CPU where there is none.
 
-"Right" means a verifiable score of 1 or more, as in the run's metrics. pass@k is the share of
-prompts of which one of k answers is right, by the unbiased estimator of arXiv 2107.03374. A
-response whose reward failed has no score, and a prompt with fewer than k scores no pass@k.
+"Right" means a verifiable score of 1 or more, as in the run's metrics. pass@k
+is the share of prompts of which one of k answers is right, by the unbiased
+estimator of arXiv 2107.03374. A response whose reward failed has no score, and
+a prompt with fewer than k scores no pass@k.
 
-An interval is of 95%, and says how far other prompts of the same kind might have moved the figure.
-The prompts are its units, for samples of one prompt are alike. Of a score or a length it is the
-mean of the prompts' means, plus and minus 1.96 standard errors. Of a rate (pass@k, stop rate) it is
-Wilson's, which stays between 0 and 1, and is no point where every answer was right. Fewer than 30
-prompts are too few for either. What another seed of training would have given is not in it.
+An interval is of 95%, and says how far other prompts of the same kind might
+have moved the figure. The prompts are its units, for samples of one prompt are
+alike. Of a score or a length it is the mean of the prompts' means, plus and
+minus 1.96 standard errors. Of a rate (pass@k, stop rate) it is Wilson's, which
+stays between 0 and 1, and is no point where every answer was right. Fewer than
+30 prompts are too few for either. What another seed of training would have
+given is not in it.
 
-It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and evaluation.json. NAME says
-what was asked, and ends in a hash of all settings. What is there is not made again.
+It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
+evaluation.json. NAME says what was asked, and ends in a hash of all settings.
+What is there is not made again.
 """
 
 import argparse
@@ -87,14 +93,15 @@ def estimate_rate(values: list[float]) -> dict:
 
     >>> estimate_rate([0.7, 0.8] * 10)
     {'mean': 0.75, 'low': 0.7275, 'high': 0.7713}
+    >>> estimate_rate([0.5] * 2)
+    {'mean': 0.5, 'low': 0.0945, 'high': 0.9055}
     >>> estimate_rate([1.0] * 20)
     {'mean': 1.0, 'low': 0.8389, 'high': 1.0}
     """
     mean = statistics.fmean(values)
     variance, most = statistics.pvariance(values), mean * (1 - mean)
-    if most > 0 and variance == 0:
-        return rounded(mean, mean, mean)
-    count = len(values) * (most / variance if most > 0 else 1)
+    # Of prompts that are all alike nothing is known about the spread
+    count = len(values) * (most / variance if variance > 0 else 1)
     center = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
     width = Z * math.sqrt(most / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
     return rounded(mean, center - width, center + width)

@@ -217,7 +217,7 @@ def show_responses(rows, tokenizer, options):
         group = [row for row in rows if row["prompt"] == prompt]
         parts += ["", Text(printable(end_of_prompt(prompt)), "bold")]
         truth = group[0]["ground_truth"]
-        if truth is not None:
+        if truth not in (None, "None"):  # a reward model alone scored
             truth = textwrap.shorten(printable(truth), 100, placeholder=" ...")
             parts.append(f"Ground truth: {truth}")
         if len(group) > 1:

@@ -2,7 +2,7 @@
 
 Only metrics.jsonl is needed. While a run trains, it has the steps so far.
 
-    # curves.png in the run's folder, and token_length.png: both drawn anew
+    # curves.png in the run's folder, drawn anew, and token_length.png
     python scripts/plot_runs.py output/RUN
     # several runs: comparison.png in this folder, and a table on the terminal
     python scripts/plot_runs.py output/A output/B
@@ -377,6 +377,17 @@ def save(figure, path: Path):
     print(f"Wrote {path}")
 
 
+def draw_run(run_dir: Path, x_axis="step", more=()):
+    """Draws a run's own pictures: its curves, and once the lengths of its prompts."""
+    (run,) = read_runs([run_dir])
+    save(draw_curves([Curve(run.name, [run])], x_axis, more), run_dir / "curves.png")
+    lengths, picture = run_dir / "token_length.json", run_dir / "token_length.png"
+    if not lengths.is_file():
+        return
+    if not picture.exists() or picture.stat().st_mtime < lengths.stat().st_mtime:
+        save(draw_token_lengths(json.loads(lengths.read_text()), run.name), picture)
+
+
 # ------------------------------------------------------------------------------ the table
 
 
@@ -487,13 +498,12 @@ def main():
         args.output = Path("comparison.png")
     check(args, parser)
 
+    if args.output is None:
+        draw_run(args.runs[0], args.x, args.metrics)
+        return
     runs = read_runs(args.runs)
     curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
-    save(draw_curves(curves, args.x, args.metrics), args.output or args.runs[0] / "curves.png")
-    lengths = args.runs[0] / "token_length.json"
-    if args.output is None and lengths.is_file():
-        figure = draw_token_lengths(json.loads(lengths.read_text()), runs[0].name)
-        save(figure, args.runs[0] / "token_length.png")
+    save(draw_curves(curves, args.x, args.metrics), args.output)
     if len(runs) > 1:
         print_table(curves)
 

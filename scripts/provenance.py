@@ -154,6 +154,11 @@ def write_whole(path: Path, args: dict) -> None:
     os.replace(unfinished, path)
 
 
+def give_up(*_):
+    """The run goes on without the hub's answer."""
+    raise TimeoutError(f"no answer in {HUB_TIMEOUT} s")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -171,7 +176,8 @@ def main():
     write_whole(path, args)
     if not args.get("push_to_hub"):
         return
-    signal.alarm(HUB_TIMEOUT)  # ends this program where the hub does not answer; the run goes on
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(HUB_TIMEOUT)
     try:
         write_whole(path, args | find_place(args))
     except Exception as error:  # the client's own, whatever it is

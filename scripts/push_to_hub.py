@@ -24,6 +24,7 @@ from pathlib import Path
 
 from plot_runs import read_metrics
 from provenance import repo_of
+from requests.utils import get_netrc_auth
 
 BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
 NOT_SHOWN = {"eval/policy_version", "eval/reward_failures"}
@@ -135,15 +136,18 @@ def facts(args: dict, metrics: list[dict]) -> str:
 
 
 def find_tracked(args: dict) -> str | None:
-    """The address of the run in Weights & Biases: the newest of its name. None: it has none there.
+    """The address of the run in Weights & Biases: the newest of its name.
 
-    Nor has it one that is known while it is offline, or nobody is logged in.
+    None: it was not tracked, or not online, or nobody is logged in.
     """
     if not args.get("with_tracking") or os.environ.get("WANDB_MODE", "online") != "online":
         return None
-    import wandb
-
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
+        return None
     try:
+        import wandb
+
         api = wandb.Api(timeout=10)
         project = f"{args['wandb_entity'] or api.default_entity}/{args['wandb_project_name']}"
         name = {"display_name": args["run_name"]}
@@ -271,7 +275,7 @@ def main():
         address = upload(run_dir, args, repo, revision, options.private or None)
     except Exception as error:  # the client's own, of several libraries
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, RuntimeError):  # the client's, which names the file alone
+        if error.__cause__ is not None:  # the client's own error may name the file alone
             reason += f" {error.__cause__}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])

@@ -1,6 +1,9 @@
-"""Says in a few lines what a run did: answers before and after, what limited its speed, what next.
+"""Draws a run's pictures, and says in a few lines what it did and what is next.
 
-python scripts/summarize_run.py output/RUN
+    python scripts/summarize_run.py output/RUN
+
+What it did: answers before and after training, and what limited its speed. A
+script calls this at its end.
 """
 
 import argparse
@@ -11,9 +14,10 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from plot_runs import read_lines, read_metrics
+from plot_runs import draw_run, read_lines, read_metrics
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
+VERSION = "eval/policy_version"  # of the policy that was evaluated: the steps that it had trained
 LONG = 0.15  # a share of the time that is worth a word
 # What the side of vLLM does, beside training in an asynchronous run: who is waited for, a remedy
 GENERATION = {
@@ -36,28 +40,29 @@ NAMES = {
 def describe_evaluations(metrics: list[dict]) -> list[str]:
     """What the first and the last evaluation say: answers right, and where it differs their score.
 
-    >>> describe_evaluations([{RATE: 0.5}, {}, {RATE: 0.75}])
-    ['Held-out prompts answered right: 50.0% before training, 75.0% after']
-    >>> describe_evaluations([{RATE: 0.0, SCORE: 0.3}])[1]
-    'Mean verifiable score of their answers: 0.300 after training'
+    >>> first, last = {RATE: 0.5, VERSION: 0}, {RATE: 0.75, SCORE: 0.8, VERSION: 40}
+    >>> describe_evaluations([first, {}, last])[0]
+    'Held-out prompts answered right: 50.0% before training, 75.0% after 40 steps'
+    >>> describe_evaluations([last])[1]
+    'Mean verifiable score of their answers: 0.800 after 40 steps'
     """
     evaluations = [line for line in metrics if RATE in line]
     if not evaluations:
         return []
-    rates = [f"{line[RATE]:.1%}" for line in evaluations]
-    sentences = [describe_change("Held-out prompts answered right", rates)]
+    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    rates = [f"{line[RATE]:.1%} {when(line)}" for line in shown]
+    sentences = [f"Held-out prompts answered right: {', '.join(rates)}"]
     # Rewards that are shares of 1: an answer may be worth something and not be right
     if any(line.get(SCORE, line[RATE]) != line[RATE] for line in evaluations):
-        scores = [f"{line[SCORE]:.3f}" for line in evaluations]
-        sentences.append(describe_change("Mean verifiable score of their answers", scores))
+        scores = [f"{line.get(SCORE, line[RATE]):.3f} {when(line)}" for line in shown]
+        sentences.append(f"Mean verifiable score of their answers: {', '.join(scores)}")
     return sentences
 
 
-def describe_change(what: str, values: list[str]) -> str:
-    """One value of each evaluation, the first of which is from before training if there are two."""
-    if len(values) == 1:
-        return f"{what}: {values[0]} after training"
-    return f"{what}: {values[0]} before training, {values[-1]} after"
+def when(line: dict) -> str:
+    """How far the policy of an evaluation had trained."""
+    version = line[VERSION]
+    return f"after {version:.0f} steps" if version > 0 else "before training"
 
 
 def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
@@ -190,7 +195,7 @@ def describe_cuts(metrics: list[dict]) -> str | None:
     >>> describe_cuts([{"val/stop_rate": 0.25}])
     '75% of the last responses were cut: a longer --response_length or --non_stop_penalty helps'
     """
-    share = 1 - metrics[-1]["val/stop_rate"]
+    share = 1 - metrics[-1].get("val/stop_rate", 1)  # a reward trainer's run has none
     if share <= 0.2:
         return None
     advice = "a longer --response_length or --non_stop_penalty helps"
@@ -234,6 +239,7 @@ def main():
     metrics = read_metrics(run_dir)
     if not metrics:
         parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
+    draw_run(run_dir)
     sentences = [
         *describe_evaluations(metrics),
         describe_signal(metrics),

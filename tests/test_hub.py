@@ -151,11 +151,18 @@ def test_card_has_the_address_of_the_tracked_run(run_dir, monkeypatch):
 
     monkeypatch.setattr("wandb.Api", Api)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     args = json.loads((run_dir / "args.json").read_text())
     tracked = {"with_tracking": True, "wandb_project_name": "tandem", "wandb_entity": None}
     card = push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
     assert "| tracked | https://wandb.ai/us/tandem/runs/newest |" in card
     assert asked[0][0] == ("us/tandem",) and asked[0][1]["filters"] == {"display_name": "run"}
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", "/nowhere")
+    asked.clear()  # without a login wandb would ask for one at the terminal
+    assert "tracked" not in push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
+    assert asked == []
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setattr(Api, "runs", lambda *_, **__: [])
     assert "tracked" not in push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
     assert "tracked" not in push_to_hub.make_card(run_dir, args, "me/model", "run")

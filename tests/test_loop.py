@@ -118,13 +118,12 @@ def test_last_evaluation_has_the_weights_that_are_saved(rough_loop):
     assert all(torch.equal(saved[name], of_vllm[name]) for name in saved)
 
 
-def test_curves_are_drawn_at_evaluations_and_at_the_end(rough_loop, run_main):
+def test_curves_are_drawn_at_evaluations(rough_loop, run_main):
     drawn = [("plot_runs.py", 1), ("plot_runs.py", 3)]  # with the lines that have evaluations
-    at_end = [("plot_runs.py", 3), ("summarize_run.py", 3)]
-    assert rough_loop.programs == [("provenance.py", 0), *drawn, *at_end]
+    assert rough_loop.programs == [("provenance.py", 0), *drawn, ("summarize_run.py", 3)]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
-    assert names == ["provenance.py", "plot_runs.py", "summarize_run.py", "push_to_hub.py"]
+    assert names == ["provenance.py", "summarize_run.py", "push_to_hub.py"]
 
 
 def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):

@@ -282,7 +282,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, 
     [
         (
             [0.3, 0.5],
-            ["Mean verifiable score of their answers: 0.300 before training, 0.500 after"],
+            ["Mean verifiable score of their answers: 0.300 before training, 0.500 after 1 steps"],
         ),
         ([0.459, 1.0], []),  # a score that is the rate is not said again
     ],
@@ -292,10 +292,11 @@ def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
     monkeypatch.setattr(sys, "argv", ["summarize_run.py", str(tmp_path)])
     summarize_run.main()
-    rates = "Held-out prompts answered right: 45.9% before training, 100.0% after"
+    rates = "Held-out prompts answered right: 45.9% before training, 100.0% after 1 steps"
     last = f"Model, metrics, samples and pictures: {tmp_path}"
     commands = summarize_run.next_steps(tmp_path)
-    assert capsys.readouterr().out.splitlines() == [rates, *means, last, *commands]
+    picture = f"Wrote {tmp_path}/curves.png"
+    assert capsys.readouterr().out.splitlines() == [picture, rates, *means, last, *commands]
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():

@@ -27,6 +27,7 @@ from helpers.files import write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 TRAIN = REPO / "scripts" / "train"
+STAND_IN = "--add_r1_style_format_reward"  # for a reward model that is not trained yet
 BY_OTHERS = ("debug", "smollm2")  # test_commands asks these
 RECIPES = sorted(
     str(path.relative_to(TRAIN))
@@ -206,7 +207,19 @@ def split_words(words):
 
 
 def calls_of(notes, program):
-    return [note[1:] for note in notes if note[:2] in (["python", program], [program, "launch"])]
+    """Calls of the preflight, or launches; without a first look at PPO's flags before its time."""
+    calls = [note[1:] for note in notes if note[:2] in (["python", program], [program, "launch"])]
+    return [call for call in calls if STAND_IN not in call]
+
+
+def test_ppos_flags_are_looked_at_before_the_reward_model_trains(tmp_path):
+    """A misspelt one would cost the hours of the reward model."""
+    notes = notes_of("rm/ppo_hh.sh", tmp_path)
+    (first, *_) = (note for note in notes if "ppo_vllm_async.py" in note)
+    assert first[1] == "scripts/preflight.py" and STAND_IN in first
+    assert first.index("ppo_vllm_async.py") < first.index(STAND_IN)
+    trained = [note for note in notes if note[1] == "launch"]
+    assert notes.index(first) < notes.index(trained[0])
 
 
 @pytest.mark.parametrize(("recipe", "env"), RUNS)
@@ -231,6 +244,14 @@ def test_what_a_recipe_launches_passes_the_preflight(
     trained.mkdir(parents=True)
     (trained / "model").symlink_to(reward_model)
 
+    for question in (note[1:] for note in notes if STAND_IN in note):
+        options, script = split_words(question[1:])
+        with modules.put_back(LOADED):
+            status = preflight.main(
+                [*options, "--num_gpus", "8", str(REPO / script[0]), *script[1:]]
+            )
+        said = capfd.readouterr()
+        assert status == 0, said.err
     asked, launched = calls_of(notes, "scripts/preflight.py"), calls_of(notes, "accelerate")
     assert len(asked) == len(launched) > 0
     for question, launch in zip(asked, launched, strict=True):

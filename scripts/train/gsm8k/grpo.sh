@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then asynchronous GRPO: Qwen2.5-1.5B-Instruct on GSM8K, with the setting of SkyRL's example.
+# Set-up, then asynchronous GRPO: Qwen2.5-1.5B-Instruct on GSM8K, with the setting of SkyRL's example: steps of 1,024
+# prompts with five responses each, so 5,120 responses (not 1,024), and 140 steps from 20 passes.
 #   bash scripts/train/gsm8k/grpo.sh            one GPU
 #   GPUS=8 bash scripts/train/gsm8k/grpo.sh     eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 256)
 #   MODEL=path/to/model DATA=path/to/rows       a folder with the model, a folder with the dataset's rows: no hub

@@ -30,24 +30,6 @@ launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
 
 reward_model=output/hh_reward_model/model
 flags=(
-  --run_name hh_reward_model
-  --dataset data/hh_rm/train.parquet --eval_dataset data/hh_rm/test.parquet
-  # Prompt and response together. One pass, since more soon overfit (2203.02155)
-  --max_token_length 768 --num_train_epochs 1
-  --local_mini_batch_size $((64 / gpus)) --per_device_train_batch_size 8
-  # A small model bears more than the default of 3e-6; not tuned
-  --learning_rate 1e-5
-  # Scores around 0 (2312.09244), so that the penalty below is below them
-  --center_rewards_coefficient 0.01
-)
-if [ ! -d "$reward_model" ]; then  # it is complete, or not there
-  rm -rf output/hh_reward_model
-  run=(scripts/train_reward_model.py --model_name_or_path "$model" "${flags[@]}")
-  .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"
-  .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
-fi
-
-flags=(
   --exp_name hh_ppo
   --dataset data/hh_rl/train.parquet --eval_dataset data/hh_rl/test.parquet
   # No rule: the reward model alone scores, and the value model starts from it
@@ -65,5 +47,23 @@ flags=(
   --save_freq 50 --keep_last_n 1
 )
 run=(ppo_vllm_async.py --model_name_or_path "$model" "${flags[@]}" "$@")
+if [ ! -d "$reward_model" ]; then  # it is complete, or not there
+  # PPO's flags are asked for before the reward model trains; the reward for a form stands in for it
+  .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}" --reward_model_path None --add_r1_style_format_reward
+  reward_flags=(
+    --run_name hh_reward_model
+    --dataset data/hh_rm/train.parquet --eval_dataset data/hh_rm/test.parquet
+    # Prompt and response together. One pass, since more soon overfit (2203.02155)
+    --max_token_length 768 --num_train_epochs 1
+    --local_mini_batch_size $((64 / gpus)) --per_device_train_batch_size 8
+    # A small model bears more than the default of 3e-6; not tuned
+    --learning_rate 1e-5
+    # Scores around 0 (2312.09244), so that the penalty below is below them
+    --center_rewards_coefficient 0.01
+  )
+  reward_run=(scripts/train_reward_model.py --model_name_or_path "$model" "${reward_flags[@]}")
+  .venv/bin/python scripts/preflight.py "${launch[@]}" "${reward_run[@]}"
+  .venv/bin/accelerate launch --quiet "${launch[@]}" "${reward_run[@]}"
+fi
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
 exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
