@@ -260,7 +260,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=120, metavar="N", help=tokens)
     options = parser.parse_args()
     if not (options.run / "args.json").is_file():
-        parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
+        parser.error(f"{options.run} holds no args.json; plot_runs.py can do without it")
     args = json.loads((options.run / "args.json").read_text())
 
     console = Console(markup=False, emoji=False, highlight=False)

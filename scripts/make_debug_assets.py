@@ -301,7 +301,7 @@ def main():
     settings_path.write_text(stamp)  # last: a folder without it is made again
     print(
         f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled "
-        f"and {greedy:.0%} greedily after {steps} steps; "
+        f"and {greedy:.0%} greedily after {steps} steps (on training prompts; a run asks others); "
         f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts, "
         f"{pairs * len(train_prompts)} and {len(test_prompts)} preference pairs; "
         f"{time.time() - start:.0f} s"

@@ -1090,6 +1090,16 @@ def try_reward(run, calls):
         ours.close()
 
 
+def is_answer(prompt):
+    """Whether a ground truth may be an answer; JSON is a rule: constraints, or test cases."""
+    truth = prompt.ground_truth
+    try:
+        truth = json.loads(truth) if isinstance(truth, str) else truth
+    except json.JSONDecodeError:
+        return True
+    return not isinstance(truth, dict | list)
+
+
 def check_reward(run):
     """Tries the reward on a right, a wrong and an empty answer, one row of each data source.
 
@@ -1114,14 +1124,15 @@ def check_reward(run):
     scores = {}
     for kind, score in zip(kinds, try_reward(run, calls), strict=True):
         scores[kind] = max(score, scores.get(kind, -math.inf))
-    run.answers = {source: {} for source in of_source}
+    run.answers = {source: {} for source, rows in of_source.items() if is_answer(rows[0])}
     for (source, kind), score in scores.items():
-        run.answers[source][kind] = score
+        if source in run.answers:
+            run.answers[source][kind] = score
     for source, by_kind in run.answers.items():
         if by_kind["right"] <= max(by_kind["wrong"], by_kind["empty"]):
             run.notes.append(
                 f"{source}: the ground truth as an answer scores no more than a wrong or an empty "
-                f"answer; is a right answer of another form? (fine where it is a rule, no answer)"
+                f"answer; is a right answer of another form?"
             )
 
 
@@ -1589,7 +1600,7 @@ def plan_of_data(run):
     if run.eval_rows:
         yield "", f"{args.eval_dataset}: {len(run.eval_rows):,} {kind} to evaluate on"
     if run.train_rows is not None and not run.trains_reward_model():
-        text = run.train_rows[0].text
+        text = run.tokenizers[0].decode(run.train_rows[0].token_ids)
         shown = repr(text) if len(text) <= 120 else f"{text[:50]!r} ... {text[-70:]!r}"
         yield "", f"the first prompt, as the model reads it: {shown}"
     if not run.is_filled_in:

@@ -285,4 +285,4 @@ def test_watching_ends_with_ctrl_c(run_dir, inspect, monkeypatch):
 def test_another_folder_is_refused(tmp_path, inspect, capsys):
     with pytest.raises(SystemExit):
         inspect(tmp_path)
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "holds no args.json" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import preflight
@@ -461,3 +462,18 @@ def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
     assert r"\x1b[31mgsm8k, fran\xe7ais scores 1" in " ".join(plan.split())
     first, second = mistakes.splitlines()
     assert "--seed is -1" in first and r"donn\xe9es.jsonl: no such file" in second
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        ("12358", True),
+        ("x + 1", True),
+        (7, True),
+        ('{"N": 3}', False),
+        ('["a"]', False),
+        ([1], False),
+    ],
+)
+def test_ground_truth_that_is_a_rule_is_not_tried_as_an_answer(truth, expected):
+    assert preflight.is_answer(SimpleNamespace(ground_truth=truth)) == expected
