@@ -115,7 +115,7 @@ def test_several_samples_of_each_prompt(faked_run, call):
     assert figures["pass@1"]["mean"] == 0.3333
     assert figures["pass@2"]["mean"] == 0.6667
     assert "pass@4" not in figures
-    assert "pass@2               0.6667    0.6667 to 0.6667" in said
+    assert "pass@2               0.6667    0.3678 to 0.873" in said
 
 
 def test_what_is_there_is_not_made_again_nor_written_over(faked_run, call, capsys, tmp_path):
