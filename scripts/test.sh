@@ -12,4 +12,4 @@ if [ "${1:-}" = fast ]; then
   set -- -m "not slow" "$@"
 fi
 .venv/bin/ruff check . && .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -79,6 +79,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
 
+# The files that take longest, the longest first
+LONG = "test_ends test_fsdp2 test_runs test_preflight test_rewards test_ranks test_engine".split()
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first: with a long one last, one of the two processes would wait for the other."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session")
 def assets():
     subprocess.run(
