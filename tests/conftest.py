@@ -80,7 +80,16 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = "test_ends test_fsdp2 test_runs test_preflight test_rewards test_ranks test_engine".split()
+LONG = [
+    "test_ends",
+    "test_fsdp2",
+    "test_runs",
+    "test_preflight",
+    "test_rewards",
+    "test_ranks",
+    "test_engine",
+    "test_commands",
+]
 
 
 def pytest_collection_modifyitems(items):
