@@ -11,5 +11,6 @@ if [ "${1:-}" = fast ]; then
   shift
   set -- -m "not slow" "$@"
 fi
-.venv/bin/ruff check . && .venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
