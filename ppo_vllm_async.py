@@ -2360,7 +2360,7 @@ def main(args):
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
-        accelerator.print(f"Starting vLLM, a minute or so; {checkpoint_dir or run_dir} is the run")
+        accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
         vllm = VLLM(placement, model.config, max_length, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
