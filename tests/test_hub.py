@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def files_of(folder):
 def call(hub, *command, **variables):
     """A finished program that is logged in to the hub."""
     account = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    account |= {"HF_HUB_DISABLE_XET": "1"} | variables
+    account |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"} | variables
     return subprocess.run(
         [sys.executable, *map(str, command)],
         env=environment(account),
@@ -232,6 +233,8 @@ echo Fast GPU
 @pytest.fixture
 def caller(run_dir, tmp_path):
     """A script that asks for its provenance, under git; beside it a launcher and nvidia-smi."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     folder = tmp_path / "code"
     program = CALLER.format(program=str(PROVENANCE), run_dir=str(run_dir))
     write_text(folder / "train.py", program)
@@ -324,6 +327,7 @@ def test_preflight_asks_the_hub_who_is_logged_in(name, hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
     monkeypatch.setattr(preflight, "hub_answers", lambda: True)
     monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     args = SimpleNamespace(**ARGS | {"with_tracking": False} | changes)
     run = SimpleNamespace(args=args, script=SimpleNamespace(__file__=str(REPO / "ppo_sync.py")))
     mistake = ""
