@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,29 @@ def test_place_on_the_hub_is_known_before_the_training(hub, caller, run_dir):
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1 and "logged in" in result.stderr
     assert provenance_of(run_dir)["commit"]
+
+
+IMPATIENT_PROVENANCE = f"""
+import sys
+sys.path.insert(0, {str(PROVENANCE.parent)!r})
+import provenance
+provenance.HUB_TIMEOUT = 1
+provenance.main()
+"""
+
+
+@pytest.mark.slow
+def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
+    write_text(run_dir / "args.json", json.dumps(ARGS))
+    impatient = write_text(tmp_path / "impatient.py", IMPATIENT_PROVENANCE)
+    caller = CALLER.format(program=str(impatient), run_dir=str(run_dir))
+    caller = write_text(tmp_path / "train.py", caller)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody reads
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = call(SimpleNamespace(address=address), caller)
+    assert result.returncode == 1
+    assert result.stderr == "provenance.py: no answer of the hub in 1 s\n"
+    assert provenance_of(run_dir)["versions"]
 
 
 # --------------------------------------------------------------------------------------- preflight
