@@ -27,6 +27,7 @@ from provenance import repo_of
 from requests.utils import get_netrc_auth
 
 BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
+SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
 NOT_SHOWN = {"eval/policy_version", "eval/reward_failures"}
 
 USE_OF_POLICY = """\
@@ -238,8 +239,9 @@ def gather(run_dir: Path, folder: Path, card: str) -> None:
 
 def upload(run_dir: Path, args: dict, repo: str, revision: str, private: bool | None) -> str:
     """Makes repo and branch where they are missing, and uploads. Returns the branch's address."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_session
 
+    get_session().timeout = SILENCE
     hub = HfApi()
     repo = hub.create_repo(repo, private=private, exist_ok=True).repo_id  # with the owner's name
     hub.create_branch(repo, branch=revision, exist_ok=True)
@@ -275,8 +277,9 @@ def main():
         address = upload(run_dir, args, repo, revision, options.private or None)
     except Exception as error:  # the client's own, of several libraries
         reason = f"{type(error).__name__}: {error}"
-        if error.__cause__ is not None:  # the client's own error may name the file alone
-            reason += f" {error.__cause__}"
+        cause = str(error.__cause__ or "")
+        if cause not in reason:  # the client's own error may name the file alone
+            reason += f" {cause}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
         parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")

@@ -313,6 +313,15 @@ provenance.main()
 """
 
 
+IMPATIENT_PUSH = f"""
+import sys
+sys.path.insert(0, {str(PUSH.parent)!r})
+import push_to_hub
+push_to_hub.SILENCE = 1
+push_to_hub.main()
+"""
+
+
 @pytest.mark.slow
 def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
     write_text(run_dir / "args.json", json.dumps(ARGS))
@@ -322,9 +331,11 @@ def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody reads
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = call(SimpleNamespace(address=address), caller)
+        pushed = call(SimpleNamespace(address=address), "-c", IMPATIENT_PUSH, run_dir)
     assert result.returncode == 1
     assert result.stderr == "provenance.py: no answer of the hub in 1 s\n"
     assert provenance_of(run_dir)["versions"]
+    assert pushed.returncode == 1 and "timed out" in pushed.stderr
 
 
 # --------------------------------------------------------------------------------------- preflight
