@@ -144,9 +144,9 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits that are computed at once: 128 MiB in float32, of which softmax and gradient need a few.
-# Larger chunks are little faster
-LOGITS_CHUNK = 2**25
+# Logits that are computed at once, by device: in float32 128 and 512 MiB, of which softmax and
+# gradient need a few. A chunk reads the whole head, which small ones on a GPU would wait for
+LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 # The folder with programs that work on a run's folder; a copy of this script may be without
 PROGRAMS = Path(__file__).with_name("scripts")
 # Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
@@ -227,10 +227,10 @@ class Args:
     """responses to train on in the whole run"""
     number_samples_per_prompt: int = 1
     """responses sampled for each prompt"""
-    local_rollout_batch_size: int = 64
+    local_rollout_batch_size: int = 256
     """prompts per training step and rank"""
     local_mini_batch_size: int = 64
-    """responses per optimizer update and rank"""
+    """responses per optimizer update and rank; by default a step has four updates"""
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass (micro-batch) of a rank"""
     local_rollout_forward_batch_size: int = 32
@@ -420,33 +420,27 @@ class Rollout:
 
 @dataclass
 class Batch:
-    """What a training step works on. `width` is the length of its longest response.
+    """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    Tensors with a width have one element per response token, and 0 after the end of a response.
+    `length` is that of the longest row. Tensors with a length have one element per token. Below the
+    mask they are 0 but for response tokens.
     """
 
-    sequences: list[tuple[list[int], np.ndarray]]  # (episodes,), token ids of prompt and response
-    mask: Tensor  # (episodes, width), 1.0 where there is a response token
+    input_ids: Tensor  # (episodes, length), token ids
+    lengths: Tensor  # (episodes,), int64, tokens of a row without its padding
+    mask: Tensor  # (episodes, length), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
-    loss_mask: Tensor  # (episodes, width), the mask without responses that are left out of the loss
-    sampler_logprobs: Tensor  # (episodes, width), log-probabilities by vLLM
-    logprobs: Tensor  # (episodes, width), by the policy before this step's updates
-    ref_logprobs: Tensor | None  # (episodes, width), by the reference policy; None with beta 0
-    values: Tensor  # (episodes, width), by the value model before this step's updates
-    rewards: Tensor  # (episodes, width)
-    advantages: Tensor  # (episodes, width)
-    returns: Tensor  # (episodes, width), the targets of the value model
-    importance_weights: Tensor  # (episodes, width), learner/sampler, truncated and masked
-
-
-@dataclass
-class MicroBatch:
-    """Rows of a Batch that go through a model together, padded to the longest of them."""
-
-    rows: list[int]
-    inputs: dict[str, Any]  # the model's; tensors (len(rows), prompt_length + width)
-    mask: Tensor  # (len(rows), width)
+    loss_mask: (
+        Tensor  # (episodes, length), the mask without responses that are left out of the loss
+    )
+    sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
+    logprobs: Tensor  # (episodes, length), by the policy before this step's updates
+    ref_logprobs: Tensor | None  # (episodes, length), by the reference policy; None with beta 0
+    values: Tensor  # (episodes, length), by the value model before this step's updates
+    rewards: Tensor  # (episodes, length)
+    advantages: Tensor  # (episodes, length)
+    returns: Tensor  # (episodes, length), the targets of the value model
 
 
 # ---------------------------------------------------------------------------------- small helpers
@@ -904,6 +898,19 @@ def token_logprobs(logits, labels):
     return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
 
 
+@contextlib.contextmanager
+def tf32(enabled):
+    """Whether GPUs may round the factors of float32 products to TF32, ten times as fast, inside.
+
+    For the head's products alone. Some models multiply positions to rotate embeddings: TF32 has 11
+    bits, and would round those above 2,048.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def head_logits(hidden, head, soft_cap):
     """Logits, softly kept within plus or minus soft_cap unless that is None.
 
@@ -923,52 +930,58 @@ class ChunkedHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, soft_cap):
+    def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
         """Log-probabilities and entropies: each (positions,)."""
         ctx.save_for_backward(hidden, head, labels)
         ctx.set_materialize_grads(False)
-        ctx.soft_cap = soft_cap
-        size = max(1, LOGITS_CHUNK // len(head))  # positions
+        ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
+        size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
         logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
-        for part in ctx.parts:
-            logits = head_logits(hidden[part], head, soft_cap)
-            logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
+        with tf32(in_tf32):
+            for part in ctx.parts:
+                logits = head_logits(hidden[part], head, soft_cap)
+                logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, logprobs_grad, entropies_grad):
         """The loss's gradients for hidden and head, from those for log-probabilities and entropies.
 
-        Those for entropies are None unless the loss of a fork has an entropy bonus.
+        Those for entropies are None unless the loss of a fork has an entropy bonus; those for
+        log-probabilities, if it has nothing else.
         """
         hidden, head, labels = ctx.saved_tensors
+        if logprobs_grad is None:
+            logprobs_grad = torch.zeros_like(entropies_grad)
         hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head)
-        for part in ctx.parts:
-            logits = head_logits(hidden[part], head, ctx.soft_cap)
-            # The gradient of log p(label) is onehot(label) - p
-            logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
-            logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
-            if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
-                logprobs = torch.log_softmax(logits, dim=-1)
-                _, entropies = token_logprobs(logits, labels[part])
-                surprise = logprobs.exp() * (logprobs + entropies[:, None])
-                logits_grad -= entropies_grad[part, None] * surprise
-            if ctx.soft_cap is not None:
-                logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
-            hidden_grad[part] = logits_grad @ head
-            head_grad.addmm_(logits_grad.T, hidden[part])
-        return hidden_grad, head_grad, None, None
+        with tf32(ctx.in_tf32):
+            for part in ctx.parts:
+                logits = head_logits(hidden[part], head, ctx.soft_cap)
+                # The gradient of log p(label) is onehot(label) - p
+                logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
+                logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
+                if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
+                    logprobs = torch.log_softmax(logits, dim=-1)
+                    _, entropies = token_logprobs(logits, labels[part])
+                    surprise = logprobs.exp() * (logprobs + entropies[:, None])
+                    logits_grad -= entropies_grad[part, None] * surprise
+                if ctx.soft_cap is not None:
+                    logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
+                hidden_grad[part] = logits_grad @ head
+                head_grad.addmm_(logits_grad.T, hidden[part])
+        return hidden_grad, head_grad, None, None, None
 
 
-def hidden_states(model, inputs, args):
+def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    Matrix products are in args.dtype. What is added up from layer to layer is float32 in a trained
-    model, but under FSDP2 and in a frozen model it has args.dtype, too.
+    There is no attention mask: a causal model reads no later token, so none of the padding on the
+    right. Matrix products are in args.dtype. The residual stream is float32 in a trained model, but
+    under FSDP2 and in a frozen model it has args.dtype, too.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        return model.base_model(**inputs).last_hidden_state
+        return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 class PolicyModel(nn.Module):
@@ -988,23 +1001,27 @@ class PolicyModel(nn.Module):
         if self.soft_cap is not None:
             self.soft_cap *= self.scale
 
-    def forward(self, inputs, width):
-        """Log-probabilities of the response tokens and entropies: (batch, width)."""
-        hidden = hidden_states(self.model, inputs, self.args)
+    def forward(self, input_ids, mask):
+        """Log-probabilities of the response tokens and entropies: (batch, length), like the mask.
+
+        mask: 1 where there is a response token, else 0, as are the results there.
+        """
+        hidden = hidden_states(self.model, input_ids, self.args)
         # What is read at a position predicts the token after it
-        hidden = hidden[:, -width - 1 : -1].flatten(0, 1)  # (batch * width, hidden_size)
-        labels = inputs["input_ids"][:, -width:]  # (batch, width)
-        # The head computes in float32 (2506.13585)
+        hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
+        labels = input_ids[mask.bool()]  # (tokens,)
+        # The head computes in float32 (2506.13585); with bfloat16 models TF32 is precise enough
         head = self.model.get_output_embeddings().weight
         dtype = torch.promote_types(head.dtype, torch.float32)
+        in_tf32 = self.args.dtype == "bfloat16"
         logprobs, entropies = ChunkedHead.apply(
-            hidden.to(dtype) * self.scale, head.to(dtype), labels.flatten(), self.soft_cap
+            hidden.to(dtype) * self.scale, head.to(dtype), labels, self.soft_cap, in_tf32
         )
-        return logprobs.view_as(labels), entropies.view_as(labels)
+        return to_rows(logprobs, mask), to_rows(entropies, mask)
 
 
 class ValueModel(nn.Module):
-    """A one-label sequence classifier, whose head is read at every response token.
+    """A one-label sequence classifier, whose head is read at every token.
 
     offset 1: the value before each token, which is read one position earlier. offset 0: the score
     of the sequence up to and with each token, as a reward model gives it. Of a prompt "a b" and a
@@ -1017,13 +1034,12 @@ class ValueModel(nn.Module):
         self.args = args
         self.offset = offset
 
-    def forward(self, inputs, width):
-        """Values of the response tokens: (batch, width)."""
-        hidden = hidden_states(self.model, inputs, self.args)
-        end = hidden.shape[1] - self.offset
-        hidden = hidden[:, end - width : end]  # (batch, width, hidden_size)
+    def forward(self, input_ids, mask):
+        """Values: (batch, length). Only those of response tokens, where the mask is 1, mean any."""
+        hidden = hidden_states(self.model, input_ids, self.args)
         # The head computes in float32
-        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+        values = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+        return values.roll(self.offset, dims=1)
 
 
 def place_model(accelerator, model, args):
@@ -1047,51 +1063,56 @@ def place_model(accelerator, model, args):
 def load_classifier(accelerator, path, args, trained, offset):
     """Collective. A value model (trained, offset 1) or a reward model (frozen, offset 0).
 
-    Its head is float32: in bfloat16 many scores would be equal.
+    Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
+    with torch.no_grad():
+        hidden = hidden_states(model, torch.tensor([[0] * 16, [0] + [1] * 15]), args)
+    if not torch.allclose(hidden[0, 0], hidden[1, 0], rtol=0.01, atol=0.01):
+        raise ValueError(f"{path} attends to later tokens; it must be a causal model")
     model.score.float()
     return place_model(accelerator, ValueModel(model, offset, args), args)
 
 
-def pad(rows, side="right"):
+def pad(rows):
     """Rows of numbers as one tensor, with zeros where a row is shorter than the longest.
 
     >>> pad([[1.0, 2.0], [3.0]])
     tensor([[1., 2.],
             [3., 0.]])
     """
-    tensors = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_side=side)
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def collate(rows, sequences, device):
-    """Some rows of the batch, prompts padded on the left and responses on the right.
+def collate(sequences, device):
+    """Makes one row of each prompt with its response, padded on the right.
 
-    sequences: token ids of each row's prompt and response. Masks come from lengths, so any id will
-    do for padding. It is 0.
+    sequences: (prompt, response) pairs of token ids. Returns the token ids and the mask of
+    response tokens, each (episodes, length), and the number of tokens of each row, (episodes,). The
+    mask comes from lengths, so any id will do for padding. It is 0.
 
-    >>> micro_batch = collate([1, 0], [([5], [8, 9]), ([6, 7], [9])], device="cpu")
-    >>> micro_batch.inputs["input_ids"].tolist()
-    [[6, 7, 9, 0], [0, 5, 8, 9]]
-    >>> micro_batch.inputs["attention_mask"].tolist()
-    [[1, 1, 1, 0], [0, 1, 1, 1]]
-    >>> micro_batch.inputs["position_ids"].tolist()
-    [[0, 1, 2, 2], [0, 0, 1, 2]]
-    >>> micro_batch.mask.tolist()
-    [[1, 0], [1, 1]]
+    >>> input_ids, mask, lengths = collate([([6, 7], [9]), ([5], [8])], device="cpu")
+    >>> input_ids.tolist(), lengths.tolist()
+    ([[6, 7, 9], [5, 8, 0]], [3, 2])
+    >>> mask.tolist()
+    [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
-    prompt_mask = pad(([1] * len(prompt) for prompt in prompts), side="left")
-    mask = pad([1] * len(response) for response in responses)
-    attention_mask = torch.cat([prompt_mask, mask], 1).to(device)
-    inputs = {
-        "input_ids": torch.cat([pad(prompts, side="left"), pad(responses)], 1).to(device),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "use_cache": False,
-    }
-    return MicroBatch(rows, inputs, mask.to(device))
+    input_ids = pad(np.concatenate(sequence) for sequence in sequences)
+    mask = pad([0.0] * len(prompt) + [1.0] * len(response) for prompt, response in sequences)
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in sequences])
+    return input_ids.to(device), mask.to(device), lengths.to(device)
+
+
+def to_rows(values, mask):
+    """Values of the response tokens of all rows, (tokens,), where they are in the rows.
+
+    Gives a tensor like the mask, (batch, length), with zeros where that is 0.
+
+    >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
+    tensor([[0., 5., 6.],
+            [0., 7., 0.]])
+    """
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask.bool(), values)
 
 
 # ------------------------------------------------------------------------------------ mathematics
@@ -1107,7 +1128,7 @@ def masked_mean(values, mask):
 
 
 def sequence_mean(values, mask):
-    """Each token gets the mean over its response: (batch, width), like values.
+    """Each token gets the mean over its response: (batch, length), like values.
 
     Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
 
@@ -1168,7 +1189,7 @@ def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438).
 
     Gives the advantages (not whitened) and the returns (advantages + values). All tensors are
-    (batch, width), padded on the right; both results are 0 outside the mask. The last
+    (batch, length), padded on the right; both results are 0 outside the mask. The last
     token of a response is terminal.
 
     >>> advantages, returns = compute_gae(
@@ -1197,7 +1218,7 @@ def compute_gae(rewards, values, mask, gamma, lam):
 def mismatch_mask(mismatch, mask, args):
     """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
 
-    mismatch: learner - sampler log-probabilities. All are (batch, width).
+    mismatch: learner - sampler log-probabilities. All are (batch, length).
 
     >>> mismatch, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
     >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
@@ -1213,6 +1234,25 @@ def mismatch_mask(mismatch, mask, args):
     if args.mismatch_mask == "sequence":
         mismatch = sequence_mean(mismatch, mask)
     return mask * (mismatch.abs() <= math.log(args.mismatch_mask_range))
+
+
+def importance_weights(logprobs, sampler_logprobs, mask, args):
+    """How much a token counts in the policy's loss: learner/sampler, at most tis_cap, or masked.
+
+    The sampler is not the learner: its policy may be a step older, and its kernels are others
+    (https://fengyao.notion.site/off-policy-rl). Where mismatch_mask says so the weight is 0: the
+    policy does not train on the token, which still counts in the mean of the loss. All are (batch,
+    length).
+
+    >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
+    tensor([[1.6487, 2.0000]])
+    """
+    mismatch = (logprobs - sampler_logprobs) * mask
+    weights = mismatch_mask(mismatch, mask, args)
+    if args.tis_cap > 0:
+        weights = weights * mismatch.exp().clamp(max=args.tis_cap)
+    return weights
 
 
 def policy_loss(
@@ -1292,21 +1332,23 @@ def lr_multiplier(update, num_updates, args):
 llm = None  # vLLM's LLM
 
 
-def start_llm(options, config):
+def start_llm(options, config, folder):
     """Makes the LLM. Returns the id of the process, which is that of its process group, too.
 
-    config: of the policy, written to the folder options["model"] for vLLM to start from. When the
-    script ends, the folder is removed, and the process ended with all that it has started.
+    config: of the policy. vLLM starts from it in a folder of its own. When the script ends, the
+    folder is removed, and the process ended with all that it has started.
     """
     global llm
     os.setsid()  # a Ctrl-C is for the script alone
 
     def end_with_script():
         mp.parent_process().join()
-        shutil.rmtree(options["model"], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
+    # vLLM finds what it has compiled by the path of the model. This one is that of every run
+    os.chdir(folder)
     config.save_pretrained(options["model"])
     if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
         AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
@@ -1412,7 +1454,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
-        "model": folder,
+        "model": ".",  # its folder
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -1467,7 +1509,7 @@ class VLLM:
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
         with mock.patch.dict(os.environ, environment, clear=True):
-            start = self.submit(start_llm, options, config)
+            start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -1648,65 +1690,51 @@ def draw_mini_batches(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, mini_batches, sequences, size, args):
-    """This rank's share of each mini-batch, as a list of MicroBatches of rows of like length.
+def cut_micro_batches(accelerator, rows, lengths, size, args):
+    """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
-    mini_batches: lists of rows, as many for each rank; sequences: as in Batch. A micro-batch has
-    `size` rows; or, if micro_batch_tokens is not 0, as many as have no more tokens on any rank,
-    padding included, and one at the least. All ranks get equally many micro-batches: under FSDP2
-    they compute together. The cut depends on nothing but the rows, so it can be repeated.
+    lengths: of all rows of the batch, (episodes,). Returns a list of (rows, the length of the
+    longest), one for each micro-batch. It has `size` rows; or, if micro_batch_tokens is not 0, as many
+    as have no more tokens on any rank, padding included, and one at the least. All ranks get
+    equally many micro-batches, if there are equally many rows for each: under FSDP2 they compute
+    together. The cut depends on nothing but the lengths, so it can be repeated.
 
-    >>> rank = mock.Mock(process_index=0, num_processes=1, device="cpu")
-    >>> sequences = [([1, 2], [3]), ([1], [2] * 9), ([1, 2], [3, 4]), ([1, 2, 3], [4])]
-    >>> args = Args(micro_batch_tokens=15)
-    >>> [part.rows for part in cut_micro_batches(rank, [[0, 1, 2, 3]], sequences, 2, args)]
-    [[0, 3, 2], [1]]
-    >>> args = Args(micro_batch_tokens=0)
-    >>> [part.rows for part in cut_micro_batches(rank, [[0, 1, 2, 3]], sequences, 2, args)]
-    [[0, 3], [2, 1]]
+    >>> rank = mock.Mock(process_index=0, num_processes=1)
+    >>> lengths = torch.tensor([3, 10, 4, 4])
+    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=0))
+    [([0, 2], 4), ([3, 1], 10)]
+    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=15))
+    [([0, 2, 3], 4), ([1], 10)]
     """
-    prompt_lengths, response_lengths = zip(
-        *(map(len, sequence) for sequence in sequences), strict=True
-    )
-    num_ranks = accelerator.num_processes
-    passes = []  # rows that are computed at a time, on all ranks
-    for mini_batch in mini_batches:
-        in_order = sorted(
-            mini_batch, key=lambda row: (response_lengths[row], prompt_lengths[row], row)
-        )
-        passes.append([])
-        for start in range(0, len(in_order), num_ranks):
-            next_rows = in_order[start : start + num_ranks]  # one for each rank
-            longer = passes[-1] + next_rows
-            rows_per_rank = len(longer) // num_ranks
-            is_too_large = rows_per_rank > size  # which is 1 at the least
-            if args.micro_batch_tokens > 0:
-                prompt_length = max(prompt_lengths[row] for row in longer)
-                length = prompt_length + response_lengths[longer[-1]]  # the last is the longest
-                # A single row may have too many tokens, and is a micro-batch all the same
-                is_too_large = start > 0 and rows_per_rank * length > args.micro_batch_tokens
-            if is_too_large:
-                passes.append(next_rows)
-            else:
-                passes[-1] = longer
-    share = slice(accelerator.process_index, None, num_ranks)  # every num_ranks-th row
-    return [collate(rows[share], sequences, accelerator.device) for rows in passes]
+    num_ranks, lengths = accelerator.num_processes, lengths.tolist()
+    in_order = sorted(rows, key=lambda row: (lengths[row], row))
+    passes = [[]]  # rows that all ranks compute at a time
+    for start in range(0, len(in_order), num_ranks):
+        next_rows = in_order[start : start + num_ranks]  # one for each rank, the last the longest
+        most = size
+        if args.micro_batch_tokens > 0:
+            most = max(1, args.micro_batch_tokens // lengths[next_rows[-1]])
+        if len(passes[-1]) >= most * num_ranks:
+            passes.append([])
+        passes[-1] += next_rows
+    shares = [rows[accelerator.process_index :: num_ranks] for rows in passes]
+    return [(share, lengths[share[-1]]) for share in shares]
 
 
 @torch.no_grad()
-def forward_all(accelerator, model, micro_batches, mask):
-    """Collective. Runs a PolicyModel or a ValueModel over the micro-batches of all ranks.
+def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
+    """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Returns log-probabilities or values on every rank: like the mask of the whole batch, (episodes,
-    width), 0 outside responses.
+    Each is cut as by cut_micro_batches. Returns log-probabilities or values on every rank: like the
+    mask of the whole batch, (episodes, length); 0 outside responses, and in other rows.
     """
     whole = torch.zeros_like(mask)
-    for micro_batch in micro_batches:
-        width = micro_batch.mask.shape[1]
-        outputs = model(micro_batch.inputs, width)
-        if isinstance(outputs, tuple):  # a policy's entropies are not asked for
-            outputs, _ = outputs
-        whole[micro_batch.rows, :width] = outputs * micro_batch.mask
+    for mini_batch in mini_batches:
+        for rows, length in cut_micro_batches(accelerator, mini_batch, lengths, size, args):
+            outputs = model(input_ids[rows, :length], mask[rows, :length])
+            if isinstance(outputs, tuple):  # a policy's entropies are not asked for
+                outputs, _ = outputs
+            whole[rows, :length] = outputs * mask[rows, :length]
     # A row is 0 on all ranks but one, so the sum is exact
     return accelerator.reduce(whole, reduction="sum")
 
@@ -1716,13 +1744,10 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     sequences = [(r.prompt.reward_model_token_ids, r.token_ids.tolist()) for r in responses]
     # As many for each rank: of held-out prompts there may be any number
     sequences += sequences[:1] * (-len(sequences) % accelerator.num_processes)
-    rows = list(range(len(sequences)))
-    mask = pad([1.0] * len(response) for _, response in sequences).to(accelerator.device)
-    micro_batches = cut_micro_batches(
-        accelerator, [rows], sequences, args.local_rollout_forward_batch_size, args
-    )
-    values = forward_all(accelerator, reward_model, micro_batches, mask)
-    scores = values[rows, mask.sum(1).long() - 1].tolist()
+    input_ids, mask, lengths = collate(sequences, accelerator.device)
+    rows, size = list(range(len(sequences))), args.local_rollout_forward_batch_size
+    values = forward_all(accelerator, reward_model, [rows], input_ids, mask, lengths, size, args)
+    scores = values[rows, lengths - 1].tolist()
     # What else is in a micro-batch moves the last bits, and GRPO's advantages make much of that. So
     # equal sequences get one of their scores
     score_of = dict(zip(map(str, sequences), scores, strict=True))
@@ -1740,23 +1765,22 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
     """
     num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
-        accelerator, [mini_batch], batch.sequences, args.per_device_train_batch_size, args
+        accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
     )
     sums = Counter()
-    for i, micro_batch in enumerate(micro_batches):
-        # All that follows is (micro_batch, width)
-        rows, inputs = micro_batch.rows, micro_batch.inputs
-        width = micro_batch.mask.shape[1]
-        loss_mask = batch.loss_mask[rows, :width]
+    for i, (rows, length) in enumerate(micro_batches):
+        # All that follows is (micro_batch, length)
+        input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
+        loss_mask = batch.loss_mask[rows, :length]
         # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
         # would have to keep whole ones until then
         is_last_pass = i == len(micro_batches) - 1
         policy.require_backward_grad_sync = value_model.require_backward_grad_sync = is_last_pass
-        values = value_model(inputs, width)
+        values = value_model(input_ids, mask)
         vf_loss, vf_clipped = value_loss(
             values,
-            batch.values[rows, :width],
-            batch.returns[rows, :width],
+            batch.values[rows, :length],
+            batch.returns[rows, :length],
             args.cliprange_value,
         )
         loss = (vf_loss * loss_mask).sum() / num_tokens
@@ -1765,12 +1789,14 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
 
         if trains_policy:
-            logprobs, entropies = policy(inputs, width)
-            log_ratio = (logprobs - batch.logprobs[rows, :width]) * loss_mask
+            logprobs, entropies = policy(input_ids, mask)
+            old_logprobs = batch.logprobs[rows, :length]
+            sampler_logprobs = batch.sampler_logprobs[rows, :length]
+            log_ratio = (logprobs - old_logprobs) * loss_mask
             pg_loss, pg_clipped = policy_loss(
                 log_ratio,
-                batch.advantages[rows, :width],
-                batch.importance_weights[rows, :width],
+                batch.advantages[rows, :length],
+                importance_weights(old_logprobs, sampler_logprobs, mask, args),
                 cliprange=args.cliprange,
                 cliprange_higher=args.cliprange,
                 dual_clip=args.dual_clip,
@@ -1791,9 +1817,8 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             for name, tensor in per_token.items():
                 sums[name] += (tensor * loss_mask).sum(dtype=torch.float64)
             sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-            attention_mask = inputs["attention_mask"]
-            sums["positions"] += attention_mask.sum(dtype=torch.float64)
-            sums["padded_positions"] += torch.ones_like(attention_mask).sum(dtype=torch.float64)
+            sums["positions"] += batch.lengths[rows].sum()
+            sums["padded_positions"] += torch.ones_like(input_ids).sum()
     return sums
 
 
@@ -1812,14 +1837,15 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
-    optimizer.zero_grad()
+    # DDP has them in its buckets. If they became None, the next passes would make others beside
+    optimizer.zero_grad(set_to_none=False)
     return norm
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All tensors are (episodes, width). RuntimeError: the log-probabilities differ by more than
+    All tensors are (episodes, length). RuntimeError: the log-probabilities differ by more than
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
@@ -2248,6 +2274,10 @@ def main(args):
     # change in place), and of broadcast_buffers
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
+    # torch 2.13 prefers cuDNN's attention on new GPUs. It may give gradients of NaN (pytorch issue
+    # 196678), and prepares itself for each shape, for up to a second
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
     # ---- Ranks and arguments
     timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
     accelerator = Accelerator(
@@ -2330,8 +2360,9 @@ def main(args):
     start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # The rest of a GPU that is shared is vLLM's; and a little for CUDA itself
-        torch.cuda.set_per_process_memory_fraction(0.98 - args.vllm_gpu_memory_utilization)
+        # A GPU that is shared also has vLLM, and two CUDA contexts, for which 2 GiB are left
+        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
     # The model inside of `policy`: the same parameters, by the names that vLLM and others know
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
@@ -2465,55 +2496,50 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # 5. Log-probabilities and values before any update, (episodes, width). For the policy and
+        # 5. Log-probabilities and values before any update, (episodes, length). For the policy and
         # the value model the batch is cut as it will be in the first epoch: other shapes would
         # change the last bits, and the ratios of the first update would not be exactly 1.
         sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-        mask = pad([1.0] * len(response.token_ids) for response in responses).to(device)
+        sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
+        input_ids, mask, lengths = collate(sequences, device)
         loss_mask = mask * scored[:, None]
-        sampler_logprobs = pad(response.logprobs for response in responses).to(device)
-        epochs = draw_mini_batches(training_step, args)
+        # As in the other tensors, zeros stand for the prompt
+        sampler_logprobs = [np.pad(r.logprobs, (len(r.prompt.token_ids), 0)) for r in responses]
+        sampler_logprobs = pad(sampler_logprobs).to(device)
         all_rows = list(range(len(responses)))
+        epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(times, "forward"):
-            micro_batches = cut_micro_batches(
-                accelerator, epochs[0], sequences, args.per_device_train_batch_size, args
+            size = args.per_device_train_batch_size
+            logprobs, values = (
+                forward_all(accelerator, model, epochs[0], input_ids, mask, lengths, size, args)
+                for model in (policy, value_model)
             )
-            logprobs = forward_all(accelerator, policy, micro_batches, mask)
-            values = forward_all(accelerator, value_model, micro_batches, mask)
             if args.beta > 0:
-                micro_batches = cut_micro_batches(
-                    accelerator, [all_rows], sequences, args.local_rollout_forward_batch_size, args
+                size = args.local_rollout_forward_batch_size
+                ref_logprobs = forward_all(
+                    accelerator, ref_policy, [all_rows], input_ids, mask, lengths, size, args
                 )
-                ref_logprobs = forward_all(accelerator, ref_policy, micro_batches, mask)
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
             check_sampler(logprobs, sampler_logprobs, mask, args)
-        # The sampler is not the learner: its policy may be a step older, and its kernels are
-        # others. So there are importance weights (https://fengyao.notion.site/off-policy-rl)
-        mismatch = logprobs - sampler_logprobs
-        # With --mismatch_mask they are 0 where the two are too far apart. The policy does not train
-        # on such a token, but it counts in the mean of the loss, and the value model trains on it
-        importance_weights = mismatch_mask(mismatch, mask, args)
-        if args.tis_cap > 0:
-            importance_weights = importance_weights * mismatch.exp().clamp(max=args.tis_cap)
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = torch.zeros_like(mask)
         if args.beta > 0:
             rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
-        last_token = mask.sum(1).long() - 1  # (episodes,)
-        rewards[all_rows, last_token] += scores
+        rewards[all_rows, lengths - 1] += scores
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, loss_mask, shift_mean=False)
 
         # 7. Advantages, whitened, and the value model's targets, with a lambda of their own and not
-        # whitened; on the whole batch: (episodes, width)
+        # whitened; on the whole batch: (episodes, length)
         advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.lam)
         advantages = masked_whiten(advantages, loss_mask)
         _, returns = compute_gae(rewards, values, mask, args.gamma, args.value_lam)
 
         batch = Batch(
-            sequences=sequences,
+            input_ids=input_ids,
+            lengths=lengths,
             mask=mask,
             scores=scores,
             scored=scored,
@@ -2525,7 +2551,6 @@ def main(args):
             rewards=rewards,
             advantages=advantages,
             returns=returns,
-            importance_weights=importance_weights,
         )
 
         # 8. Updates. The value model learns in all of them, the policy in those after the value
@@ -2588,12 +2613,12 @@ def main(args):
             "perf/episodes_per_second": len(responses) / seconds,
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        for response, row in zip(responses[:4], advantages, strict=False):
+        for response, row, is_response in zip(responses[:4], advantages, mask.bool(), strict=False):
             sample = describe(response, rollout.policy_version)
             sample |= {
                 "training_step": training_step,
                 "token_ids": response.token_ids.tolist(),
-                "advantages": row[: sample["length"]].tolist(),
+                "advantages": row[is_response].tolist(),
             }
             append_lines(run_dir / "rollouts.jsonl", [sample])
         if args.kl_target > 0 and trains_policy:
