@@ -891,15 +891,14 @@ def token_logprobs(logits, labels):
 
 @contextlib.contextmanager
 def tf32(enabled):
-    """Whether GPUs may round the factors of float32 products to TF32, ten times as fast, inside.
+    """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
 
-    For the head's products alone. Some models multiply positions to rotate embeddings: TF32 has 11
-    bits, and would round those above 2,048.
+    Outside they are exact. Rotary embeddings may be products of positions, and TF32, which has 11
+    bits, rounds those above 2,048.
     """
-    before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = enabled
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def head_logits(hidden, head, soft_cap):
@@ -923,8 +922,6 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
         """Log-probabilities and entropies: each (positions,)."""
-        ctx.save_for_backward(hidden, head, labels)
-        ctx.set_materialize_grads(False)
         ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
         size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
@@ -933,18 +930,17 @@ class ChunkedHead(torch.autograd.Function):
             for part in ctx.parts:
                 logits = head_logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
+        ctx.save_for_backward(hidden, head, labels, entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, logprobs_grad, entropies_grad):
         """The loss's gradients for hidden and head, from those for log-probabilities and entropies.
 
-        Those for entropies are None unless the loss of a fork has an entropy bonus; those for
-        log-probabilities, if it has nothing else.
+        Those for entropies are 0 unless the loss of a fork has an entropy bonus.
         """
-        hidden, head, labels = ctx.saved_tensors
-        if logprobs_grad is None:
-            logprobs_grad = torch.zeros_like(entropies_grad)
+        hidden, head, labels, entropies = ctx.saved_tensors
+        has_entropy_bonus = entropies_grad.any()
         hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head)
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
@@ -952,10 +948,9 @@ class ChunkedHead(torch.autograd.Function):
                 # The gradient of log p(label) is onehot(label) - p
                 logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
-                if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
+                if has_entropy_bonus:  # the gradient of the entropy H is -p (log p + H)
                     logprobs = torch.log_softmax(logits, dim=-1)
-                    _, entropies = token_logprobs(logits, labels[part])
-                    surprise = logprobs.exp() * (logprobs + entropies[:, None])
+                    surprise = logprobs.exp() * (logprobs + entropies[part, None])
                     logits_grad -= entropies_grad[part, None] * surprise
                 if ctx.soft_cap is not None:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
@@ -1004,9 +999,12 @@ class PolicyModel(nn.Module):
         # The head computes in float32 (2506.13585); with bfloat16 models TF32 is precise enough
         head = self.model.get_output_embeddings().weight
         dtype = torch.promote_types(head.dtype, torch.float32)
-        in_tf32 = self.args.dtype == "bfloat16"
         logprobs, entropies = ChunkedHead.apply(
-            hidden.to(dtype) * self.scale, head.to(dtype), labels, self.soft_cap, in_tf32
+            hidden.to(dtype) * self.scale,
+            head.to(dtype),
+            labels,
+            self.soft_cap,
+            self.args.dtype == "bfloat16",
         )
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -1014,23 +1012,20 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token.
 
-    offset 1: the value before each token, which is read one position earlier. offset 0: the score
-    of the sequence up to and with each token, as a reward model gives it. Of a prompt "a b" and a
-    response "c d", that is at b and c, or at c and d.
+    The head of a value model says what rewards are to come after the token: that is the value which
+    the next token begins with. That of a reward model scores the sequence up to and with the token.
     """
 
-    def __init__(self, model, offset, args):
+    def __init__(self, model, args):
         super().__init__()
         self.model = model
         self.args = args
-        self.offset = offset
 
     def forward(self, input_ids, mask):
-        """Values: (batch, length). Only those of response tokens, where the mask is 1, mean any."""
+        """Values: (batch, length). The mask is that of PolicyModel, and not needed."""
         hidden = hidden_states(self.model, input_ids, self.args)
         # The head computes in float32
-        values = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-        return values.roll(self.offset, dims=1)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
 def place_model(accelerator, model, args):
@@ -1051,18 +1046,18 @@ def place_model(accelerator, model, args):
     return fully_shard(model, reshard_after_forward=True)
 
 
-def load_classifier(accelerator, path, args, trained, offset):
-    """Collective. A value model (trained, offset 1) or a reward model (frozen, offset 0).
+def load_classifier(accelerator, path, args, trained):
+    """Collective. A value model (trained) or a reward model (frozen).
 
     Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    with torch.no_grad():
-        hidden = hidden_states(model, torch.tensor([[0] * 16, [0] + [1] * 15]), args)
-    if not torch.allclose(hidden[0, 0], hidden[1, 0], rtol=0.01, atol=0.01):
-        raise ValueError(f"{path} attends to later tokens; it must be a causal model")
     model.score.float()
-    return place_model(accelerator, ValueModel(model, offset, args), args)
+    # Rows are padded on the right, which their first token must not know
+    hidden = hidden_states(model, torch.tensor([[0, 0], [0, 1]]), args)
+    if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
+        raise ValueError(f"{path} attends to later tokens; it must be a causal model")
+    return place_model(accelerator, ValueModel(model, args), args)
 
 
 def pad(rows):
@@ -1088,10 +1083,10 @@ def collate(sequences, device):
     >>> mask.tolist()
     [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    input_ids = pad(np.concatenate(sequence) for sequence in sequences)
+    rows = [np.concatenate(sequence) for sequence in sequences]
     mask = pad([0.0] * len(prompt) + [1.0] * len(response) for prompt, response in sequences)
-    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in sequences])
-    return input_ids.to(device), mask.to(device), lengths.to(device)
+    lengths = torch.tensor([len(row) for row in rows])
+    return pad(rows).to(device), mask.to(device), lengths.to(device)
 
 
 def to_rows(values, mask):
@@ -1148,45 +1143,32 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     return torch.expm1(-d) + d
 
 
-def mismatch_mask(mismatch, mask, args):
-    """1 where the policy may train on a token, 0 where learner and sampler are too far apart.
-
-    mismatch: learner - sampler log-probabilities. All are (batch, length).
-
-    >>> mismatch, mask = torch.tensor([[0.5, 1.0], [1.0, 0.0]]), torch.ones(2, 2)
-    >>> args = Args(mismatch_mask="token", mismatch_mask_range=2.0)
-    >>> mismatch_mask(mismatch, mask, args)
-    tensor([[1., 0.],
-            [0., 1.]])
-    >>> mismatch_mask(mismatch, mask, replace(args, mismatch_mask="sequence"))
-    tensor([[0., 0.],
-            [1., 1.]])
-    """
-    if args.mismatch_mask == "none":
-        return mask
-    if args.mismatch_mask == "sequence":
-        mismatch = sequence_mean(mismatch, mask)
-    return mask * (mismatch.abs() <= math.log(args.mismatch_mask_range))
-
-
 def importance_weights(logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: learner/sampler, at most tis_cap, or masked.
 
     The sampler is not the learner: its policy may be a step older, and its kernels are others
-    (https://fengyao.notion.site/off-policy-rl). Where mismatch_mask says so the weight is 0: the
-    policy does not train on the token, which still counts in the mean of the loss. All are (batch,
-    length).
+    (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
+    are too far apart: the policy does not train on the token, which still counts in the mean of the
+    loss. All are (batch, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
-    >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
+    >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
     tensor([[1.6487, 2.0000]])
+    >>> args.mismatch_mask = "token"
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
+    tensor([[1.6487, 0.0000]])
     """
     mismatch = (logprobs - sampler_logprobs) * mask
-    weights = mismatch_mask(mismatch, mask, args)
+    weights = mask
     if args.importance_sampling_level == "sequence":
         mismatch = sequence_mean(mismatch, mask)
     if args.tis_cap > 0:
-        weights = weights * mismatch.exp().clamp(max=args.tis_cap)
+        weights = mask * mismatch.exp().clamp(max=args.tis_cap)
+    if args.mismatch_mask == "sequence":
+        mismatch = sequence_mean(mismatch, mask)
+    if args.mismatch_mask != "none":
+        weights = weights * (mismatch.abs() <= math.log(args.mismatch_mask_range))
     return weights
 
 
@@ -1663,8 +1645,8 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
     lengths: of all rows of the batch, (episodes,). Returns a list of (rows, the length of the
-    longest), one for each micro-batch. It has `size` rows; or, if micro_batch_tokens is not 0, as many
-    as have no more tokens on any rank, padding included, and one at the least. All ranks get
+    longest), one for each micro-batch. It has `size` rows; or, if micro_batch_tokens is not 0, as
+    many as have no more tokens on any rank, padding included, and one at the least. All ranks get
     equally many micro-batches, if there are equally many rows for each: under FSDP2 they compute
     together. The cut depends on nothing but the lengths, so it can be repeated.
 
@@ -1686,16 +1668,15 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
         passes[-1] += next_rows
-    shares = [rows[accelerator.process_index :: num_ranks] for rows in passes]
-    return [(share, lengths[share[-1]]) for share in shares]
+    return [(rows[accelerator.process_index :: num_ranks], lengths[rows[-1]]) for rows in passes]
 
 
 @torch.no_grad()
 def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Each is cut as by cut_micro_batches. Returns log-probabilities or values on every rank: like the
-    mask of the whole batch, (episodes, length); 0 outside responses, and in other rows.
+    Each is cut as by cut_micro_batches. Returns log-probabilities or values of all rows on every
+    rank: (episodes, length), like the mask; 0 in rows of no mini-batch.
     """
     whole = torch.zeros_like(mask)
     for mini_batch in mini_batches:
@@ -1703,9 +1684,9 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
             outputs = model(input_ids[rows, :length], mask[rows, :length])
             if isinstance(outputs, tuple):  # a policy's entropies are not asked for
                 outputs, _ = outputs
-            whole[rows, :length] = outputs * mask[rows, :length]
+            whole[rows, :length] = outputs
     # A row is 0 on all ranks but one, so the sum is exact
-    return accelerator.reduce(whole, reduction="sum")
+    return accelerator.reduce(whole)
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
@@ -1851,7 +1832,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
 
 def update_metrics(accelerator, sums):
     """Collective. Metrics of a step's updates, as floats, from each rank's sums over its tokens."""
-    totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum")
+    totals = accelerator.reduce(torch.stack(list(sums.values())))
     sums = dict(zip(sums, totals.tolist(), strict=True))
     tokens = max(1, sums.pop("tokens"))
     share = sums.pop("positions") / sums.pop("padded_positions")
@@ -1870,11 +1851,12 @@ def batch_metrics(batch, args):
     mismatch = (batch.logprobs - batch.sampler_logprobs) * mask
     # The KL of the sampler to the learner: the sampler's are the samples
     mismatch_kl = kl_penalty(-mismatch, 0.0, "kl3")
-    log_weights = mismatch
+    log_ratios = mismatch
     if args.importance_sampling_level == "sequence":
-        log_weights = sequence_mean(mismatch, mask)
-    weights = log_weights.exp()[mask.bool()]  # (tokens,)
-    cap = args.tis_cap if args.tis_cap > 0 else math.inf
+        log_ratios = sequence_mean(mismatch, mask)
+    ratios = log_ratios.exp()[mask.bool()]  # (tokens,)
+    weights = importance_weights(batch.logprobs, batch.sampler_logprobs, mask, args)
+    cap = args.tis_cap or math.inf
     groups = batch.scores.view(-1, args.number_samples_per_prompt)
     scored = batch.scored.view(-1, args.number_samples_per_prompt)
     metrics = {
@@ -1887,9 +1869,9 @@ def batch_metrics(batch, args):
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         "mismatch/kl": masked_mean(mismatch_kl, mask),
         # The effective sample size, as a share of the tokens
-        "mismatch/ess": weights.sum() ** 2 / (weights**2).sum() / len(weights),
-        "mismatch/tis_clipfrac": (weights > cap).float().mean(),
-        "mismatch/masked": 1 - masked_mean(mismatch_mask(mismatch, mask, args), mask),
+        "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
+        "mismatch/tis_clipfrac": (ratios > cap).float().mean(),
+        "mismatch/masked": masked_mean(weights == 0, mask),
     }
     if args.beta > 0:
         kl1 = (batch.logprobs - batch.ref_logprobs) * mask
@@ -2365,9 +2347,7 @@ def main(args):
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     reward_model = None
     if uses_reward_model(args):
-        reward_model = load_classifier(
-            accelerator, args.reward_model_path, args, trained=False, offset=0
-        )
+        reward_model = load_classifier(accelerator, args.reward_model_path, args, trained=False)
 
     # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
@@ -2484,12 +2464,14 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-        input_ids, mask, lengths = collate(sequences, device)
+        input_ids, mask, lengths = collate(
+            [(response.prompt.token_ids, response.token_ids) for response in responses], device
+        )
         loss_mask = mask * scored[:, None]
         # As in the other tensors, zeros stand for the prompt
-        sampler_logprobs = [np.pad(r.logprobs, (len(r.prompt.token_ids), 0)) for r in responses]
-        sampler_logprobs = pad(sampler_logprobs).to(device)
+        sampler_logprobs = pad(
+            np.pad(response.logprobs, (len(response.prompt.token_ids), 0)) for response in responses
+        ).to(device)
 
         # 5. Responses that were cut may be left out of the loss; in their group they count
         if args.mask_truncated_completions:
@@ -2554,10 +2536,11 @@ def main(args):
                 )
                 sums.update(update_sums)
                 if is_first:
-                    batch.logprobs = logprobs + accelerator.reduce(old_logprobs, reduction="sum")
+                    batch.logprobs = logprobs + accelerator.reduce(old_logprobs)
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
-                        computed_mask = mask * computed[:, None]
-                        check_sampler(batch.logprobs, sampler_logprobs, computed_mask, args)
+                        check_sampler(
+                            batch.logprobs, sampler_logprobs, mask * computed[:, None], args
+                        )
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                 grad_norms["optim/grad_norm"] += norm / updates_per_step
