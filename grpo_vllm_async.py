@@ -1053,8 +1053,11 @@ def load_classifier(accelerator, path, args, trained):
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    # Rows are padded on the right, which their first token must not know
+    # Rows are padded on the right, which their first token must not know. Flash attention would not
+    # run on the CPU, where the model is
+    model.set_attn_implementation("eager")
     hidden = hidden_states(model, torch.tensor([[0, 0], [0, 1]]), args)
+    model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
     return place_model(accelerator, ValueModel(model, args), args)
@@ -2485,7 +2488,7 @@ def main(args):
         # Without a KL term no gradient comes from where they are 0. Such a response counts in the
         # mean of the loss, but need not be computed. If all were so there would be no metrics: then
         # they are computed for those
-        computed = ((advantages * loss_mask.amax(1)) != 0).float()  # (episodes,)
+        computed = (advantages * loss_mask.amax(1) != 0).float()  # (episodes,)
         if args.beta > 0 or not computed.any():
             computed = torch.ones_like(computed)
         advantages = advantages[:, None] * mask  # (episodes, length)
@@ -2497,8 +2500,8 @@ def main(args):
         first_mini_batch, *others = epochs[0]
         ref_logprobs = None
         with timed(times, "forward"):
-            num_ranks, size = accelerator.num_processes, args.per_device_train_batch_size
-            others = [rows_to_compute(rows, computed, num_ranks) for rows in others]
+            size = args.per_device_train_batch_size
+            others = [rows_to_compute(rows, computed, accelerator.num_processes) for rows in others]
             logprobs = forward_all(
                 accelerator, policy, others, input_ids, mask, lengths, size, args
             )
@@ -2536,7 +2539,7 @@ def main(args):
                 )
                 sums.update(update_sums)
                 if is_first:
-                    batch.logprobs = logprobs + accelerator.reduce(old_logprobs)
+                    batch.logprobs += accelerator.reduce(old_logprobs)
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         check_sampler(
                             batch.logprobs, sampler_logprobs, mask * computed[:, None], args

@@ -1062,8 +1062,11 @@ def load_classifier(accelerator, path, args, trained):
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    # Rows are padded on the right, which their first token must not know
+    # Rows are padded on the right, which their first token must not know. Flash attention would not
+    # run on the CPU, where the model is
+    model.set_attn_implementation("eager")
     hidden = hidden_states(model, torch.tensor([[0, 0], [0, 1]]), args)
+    model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
     return place_model(accelerator, ValueModel(model, args), args)

@@ -35,7 +35,6 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 1706.04599.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -256,9 +255,15 @@ def load_pairs(accelerator, path, split, tokenizer, args):
 # ------------------------------------------------------------------------------------------ model
 
 
-def autocast(model, args):
-    """Forward passes compute in args.dtype."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+def hidden_states(model, input_ids, args):
+    """What a model's head reads: (batch, length, hidden_size).
+
+    There is no attention mask: a causal model reads no later token, so none of the padding on the
+    right. Matrix products are in args.dtype. The residual stream is float32 in a trained model, but
+    under FSDP2 and in a frozen model it has args.dtype, too.
+    """
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 class RewardModel(nn.Module):
@@ -269,14 +274,12 @@ class RewardModel(nn.Module):
         self.model = model
         self.args = args
 
-    def forward(self, inputs, last_token):
-        """Scores: (batch,). last_token: its index in each row, (batch,)."""
-        with autocast(self.model, self.args):
-            hidden = self.model.base_model(**inputs).last_hidden_state  # (batch, length, size)
-        rows = torch.arange(len(last_token), device=hidden.device)
-        hidden = hidden[rows, last_token]  # (batch, hidden_size)
+    def forward(self, input_ids, last_token):
+        """Scores: (batch,). last_token: its index in each row, a list."""
+        hidden = hidden_states(self.model, input_ids, self.args)
+        hidden = hidden[range(len(last_token)), last_token]  # (batch, hidden_size)
         # The head computes in float32
-        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+        return self.model.score(hidden.float()).squeeze(-1)
 
 
 def load_reward_model(args, pad_token_id):
@@ -383,23 +386,16 @@ def cut_pairs(accelerator, pairs, indices, size):
 def collate_pairs(pairs, device):
     """Pads the rows of pairs on the right, all chosen ones first.
 
-    Returns the model's inputs, with tensors (2 * pairs, length), and the index of each row's last
-    token, (2 * pairs,). Both come from lengths, so any id will do for padding. It is 0.
+    Returns the token ids, (2 * pairs, length), and a list: the index of each row's last token. That
+    comes from lengths, so any id will do for padding. It is 0.
 
-    >>> inputs, last_token = collate_pairs([Pair([5, 6, 9], [7, 9], 3)], device="cpu")
-    >>> inputs["input_ids"].tolist()
-    [[5, 6, 9], [7, 9, 0]]
-    >>> inputs["attention_mask"].tolist()
-    [[1, 1, 1], [1, 1, 0]]
-    >>> last_token.tolist()
-    [2, 1]
+    >>> input_ids, last_token = collate_pairs([Pair([5, 6, 9], [7, 9], 3)], device="cpu")
+    >>> input_ids.tolist(), last_token
+    ([[5, 6, 9], [7, 9, 0]], [2, 1])
     """
     rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
-    tensors = [torch.tensor(row, device=device) for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True)
-    ids = pad_sequence(tensors, batch_first=True)
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    return inputs, mask.sum(1) - 1
+    input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return input_ids.to(device), [len(row) - 1 for row in rows]
 
 
 def score_pairs(accelerator, reward_model, pairs, indices):
@@ -417,7 +413,7 @@ def score_all(accelerator, reward_model, pairs, args):
     for indices in cut_pairs(accelerator, pairs, all_indices, args.per_device_train_batch_size):
         whole[:, indices] = score_pairs(accelerator, reward_model, pairs, indices)
     # A pair is 0 on all ranks but one, so the sum is exact
-    return accelerator.reduce(whole, reduction="sum")
+    return accelerator.reduce(whole)
 
 
 def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
@@ -430,14 +426,13 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
     micro_batches = cut_pairs(accelerator, pairs, mini_batch, args.per_device_train_batch_size)
     sums = Counter()
     for i, indices in enumerate(micro_batches):
-        with contextlib.ExitStack() as stack:
-            if i < len(micro_batches) - 1:  # ranks exchange gradients on the last one only
-                stack.enter_context(accelerator.no_sync(reward_model))
-            chosen, rejected = score_pairs(accelerator, reward_model, pairs, indices)
-            loss = preference_loss(chosen, rejected, args.center_rewards_coefficient)  # (pairs,)
-            mean_loss = loss.sum() / len(mini_batch)
-            # Ranks average their gradients; times the number of ranks, that is their sum
-            accelerator.backward(mean_loss * accelerator.num_processes)
+        # DDP exchanges gradients in the last pass alone (as by its no_sync)
+        reward_model.require_backward_grad_sync = i == len(micro_batches) - 1
+        chosen, rejected = score_pairs(accelerator, reward_model, pairs, indices)
+        loss = preference_loss(chosen, rejected, args.center_rewards_coefficient)  # (pairs,)
+        mean_loss = loss.sum() / len(mini_batch)
+        # Ranks average their gradients; times the number of ranks, that is their sum
+        (mean_loss * accelerator.num_processes).backward()
 
         with torch.no_grad():
             per_pair = {
@@ -448,7 +443,7 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
             }
             for name, values in per_pair.items():
                 sums[name] += values.sum(dtype=torch.float64)
-    totals = accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
+    totals = accelerator.reduce(torch.stack(list(sums.values()))).tolist()
     return {name: total / len(mini_batch) for name, total in zip(sums, totals, strict=True)}
 
 
@@ -554,6 +549,10 @@ def main(args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
+    # torch 2.13 prefers cuDNN's attention on new GPUs. It may give gradients of NaN (pytorch issue
+    # 196678), and prepares itself for each shape, for up to a second
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
     # ---- Ranks and arguments
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is ours
@@ -618,6 +617,14 @@ def main(args):
     # The same model, with what accelerate may put around it to train it
     reward_model, optimizer = accelerator.prepare(model, optimizer)
 
+    # Rows are padded on the right, which their first token must not know
+    two_rows = torch.tensor([[0, 0], [0, 1]], device=accelerator.device)
+    hidden = hidden_states(model.model, two_rows, args)
+    if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
+        raise ValueError(
+            f"{args.model_name_or_path} attends to later tokens; it must be a causal model"
+        )
+
     # ---- The run's folder
     if checkpoint_dir is not None:
         # By way of the CPU, since two copies may not fit on a GPU
@@ -671,7 +678,8 @@ def main(args):
         lr = lr_multiplier(training_step - 1, args.num_updates, args) * args.learning_rate
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        optimizer.zero_grad()
+        # DDP has them in its buckets. If they became None, the next passes would make others beside
+        optimizer.zero_grad(set_to_none=False)
         metrics |= {
             "training_step": training_step,
             "epoch": training_step * args.mini_batch_size / len(train_pairs),
