@@ -39,11 +39,10 @@ from helpers.rollouts import (
     tiny_policy,
     tiny_value_model,
     with_failed_rewards,
-    with_weights,
 )
+from helpers.runs import sequences_of
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -67,18 +66,15 @@ def load_policy(path, trained=True, **changes):
     return script.PolicyModel(model, args)
 
 
-def load_classifier(path, trained=True, offset=1, **changes):
+def load_classifier(path, trained=True, **changes):
     args = tiny_args(**changes)
-    return script.load_classifier(Accelerator(cpu=True), str(path), args, trained, offset)
-
-
-def inputs_of_all():
-    return script.collate(range(8), make_rollout().sequences, "cpu").inputs
+    return script.load_classifier(Accelerator(cpu=True), str(path), args, trained)
 
 
 def outputs_of(model):
     """The log-probabilities or values of a batch."""
-    outputs = model(inputs_of_all(), 12)
+    batch = make_rollout()
+    outputs = model(batch.input_ids, batch.mask)
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
@@ -110,7 +106,7 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
     loaded = load_classifier(tmp_path / "value")
     assert torch.equal(outputs_of(loaded), outputs_of(tiny_value_model(seed=7)))
     with pytest.raises(ValueError, match=r"lacks score\.weight"):  # of a reward model
-        load_classifier(saved_policy, trained=False, offset=0)
+        load_classifier(saved_policy, trained=False)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):  # its answers would be noise
         load_policy(tmp_path / "value")
 
@@ -165,60 +161,64 @@ def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperatur
     """Whatever the padding. So values are read where a token is predicted, and do not know it."""
     batch = make_rollout()
     policy, value_model = tiny_policy(temperature=temperature).double(), tiny_value_model().double()
-    prompts, responses = zip(*batch.sequences, strict=True)
-    logprobs, _ = logprobs_and_entropies(policy.model, prompts, responses, temperature)
-    values = [values_of(value_model.model, *pair).detach() for pair in batch.sequences]
-    for model, rows in ((policy, logprobs), (value_model, values)):
+    sequences = sequences_of(vars(batch))
+    logprobs, _ = logprobs_and_entropies(policy.model, *zip(*sequences, strict=True), temperature)
+    values = [values_of(value_model.model, *pair).detach() for pair in sequences]
+    args = tiny_args(micro_batch_tokens=tokens)
+    inputs = batch.input_ids, batch.mask, batch.lengths
+    predicted_at = batch.mask.roll(-1, dims=1)  # where values are read
+    for model, rows, mask in (
+        (policy, logprobs, batch.mask),
+        (value_model, values, predicted_at),
+    ):
         total = torch.zeros_like(batch.mask)
         for rank in range(world_size):
             accelerator = one_of_ranks(rank, world_size)
-            micro_batches = script.cut_micro_batches(
-                accelerator, [range(8)], batch.sequences, 3, tiny_args(micro_batch_tokens=tokens)
-            )
-            total += script.forward_all(accelerator, model, micro_batches, batch.mask)
-        expected = pad_sequence(rows, batch_first=True)
-        torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
+            total += script.forward_all(accelerator, model, [range(8)], *inputs, 3, args)
+        expected = torch.cat(rows)
+        torch.testing.assert_close(total[mask.bool()], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("bonus", "soft_cap"),
-    [(False, None), (True, None), (True, 0.5)],
-    ids=["plain", "entropy bonus", "entropy bonus, capped logits"],
+    ("surrogate", "bonus", "soft_cap"),
+    [(1, 0, None), (1, 1, None), (1, 1, 0.5), (0, 1, None)],
+    ids=["plain", "entropy bonus", "entropy bonus, capped logits", "entropies alone"],
 )
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("positions", [1, 3, 8 * 12])
+@pytest.mark.parametrize("positions", [1, 3, sum(size for _, size in SIZES)])
 def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
-    positions, tied, dtype, limit, bonus, soft_cap, monkeypatch
+    positions, tied, dtype, limit, surrogate, bonus, soft_cap, monkeypatch
 ):
     """For hidden states and all weights, also of entropies, where a loss has them."""
-    monkeypatch.setattr(script, "LOGITS_CHUNK", positions * VOCAB)
+    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * VOCAB)
     model = tiny_language_model(tie_word_embeddings=tied).to(dtype)
     model.config.final_logit_softcapping = soft_cap
-    policy, inputs = script.PolicyModel(model, tiny_args(temperature=0.7)), inputs_of_all()
-    weights, others = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    policy, batch = script.PolicyModel(model, tiny_args(temperature=0.7)), make_rollout()
+    inside = batch.mask.bool()
+    weights, others = torch.randn(2, 8, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
     hidden = []
     model.base_model.register_forward_hook(lambda *given: hidden.append(given[-1][0]))
 
-    def gradients_of(loss):
+    def gradients_of(logprobs, entropies):
+        parts = [surrogate * logprobs * weights[inside], bonus * entropies * others[inside]]
+        loss = sum(part.sum() for part in parts if part.any())
         parameters = list(model.parameters())
         parts = torch.autograd.grad(loss, [hidden.pop(), model.lm_head.weight, *parameters])
         return *parts[:2], torch.cat([part.flatten() for part in parts[2:]])
 
-    logprobs, entropies = policy(inputs, 12)
-    loss = (logprobs * weights).sum()
-    if bonus:
-        loss = loss + (entropies * others).sum()
-    found = gradients_of(loss)
-    logits = model(**inputs).logits[:, -13:-1]
+    found = [output[inside] for output in policy(batch.input_ids, batch.mask)]
+    found += gradients_of(*found)
+    logits = model(batch.input_ids).logits[:, :-1]
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     whole = torch.distributions.Categorical(logits=logits / 0.7)
-    expected = whole.log_prob(inputs["input_ids"][:, -12:]), whole.entropy()
-    loss = (expected[0] * weights + bonus * expected[1] * others).sum()
-    for one, other in zip(
-        (logprobs, entropies, *found), (*expected, *gradients_of(loss)), strict=True
-    ):
+    expected = [
+        output[inside[:, 1:]]
+        for output in (whole.log_prob(batch.input_ids[:, 1:]), whole.entropy())
+    ]
+    expected += gradients_of(*expected)
+    for one, other in zip(found, expected, strict=True):
         assert other.norm() > 0.1
         assert (one - other).norm() < limit * other.norm()
 
@@ -251,10 +251,10 @@ def test_logits_are_those_of_the_model_also_where_it_caps_or_scales_them(name):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     policy, batch = script.PolicyModel(model, tiny_args(temperature=0.7)), make_rollout()
-    sequences = zip(*batch.sequences, strict=True)
+    sequences = zip(*sequences_of(vars(batch)), strict=True)
     rows = map(torch.cat, logprobs_and_entropies(model, *sequences, temperature=0.7))
     inside = batch.mask.bool()
-    outputs = [output[inside] for output in policy(inputs_of_all(), 12)]
+    outputs = [output[inside] for output in policy(batch.input_ids, batch.mask)]
     for found, expected in zip(outputs, rows, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     policy.soft_cap, policy.scale = None, 1 / 0.7
@@ -286,7 +286,7 @@ def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
     monkeypatch, accelerator
 ):
     """The metrics must not keep them in memory through the next pass."""
-    monkeypatch.setattr(script, "LOGITS_CHUNK", 5 * VOCAB + 1)
+    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 5 * VOCAB + 1)
     policy, value_model, logits, alive = tiny_policy(), tiny_value_model(), Logits(), []
     for model in (policy, value_model):
         model.register_forward_pre_hook(lambda *_: alive.append(logits.alive()))
@@ -309,7 +309,7 @@ def assert_equals_have_equal_scores(scores):
 @pytest.mark.parametrize("size", [1, 7, 32])
 def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator):
     """What else is in their micro-batch moves the last bits, which a group's deviation blows up."""
-    model, responses = tiny_value_model(seed=3, offset=0), groups_of_equals()
+    model, responses = tiny_value_model(seed=3), groups_of_equals()
     args = tiny_args(local_rollout_forward_batch_size=size)
     scores = script.reward_model_scores(accelerator, model, responses, args)
     assert_equals_have_equal_scores(scores)
@@ -327,7 +327,7 @@ def test_long_responses_that_differ_in_the_middle_have_scores_of_their_own(accel
     ids = np.full((2, 1200), 5, np.int32)
     ids[1, 600] = 7
     responses = [response_of(prompt, row) for row in ids]
-    model = tiny_value_model(seed=3, offset=0)
+    model = tiny_value_model(seed=3)
     one, other = script.reward_model_scores(accelerator, model, responses, tiny_args())
     assert one != other
 
@@ -347,67 +347,59 @@ def test_minibatches_are_other_ones_in_every_epoch_and_step():
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_rows_of_like_length(world_size):
     generator = random.Random(5)
-    sizes = [generator.randint(1, 50) for _ in range(64)]
-    sequences = [([7] * generator.randint(1, 50), [8] * size) for size in sizes]
+    lengths = [generator.randint(2, 100) for _ in range(64)]
     rows = generator.sample(range(64), 48)
-    shares = []
-    for rank in range(world_size):
-        accelerator, mini_batches = one_of_ranks(rank, world_size), [rows[:16], rows[16:]]
-        micro_batches = script.cut_micro_batches(
-            accelerator, mini_batches, sequences, 4, tiny_args()
+    shares = [
+        script.cut_micro_batches(
+            one_of_ranks(rank, world_size), rows, torch.tensor(lengths), 4, tiny_args()
         )
-        shares.append([micro_batch.rows for micro_batch in micro_batches])
+        for rank in range(world_size)
+    ]
     # With DDP each rank needs as many backward passes as the others
     assert {len(share) for share in shares} == {48 // world_size // 4}
-    assert sorted(row for share in shares for part in share for row in part) == sorted(rows)
+    assert sorted(row for share in shares for part, _ in share for row in part) == sorted(rows)
     # None has the long ones, for which the others would wait
-    totals = [sum(sizes[row] for part in share for row in part) for share in shares]
-    assert max(totals) - min(totals) <= 2 * 50
+    totals = [sum(lengths[row] for part, _ in share for row in part) for share in shares]
+    assert max(totals) - min(totals) <= 100
     for share in shares:
-        of_first = [sizes[row] for part in share[: 4 // world_size] for row in part]
-        assert of_first == sorted(of_first)
+        in_turn = [lengths[row] for part, _ in share for row in part]
+        assert in_turn == sorted(in_turn)
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 150, 700, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_micro_batches_by_tokens_are_as_large_as_they_may_be(world_size, tokens):
     generator = random.Random(5)
-    sizes = [(generator.randint(1, 40), generator.randint(1, 60)) for _ in range(64)]
-    sequences = [([7] * prompt, [8] * response) for prompt, response in sizes]
+    lengths = [generator.randint(2, 100) for _ in range(64)]
     rows, args = generator.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
-    first = set(rows[:30])
     shares = [
         script.cut_micro_batches(
-            one_of_ranks(rank, world_size), [rows[:30], rows[30:]], sequences, 4, args
+            one_of_ranks(rank, world_size), rows, torch.tensor(lengths), 4, args
         )
         for rank in range(world_size)
     ]
     passes = []  # each with its rows, one for each rank and then again one for each
     for parts in zip(*shares, strict=True):  # with FSDP2 a rank needs as many as the others
-        assert max(part.inputs["input_ids"].numel() for part in parts) <= tokens or all(
-            len(part.rows) == 1 for part in parts
-        )
-        in_turn = zip(*(part.rows for part in parts), strict=True)
+        in_turn = zip(*(part for part, _ in parts), strict=True)
         passes.append([row for each in in_turn for row in each])
-    dealt = [row for some in passes for row in some]
-    assert set(dealt[:30]) == first and sorted(dealt) == sorted(rows)
+        for part, length in parts:
+            assert length == max(lengths[row] for row in passes[-1])
+            assert len(part) * length <= tokens or len(part) == 1
+    assert sorted(row for some in passes for row in some) == sorted(rows)
     for some, following in itertools.pairwise(passes):
         longer = some + following[:world_size]
-        if (longer[0] in first) == (longer[-1] in first):
-            prompt, response = (max(sizes[row][part] for row in longer) for part in (0, 1))
-            assert len(longer) // world_size * (prompt + response) > tokens
+        longest = max(lengths[row] for row in longer)
+        assert len(longer) // world_size * longest > tokens
 
 
 def test_token_ids_may_be_lists_or_arrays():
     """vLLM's are arrays, for they travel between ranks; those of prompts are lists."""
-    sequences = make_rollout().sequences
-    arrays = [(prompt, np.array(response, np.int32)) for prompt, response in sequences]
-    lists = [(prompt, response.tolist()) for prompt, response in arrays]
-    one, other = (script.collate([3, 0, 5], some, "cpu") for some in (lists, arrays))
-    assert torch.equal(one.mask, other.mask)
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        assert torch.equal(one.inputs[name], other.inputs[name])
-        assert one.inputs[name].dtype == other.inputs[name].dtype == torch.int64
+    lists = sequences_of(vars(make_rollout()))
+    arrays = [(prompt, np.array(response, np.int32)) for prompt, response in lists]
+    for one, other in zip(script.collate(lists, "cpu"), script.collate(arrays, "cpu"), strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    assert one.dtype == torch.int64  # also of token ids, or no embedding would take them
+    assert script.collate(arrays, "cpu")[0].dtype == torch.int64
     rows = [np.array([-0.1, -2.0], np.float32), np.array([-3.0], np.float32)]
     expected = torch.tensor([[-0.1, -2.0], [-3.0, 0.0]])
     for some in (rows, [row.tolist() for row in rows]):
@@ -426,13 +418,13 @@ def reference_gradient(policy, value_model, batch, args):
     policy.zero_grad()
     value_model.zero_grad()
     loss, sums = 0.0, defaultdict(float)
-    for row, (prompt, response) in enumerate(batch.sequences):
+    for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
         if not batch.scored[row]:
             continue
-        size = len(response)
+        size, inside = len(response), batch.mask[row].bool()
         names = ("logprobs", "sampler_logprobs", "advantages", "values", "returns")
         old, sampler, advantages, old_values, returns = (
-            getattr(batch, name)[row, :size] for name in names
+            getattr(batch, name)[row, inside] for name in names
         )
         every = log_softmax_of(policy.model, prompt, response, args.temperature)
         ratio = (at(every, response) - old).exp()
@@ -488,7 +480,6 @@ def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(
     if options:  # it binds
         plain, _ = reference_gradient(*models, batch, tiny_args())
         assert (expected - plain).norm() > 1e-3 * expected.norm()
-    batch = with_weights(batch, tiny_args(**options))
     for model in models:
         spoil_padding(model)
 
@@ -538,7 +529,7 @@ def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerato
         assert norm.item() == pytest.approx(math.hypot(*gradient))
         change = (before - model.weight)[0].tolist()
         assert change == pytest.approx([0.1 * part for part in clipped], rel=1e-3)
-        assert model.weight.grad is None
+        assert (model.weight.grad == 0).all()  # and not None: see apply_gradients
 
 
 @pytest.mark.slow
@@ -550,10 +541,8 @@ def test_gradient_and_scores_of_two_ranks_are_those_of_one(tmp_path, accelerator
     assert (result["gradient"] - expected).norm() < 1e-10 * expected.norm()
     for name in expected_sums.keys() - {"padded_positions"}:
         assert result["sums"][name] == pytest.approx(expected_sums[name], rel=1e-10), name
-    micro_batches = script.cut_micro_batches(
-        accelerator, [range(8)], batch.sequences, 8, tiny_args()
-    )
-    expected = script.forward_all(accelerator, models[0], micro_batches, batch.mask)
+    inputs = batch.input_ids, batch.mask, batch.lengths
+    expected = script.forward_all(accelerator, models[0], [range(8)], *inputs, 8, tiny_args())
     torch.testing.assert_close(result["forward"], expected, rtol=0, atol=1e-9)
     assert_equals_have_equal_scores(result["scores"])
 
@@ -596,7 +585,7 @@ def test_rewards_are_whitened_over_the_scored_responses(whitening_run):
     for batch in whitening_run.batches:
         assert 0 < batch.scored.sum() < EPISODES
         rewards = -0.3 * (batch.logprobs - batch.ref_logprobs) ** 2 / 2
-        rewards[range(EPISODES), batch.mask.sum(1).long() - 1] += batch.scores
+        rewards[range(EPISODES), batch.lengths - 1] += batch.scores
         tokens = rewards[batch.loss_mask.bool()]
         expected = (rewards - tokens.mean()) / tokens.std() + tokens.mean()
         found = batch.rewards[batch.loss_mask.bool()]

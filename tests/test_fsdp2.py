@@ -19,7 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, fsdp2, loops, rollouts
 from helpers.files import read_json_lines
 from helpers.processes import CPU, TWO_RANKS, answers_of_vllm, environment
-from helpers.runs import without_clock
+from helpers.runs import batch_of, response_tokens, without_clock
 from helpers.together import CASES, step_and_save
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -75,7 +75,7 @@ def test_launcher_reads_our_files(name, processes, machines, is_sharded, monkeyp
 def test_each_rank_scores_in_as_many_passes(count):
     """One at a time, of held-out prompts. In a pass of its own a rank would wait for ever."""
     args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
-    model, passes = rollouts.tiny_value_model(offset=0), Counter()
+    model, passes = rollouts.tiny_value_model(), Counter()
     model.register_forward_hook(lambda *_: passes.update([rank]))
     for rank in range(2):
         accelerator = rollouts.one_of_ranks(rank, 2)
@@ -383,12 +383,11 @@ def replaying(raw):
             def sample(self, prompts, seeds, temperature, num_samples):
                 if not prompts:
                     return []
-                rows = zip(prompts, raw["sequences"], raw["sampler_logprobs"], strict=True)
+                logprobs = response_tokens(raw["mask"], raw["sampler_logprobs"])
+                rows = zip(prompts, raw["responses"], logprobs, strict=True)
                 return [
-                    rollouts.response_of(
-                        prompt, ids, logprobs[: len(ids)], stopped=bool(ids[-1] == loops.STOP)
-                    )
-                    for prompt, (_, ids), logprobs in rows
+                    rollouts.response_of(prompt, ids, logprobs, stopped=ids[-1] == loops.STOP)
+                    for prompt, ids, logprobs in rows
                 ]
 
         return Replay
@@ -415,9 +414,7 @@ def test_first_step_is_that_of_one_process(
     assert run.stdout.count("Folders of vLLM") == (2 if name == "ppo_sync.py" else 1)
     assert len(run.metrics) == 2
 
-    raw = torch.load(run.run_dir / "batches" / "1.pt", weights_only=False)
-    assert {ids.dtype.name for _, ids in raw["sequences"]} == {"int32"}
-    monkeypatch.setattr(loops, "make_stub", replaying(raw))
+    monkeypatch.setattr(loops, "make_stub", replaying(batch_of(run, 1)))
     args = json.loads((run.run_dir / "args.json").read_text())
     same = ("dataset", "response_length", "number_samples_per_prompt", "learning_rate", "beta")
     same += ("temperature", "non_stop_penalty", "min_response_length", "gradient_checkpointing")

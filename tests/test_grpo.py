@@ -25,8 +25,8 @@ from helpers.rollouts import (
     one_of_ranks,
     spoil_padding,
     tiny_policy,
-    with_weights,
 )
+from helpers.runs import sequences_of
 
 import grpo_vllm_async as grpo
 
@@ -99,9 +99,10 @@ def grpo_rollout(policy, distance):
     return grpo.Batch(**{field.name: batch[field.name] for field in fields(grpo.Batch)})
 
 
-def gradient_of(policy, batch, args, accelerator, rows=range(8)):
+def gradient_of(policy, batch, args, accelerator, rows=range(8), is_first=False):
     policy.zero_grad()
-    sums = grpo.accumulate_gradients(accelerator, policy, batch, list(rows), args)
+    rows = list(rows)
+    sums, _ = grpo.accumulate_gradients(accelerator, policy, batch, rows, is_first, args)
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
     return gradient, {name: value.item() for name, value in sums.items()}
 
@@ -110,14 +111,14 @@ def reference_gradient(policy, batch, args):
     """GRPO's loss as the papers write it, response by response and without padding."""
     policy.zero_grad()
     total, tokens, kept = 0.0, 0, 0
-    for row, (prompt, response) in enumerate(batch.sequences):
-        if not batch.loss_mask[row, 0]:
+    for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
+        if not batch.loss_mask[row].any():
             continue
-        size = len(response)
+        size, inside = len(response), batch.mask[row].bool()
         kept, tokens = kept + 1, tokens + size
         new = chosen_logprobs(policy.model, prompt, response, args.temperature)
         names = ("logprobs", "ref_logprobs", "sampler_logprobs", "advantages")
-        old, ref, sampler, advantages = (getattr(batch, name)[row, :size] for name in names)
+        old, ref, sampler, advantages = (getattr(batch, name)[row, inside] for name in names)
         level = args.importance_sampling_level
         weights = weights_by_definition(old, sampler, args, level)
         token_ratio = ratio = (new - old).exp()
@@ -182,7 +183,6 @@ def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(
     if options:  # it binds; kl2's gradient is kl3's on every token, but tis_cap is not
         plain = reference_gradient(policy, batch, grpo_args())
         assert (expected - plain).norm() > 1e-3 * expected.norm()
-    batch = with_weights(batch, args, args.importance_sampling_level)
     if args.beta == 0:
         batch.ref_logprobs = None
 
@@ -214,19 +214,22 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     assert expected.norm() > 0.1
 
-    ones = torch.ones(VOCAB, 1, dtype=torch.float64)
+    every_token = [(prompt, [token]) for token in range(VOCAB)]
+    input_ids, mask, lengths = grpo.collate(every_token, "cpu")
+    mask = mask.double()
     batch = replace(
         grpo_rollout(policy, 0.0),
-        sequences=[(prompt, [token]) for token in range(VOCAB)],
-        mask=ones,
-        loss_mask=ones,
-        logprobs=old[:, None],
-        ref_logprobs=ref[:, None],
-        computed=ones[:, 0],
-        advantages=0 * ones,  # so that the KL is all there is
-        importance_weights=(old - sampler).exp()[:, None],
+        input_ids=input_ids,
+        lengths=lengths,
+        mask=mask,
+        loss_mask=mask,
+        logprobs=grpo.to_rows(old, mask),
+        sampler_logprobs=grpo.to_rows(sampler, mask),
+        ref_logprobs=grpo.to_rows(ref, mask),
+        computed=torch.ones(VOCAB, dtype=torch.float64),
+        advantages=0 * mask,  # so that the KL is all there is
     )
-    args = grpo_args(beta=1.0, kl_estimator=estimator)
+    args = grpo_args(beta=1.0, kl_estimator=estimator, tis_cap=1e9)
     found = torch.zeros_like(expected)
     for token, probability in enumerate(sampler.exp()):
         gradient, _ = gradient_of(policy, batch, args, accelerator, [token])
@@ -256,7 +259,7 @@ def test_responses_without_advantage_need_not_be_computed(aggregation, level, ac
     """The gradient is the same, and the metrics are over the others."""
     policy = tiny_policy().double()
     args = grpo_args(beta=0.0, loss_aggregation=aggregation, importance_sampling_level=level)
-    batch = with_weights(grpo_rollout(policy, 0.4), args, level)
+    batch = grpo_rollout(policy, 0.4)
     batch.advantages[[1, 2, 4, 7]] = 0
     batch.loss_mask[5] = 0
     expected, _ = gradient_of(policy, batch, args, accelerator)
@@ -277,16 +280,15 @@ def test_responses_without_advantage_need_not_be_computed(aggregation, level, ac
 @pytest.mark.parametrize("count", range(13))
 def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(count):
     """With DDP the others would wait for its gradients for ever."""
-    sequences = [([7], [8] * size) for size in range(1, 25)]
     mini_batch, computed = list(range(6, 18)), torch.zeros(24)
     computed[[0, *random.Random(count).sample(mini_batch, count)]] = 1
     rows = grpo.rows_to_compute(mini_batch, computed, num_ranks=3)
     shares = [
-        grpo.cut_micro_batches(one_of_ranks(rank, 3), [rows], sequences, 2, grpo_args())
+        grpo.cut_micro_batches(one_of_ranks(rank, 3), rows, torch.arange(2, 26), 2, grpo_args())
         for rank in range(3)
     ]
     assert len({len(share) for share in shares}) == 1 and shares[0]
-    dealt = [row for share in shares for micro_batch in share for row in micro_batch.rows]
+    dealt = [row for share in shares for rows, _ in share for row in rows]
     needed = {row for row in mini_batch if computed[row]}
     assert needed <= set(dealt) <= set(mini_batch)
     assert len(dealt) == len(set(dealt)) <= max(3, len(needed) + 2)
@@ -360,16 +362,18 @@ def test_all_responses_are_computed_with_a_kl_or_where_none_has_an_advantage(
 
 
 def test_weight_of_a_response_is_the_geometric_mean_of_its_ratios(sequence_run):
+    args = grpo_args(importance_sampling_level="sequence")
     for batch, line in zip(sequence_run.batches, sequence_run.metrics, strict=True):
         far = 0
+        weights = grpo.importance_weights(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
+        assert not weights[~batch.mask.bool()].any()
         for row in batch.computed.nonzero().flatten().tolist():
-            size = len(batch.responses[row])
-            ratios = (batch.logprobs - batch.sampler_logprobs)[row, :size].double().exp()
+            inside = batch.mask[row].bool()
+            ratios = (batch.logprobs - batch.sampler_logprobs)[row, inside].double().exp()
             mean = geometric_mean(ratios)
-            far += size * (mean > 2).item()
-            expected = mean.clamp(max=2.0).expand(size)
-            found = batch.importance_weights[row].double()
-            torch.testing.assert_close(found[:size], expected, rtol=1e-4, atol=1e-6)
-            assert not found[size:].any()
+            far += len(ratios) * (mean > 2).item()
+            expected = mean.clamp(max=2.0).expand(len(ratios))
+            found = weights[row, inside].double()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         tokens = batch.mask[batch.computed.bool()].sum().item()
         assert line["mismatch/tis_clipfrac"] == pytest.approx(far / tokens)

@@ -112,12 +112,14 @@ ALL = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
     ],
 )
 def test_tokens_far_from_the_sampler_are_masked_on_both_sides(kind, limit, expected):
+    """Without truncation, so that what is left has a weight of 1."""
     ratios = [[1.0, 0.6, 5.0, 0.25], [5.0, 5.0, 1e9, 1.0], [1.7, 1.7, 1.7, 1e9]]
     mask = torch.tensor(ALL, dtype=torch.float64)
-    args = Args(mismatch_mask=kind, mismatch_mask_range=limit)
+    args = Args(mismatch_mask=kind, mismatch_mask_range=limit, tis_cap=0.0)
     log_ratio = torch.tensor(ratios, dtype=torch.float64).log() * mask
-    assert script.mismatch_mask(log_ratio, mask, args).tolist() == expected
-    assert script.mismatch_mask(-log_ratio, mask, args).tolist() == expected
+    zeros = torch.zeros_like(mask)
+    assert script.importance_weights(log_ratio, zeros, mask, args).tolist() == expected
+    assert script.importance_weights(zeros, log_ratio, mask, args).tolist() == expected
 
 
 # ----------------------------------------------------------------------------------- learning rate

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.processes import CPU, STUB, TWO_RANKS, finish
 from helpers.rollouts import plain, response_of
-from helpers.runs import batch_of, check_equal_to_the_bit
+from helpers.runs import batch_of, check_equal_to_the_bit, response_tokens
 from safetensors.numpy import load_file
 
 import ppo_vllm_async as script
@@ -214,14 +214,14 @@ def resume(two_ranks, start_script, small_eval, tmp_path):
 @pytest.mark.slow
 def test_responses_travel_and_are_saved_as_arrays(two_ranks):
     """Lists would be pickled number by number, and a checkpoint would have to be trusted."""
-    batch = torch.load(two_ranks.run_dir / "batches" / "3.pt", weights_only=False)
+    batch = batch_of(two_ranks, 3)
     saved = load_file(two_ranks.run_dir / "checkpoints/step_2/next_rollout.safetensors")
-    logprobs = batch["sampler_logprobs"].numpy()
-    for i, (_, ids) in enumerate(batch["sequences"]):
-        assert (ids.dtype, saved[f"token_ids {i}"].dtype) == (np.int32, np.int32)
+    logprobs = response_tokens(batch["mask"], batch["sampler_logprobs"])
+    for i, ids in enumerate(batch["responses"]):
+        assert saved[f"token_ids {i}"].dtype == np.int32
         assert saved[f"logprobs {i}"].dtype == np.float32
-        assert np.array_equal(saved[f"token_ids {i}"], ids)
-        assert np.array_equal(saved[f"logprobs {i}"], logprobs[i, : len(ids)])
+        assert saved[f"token_ids {i}"].tolist() == ids
+        assert saved[f"logprobs {i}"].tolist() == logprobs[i].tolist()
     files = {path.suffix or path.name for path in two_ranks.run_dir.glob("checkpoints/*/**/*")}
     folders = {"policy", "policy_optimizer", "value_model", "value_model_optimizer"}
     assert files == {".json", ".jsonl", ".safetensors", ".distcp", ".metadata", *folders}

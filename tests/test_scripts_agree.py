@@ -15,9 +15,11 @@ ALLOWED = {
     "Batch": "GRPO has neither values nor returns, but responses that are not computed",
     "accumulate_gradients": "GRPO's loss is another one",
     "batch_metrics": "GRPO has no value model to report on, but groups",
+    "importance_weights": "GRPO may have one ratio for all tokens of a response",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
     "Args.kl_estimator": "likewise",
     "Args.number_samples_per_prompt": "GRPO needs a group",
+    "Args.local_rollout_batch_size": "GRPO counts prompts, of which each has a group of responses",
     "Args.local_mini_batch_size": "GRPO's batch is eight times as large",
     "Args.lr_scheduler_type": "PPO's learning rate falls, GRPO's stays",
     "Args.penalty_reward_value": "in a group a large penalty makes wrong answers look good",
@@ -109,7 +111,7 @@ def test_graders_that_stand_twice_are_one_text():
 
 def test_reward_models_training_has_ppos_functions():
     texts = [functions_of(script) for script in (TRAINER, "ppo_vllm_async.py")]
-    shared = "load_rows tokenize_prompt lr_multiplier list_checkpoints step_of"
+    shared = "hidden_states load_rows tokenize_prompt lr_multiplier list_checkpoints step_of"
     shared += " remove_checkpoints finish_checkpoint find_run rewind_run"
     # What these do is another thing
     others = {"main", "accumulate_gradients"}

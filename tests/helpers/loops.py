@@ -39,19 +39,18 @@ def sample_digits(seed, args):
     return [*digits[: size - 1].tolist(), STOP]
 
 
-def report_logprobs(policy, batch, seed, is_old):
+def report_logprobs(policy, input_ids, mask, seed, is_old):
     """What a stub says that it sampled with, a row of numbers for each response.
 
     It is a little off; but for an older policy's batches, which need not agree: there it is far
     off.
     """
     with torch.no_grad():
-        logprobs, _ = policy(batch.inputs, batch.mask.shape[1])
+        logprobs, _ = policy(input_ids, mask)
     generator = torch.Generator().manual_seed(seed)
     error = torch.randn(logprobs.shape, generator=generator)
     logprobs += error if is_old else 1e-4 * error
-    sizes = batch.mask.sum(1).tolist()
-    return [row[:size].tolist() for row, size in zip(logprobs, sizes, strict=True)]
+    return [row[inside].tolist() for row, inside in zip(logprobs, mask.bool(), strict=True)]
 
 
 def make_stub(script):
@@ -80,10 +79,10 @@ def make_stub(script):
             rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
-            batch = script.collate(range(len(rows)), sequences, "cpu")
+            input_ids, mask, _ = script.collate(sequences, "cpu")
             is_first = [one for one in self.order if one.startswith("weights")] == ["weights 0"]
             is_old = getattr(self.args, "async_mode", False) and not is_first
-            logprobs = report_logprobs(self.policy, batch, seeds[0], is_old)
+            logprobs = report_logprobs(self.policy, input_ids, mask, seeds[0], is_old)
             logprobs = [np.array(row, np.float32) for row in logprobs]
             parts = zip(prompts, rows, logprobs, strict=True)
             return [script.Response(*part, stopped=STOP in part[1][-1:]) for part in parts]

@@ -48,12 +48,12 @@ def differences(system, responses=None, temperature=1.0):
     """|learner's - vLLM's log-probability| of each token of some responses; None: of new ones."""
     responses = sample(system.vllm) if responses is None else responses
     sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-    micro_batch = script.collate(list(range(len(sequences))), sequences, "cpu")
+    input_ids, mask, _ = script.collate(sequences, "cpu")
     policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
     with torch.no_grad():
-        logprobs, _ = policy(micro_batch.inputs, micro_batch.mask.shape[1])
+        logprobs, _ = policy(input_ids, mask)
     theirs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    return (logprobs[micro_batch.mask.bool()] - theirs).abs()
+    return (logprobs[mask.bool()] - theirs).abs()
 
 
 def sync(system, version):

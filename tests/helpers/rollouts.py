@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import ppo_vllm_async as script
-from helpers.formulas import logprobs_and_entropies, weights_by_definition
+from helpers.formulas import logprobs_and_entropies
+from helpers.runs import sequences_of
 
 VOCAB, STOP, PAD = 23, 1, 0
-# (prompt length, response length): no two micro-batches have the same width.
+# (prompt length, response length)
 SIZES = [(3, 1), (9, 12), (1, 5), (4, 2), (7, 9), (2, 7), (5, 3), (6, 11)]
 
 
@@ -61,8 +61,8 @@ def tiny_policy(seed=0, temperature=0.8):
     return script.PolicyModel(tiny_language_model(seed), tiny_args(temperature=temperature))
 
 
-def tiny_value_model(seed=1, offset=1):
-    return script.ValueModel(tiny_classifier(seed), offset, tiny_args())
+def tiny_value_model(seed=1):
+    return script.ValueModel(tiny_classifier(seed), tiny_args())
 
 
 def make_rollout():
@@ -72,53 +72,60 @@ def make_rollout():
     def ids(count):
         return torch.randint(VOCAB, (count,), generator=generator).tolist()
 
-    def noise(*shape):
-        return torch.randn(shape or (8, 12), generator=generator, dtype=torch.float64)
-
     # What collate() pads with is a token as others, and may be the stop token
     sequences = [(ids(prompt), [*ids(response - 1), PAD]) for prompt, response in SIZES]
-    counts = torch.tensor([response for _, response in SIZES])
-    mask = (torch.arange(12) < counts[:, None]).double()
-    logprobs = (noise() - 3.0) * mask
+    input_ids, mask, lengths = script.collate(sequences, "cpu")
+    mask = mask.double()
+
+    def noise():
+        return noise_of_tokens(mask, generator)
+
+    logprobs = noise() - 3.0 * mask
     return script.Batch(
-        sequences=sequences,
+        input_ids=input_ids,
+        lengths=lengths,
         mask=mask,
-        scores=noise(8),
+        scores=torch.randn(8, generator=generator, dtype=torch.float64),
         scored=torch.ones(8, dtype=torch.float64),
         loss_mask=mask.clone(),
-        sampler_logprobs=logprobs - 0.5 * noise() * mask,
+        sampler_logprobs=logprobs - 0.5 * noise(),
         logprobs=logprobs,
-        ref_logprobs=logprobs - 0.3 * noise() * mask,
-        values=noise() * mask,
-        rewards=noise() * mask,
-        advantages=noise() * mask,
-        returns=noise() * mask,
-        importance_weights=mask,
+        ref_logprobs=logprobs - 0.3 * noise(),
+        values=noise(),
+        rewards=noise(),
+        advantages=noise(),
+        returns=noise(),
     )
 
 
-def with_weights(batch, args, level="token"):
-    """A copy with the importance weights of the definition."""
-    weights = torch.zeros_like(batch.mask)
-    for row, (_, size) in enumerate(SIZES):
-        logprobs = batch.logprobs[row, :size], batch.sampler_logprobs[row, :size]
-        weights[row, :size] = weights_by_definition(*logprobs, args, level)
-    return replace(batch, importance_weights=weights)
+def noise_of_tokens(mask, generator):
+    """A standard normal number for each token of the responses, and 0 elsewhere."""
+    values = torch.randn(len(SIZES), 12, generator=generator, dtype=torch.float64)
+    counts = torch.tensor([response for _, response in SIZES])
+    return script.to_rows(values[torch.arange(12) < counts[:, None]], mask)
 
 
 def spoil_padding(model):
-    """What a PolicyModel or a ValueModel says of padding is far from all else from now on."""
+    """What a PolicyModel or a ValueModel says of no token of a response is far from all else.
 
-    def spoil(model, given, outputs):
-        inputs, width = given
-        inside = inputs["attention_mask"][:, -width:].bool()
+    And what rows are padded with is another token.
+    """
+
+    def spoil_inputs(model, given):
+        input_ids, mask = given
+        until_the_end = mask.flip(1).cummax(1).values.flip(1).bool()
+        return input_ids.where(until_the_end, 7), mask
+
+    def spoil_outputs(model, given, outputs):
+        _, mask = given
         # exp() of some of these is infinite, and infinity times a mask of 0 is not 0
-        rubbish = torch.tensor([1e3, -1e3]).repeat(width)[:width]
+        rubbish = torch.tensor([1e3, -1e3]).repeat(mask.shape[1])[: mask.shape[1]]
         if isinstance(outputs, tuple):
-            return tuple(output.where(inside, rubbish) for output in outputs)
-        return outputs.where(inside, rubbish)
+            return tuple(output.where(mask.bool(), rubbish) for output in outputs)
+        return outputs.where(mask.roll(-1, dims=1).bool(), rubbish)
 
-    model.register_forward_hook(spoil)
+    model.register_forward_pre_hook(spoil_inputs)
+    model.register_forward_hook(spoil_outputs)
 
 
 def one_of_ranks(rank, world_size):
@@ -127,7 +134,7 @@ def one_of_ranks(rank, world_size):
         process_index=rank,
         num_processes=world_size,
         device=torch.device("cpu"),
-        reduce=lambda tensor, reduction: tensor,
+        reduce=lambda tensor: tensor,
     )
 
 
@@ -143,7 +150,11 @@ def cut_in_every_way(compute, args):
 
 def in_float32(batch):
     """A copy, whose tensors are of the dtype of a real run."""
-    tensors = {n: v.float() for n, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    tensors = {
+        name: value.float()
+        for name, value in vars(batch).items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
     return replace(batch, **tensors)
 
 
@@ -153,10 +164,10 @@ def near_policy(batch, policy, distance, temperature=0.8):
     At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
     """
     generator = torch.Generator().manual_seed(6)
-    noise = torch.randn(batch.mask.shape, dtype=torch.float64, generator=generator)
-    sequences = zip(*batch.sequences, strict=True)
+    sequences = zip(*sequences_of(vars(batch)), strict=True)
     logprobs, _ = logprobs_and_entropies(policy.model, *sequences, temperature)
-    old = (pad_sequence(logprobs, batch_first=True) + distance * noise) * batch.mask
+    noise = noise_of_tokens(batch.mask, generator)
+    old = script.to_rows(torch.cat(logprobs), batch.mask) + distance * noise
     change = old - batch.logprobs
     return replace(
         batch,
@@ -226,7 +237,7 @@ def gradients(accelerator, models, batch, args, trains_policy=True):
     """
     for model in models:
         model.zero_grad()
-    rows = list(range(len(batch.sequences)))
+    rows = list(range(len(batch.mask)))
     sums = script.accumulate_gradients(accelerator, *models, batch, rows, trains_policy, args)
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])

@@ -50,19 +50,28 @@ def differences(one, other):
     return names
 
 
+def sequences_of(batch):
+    """The prompt and the response of each row of a batch, a dict: lists of token ids."""
+    sequences = []
+    for ids, mask, length in zip(batch["input_ids"], batch["mask"], batch["lengths"], strict=True):
+        assert mask[: mask.argmax()].sum() == mask[length:].sum() == 0
+        assert mask[mask.argmax() : length].all()
+        sequences.append((ids[: mask.argmax()].tolist(), ids[mask.argmax() : length].tolist()))
+    return sequences
+
+
 def batch_of(run, step):
     """The batch of a step of a run with save_batches: as with_lists has it."""
-    return with_lists(torch.load(run.run_dir / "batches" / f"{step}.pt", weights_only=False))
+    return with_lists(torch.load(run.run_dir / "batches" / f"{step}.pt"))
 
 
 def with_lists(batch):
-    """The fields of a Batch, as a dict, whose token ids are lists.
+    """The fields of a Batch, as a dict.
 
-    It has prompt_ids and responses besides, which are the two halves of its sequences.
+    It has sequences besides, and their two halves: prompt_ids and responses, lists of token ids.
     """
-    prompt_ids, responses = map(list, zip(*batch["sequences"], strict=True))
-    responses = [response.tolist() for response in responses]
-    sequences = list(zip(prompt_ids, responses, strict=True))
+    sequences = sequences_of(batch)
+    prompt_ids, responses = map(list, zip(*sequences, strict=True))
     return batch | {"sequences": sequences, "prompt_ids": prompt_ids, "responses": responses}
 
 
@@ -82,9 +91,9 @@ def check_equal_to_the_bit(one, other, steps):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
 
 
-def response_tokens(responses, tensor):
+def response_tokens(mask, tensor):
     """A per-token tensor as a list of the tokens of each response, in float64."""
-    return [row[: len(response)].double() for row, response in zip(tensor, responses, strict=True)]
+    return [row[inside].double() for row, inside in zip(tensor, mask.bool(), strict=True)]
 
 
 def flat_tokens(batch):
@@ -93,5 +102,5 @@ def flat_tokens(batch):
     return {
         name: value[inside].double()
         for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 2
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()
     }

@@ -65,7 +65,7 @@ def trained_models(accelerator, script, tied=False, seed=0):
     model = rollouts.tiny_language_model(seed, tie_word_embeddings=tied)
     models = {"policy": script.PolicyModel(model, args)}
     if script is ppo:
-        models["value_model"] = script.ValueModel(rollouts.tiny_classifier(seed + 1), 1, args)
+        models["value_model"] = script.ValueModel(rollouts.tiny_classifier(seed + 1), args)
     trained = {}
     for name, model in models.items():
         with in_float64(script):
@@ -93,7 +93,7 @@ def update(accelerator, script, trained, cut):
         ppo.accumulate_gradients(accelerator, *models, batch, ROWS, True, args)
     else:
         args = grpo.Args(dtype="float64", temperature=0.8, beta=0.1, max_grad_norm=0.1, **CUTS[cut])
-        grpo.accumulate_gradients(accelerator, *models, batch, ROWS, args)
+        grpo.accumulate_gradients(accelerator, *models, batch, ROWS, False, args)
     seen = {}
     for name, (model, optimizer) in trained.items():
         gradients = [whole(p.grad).flatten() for p in model.parameters()]
@@ -128,8 +128,8 @@ def step_and_save(accelerator, folder):
     unstepped = trained.pop("policy")
     value_model, optimizer = trained["value_model"]
     for scale in (1.0, 2.0):
-        inputs = ppo.collate([0, 1], batch_for(ppo).sequences, accelerator.device)
-        (scale * value_model(inputs.inputs, 3).square().sum()).backward()
+        batch = batch_for(ppo)
+        (scale * value_model(batch.input_ids[:2], batch.mask[:2]).square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     trained = {"policy": unstepped, **trained}
@@ -144,7 +144,7 @@ def load(accelerator, folder):
     return state_of(trained)
 
 
-def look_at_units(model, inputs, width):
+def look_at_units(model, input_ids, mask):
     """What is sharded as a unit of its own, and what parts of a model are while it computes."""
     seen = {}
 
@@ -157,7 +157,7 @@ def look_at_units(model, inputs, width):
     for name, module in model.named_modules():
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
-    outputs = model(inputs, width)
+    outputs = model(input_ids, mask)
     outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     gradients = {}
     if outputs.requires_grad:
@@ -184,12 +184,13 @@ def two_architectures(accelerator):
     models = {
         "trained": ppo.PolicyModel(rollouts.tiny_language_model(), args),
         "frozen": ppo.PolicyModel(llama.bfloat16().eval().requires_grad_(False), args),
-        "judge": ppo.ValueModel(judge.eval(), 0, args),
+        "judge": ppo.ValueModel(judge.eval(), args),
     }
     rows = [2 * accelerator.process_index, 2 * accelerator.process_index + 1]  # each its own
-    batch = ppo.collate(rows, batch_for(ppo).sequences, accelerator.device)
+    batch = batch_for(ppo)
+    inputs = batch.input_ids[rows], batch.mask[rows].float()
     return {
-        name: look_at_units(ppo.place_model(accelerator, model, args), batch.inputs, 2)
+        name: look_at_units(ppo.place_model(accelerator, model, args), *inputs)
         for name, model in models.items()
     }
 
@@ -197,7 +198,7 @@ def two_architectures(accelerator):
 def score(accelerator):
     """Five responses, one at a time."""
     args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
-    judge = rollouts.tiny_value_model(seed=3, offset=0).requires_grad_(False).eval()
+    judge = rollouts.tiny_value_model(seed=3).requires_grad_(False).eval()
     judge.model.eval()
     judge = ppo.place_model(accelerator, judge, args)
     responses = rollouts.groups_of_equals()[:20:4]

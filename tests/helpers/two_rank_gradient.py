@@ -27,13 +27,13 @@ def ppos(accelerator, size):
     value_model = script.place_model(accelerator, rollouts.tiny_value_model().double(), args)
     gradient, sums = rollouts.gradients(accelerator, (policy, value_model), batch, args)
     totals = accelerator.reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
-    micro_batches = script.cut_micro_batches(accelerator, [range(8)], batch.sequences, size, args)
-    reward_model = rollouts.tiny_value_model(seed=3, offset=0)
+    inputs = batch.input_ids, batch.mask, batch.lengths
+    reward_model = rollouts.tiny_value_model(seed=3)
     responses = rollouts.groups_of_equals()
     return {
         "gradient": gradient,
         "sums": dict(zip(sums, totals.tolist(), strict=True)),
-        "forward": script.forward_all(accelerator, policy, micro_batches, batch.mask),
+        "forward": script.forward_all(accelerator, policy, [range(8)], *inputs, size, args),
         "scores": script.reward_model_scores(accelerator, reward_model, responses, args),
     }
 
