@@ -30,7 +30,7 @@ ROW = {
 
 # name: (arguments, fragments of the message)
 MISTAKES = {
-    "a rest of responses": ({"local_mini_batch_size": 48}, ["(64)", "local_mini_batch_size (48)"]),
+    "a rest of responses": ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
     "no reward": (
         {"apply_verifiable_reward": False},
         ["--apply_verifiable_reward", "--add_r1_style_format_reward", "--reward_model_path"],

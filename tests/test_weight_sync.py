@@ -48,7 +48,7 @@ def start_stub(monkeypatch):
 
     put = monkeypatch.setattr
     put(script, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    put(script, "start_llm", lambda options, config: None)
+    put(script, "start_llm", lambda options, config, folder: None)
     put(script, "end_at_once", end)
     put(script, "process_groups", [])
     put(script, "folders", [])
