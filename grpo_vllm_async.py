@@ -1052,7 +1052,6 @@ def load_classifier(accelerator, path, args, trained):
     Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    model.score.float()
     # Rows are padded on the right, which their first token must not know. Flash attention would not
     # run on the CPU, where the model is
     model.set_attn_implementation("eager")
@@ -1060,6 +1059,7 @@ def load_classifier(accelerator, path, args, trained):
     model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
+    model.score.float()
     return place_model(accelerator, ValueModel(model, args), args)
 
 

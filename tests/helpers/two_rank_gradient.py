@@ -1,9 +1,10 @@
 """Writes the gradient of one optimizer batch, from as many ranks as the launcher starts.
 
-python two_rank_gradient.py {ppo,reward_model} OUT.pt MICRO_BATCH_SIZE
+python two_rank_gradient.py {ppo,reward_model,storages} OUT.pt MICRO_BATCH_SIZE
 
 OUT.pt is a dict: the gradient, the sums over the batch's tokens, what all ranks together compute of
-the whole batch ("forward"), the number of ranks, and for PPO the scores of equal responses.
+the whole batch ("forward"), the number of ranks, and for PPO the scores of equal responses. Of
+"storages" it has "updates": see there.
 """
 
 import os
@@ -15,9 +16,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ppo_vllm_async as script
 from helpers import preference_pairs, rollouts
+from helpers.hooks import around
 
 
 def ppos(accelerator, size):
@@ -48,10 +52,48 @@ def reward_models(accelerator, size):
     return {"gradient": gradient, "sums": sums, "forward": scores}
 
 
+def storages(accelerator, size):
+    """Where DDP's buckets are in each of four updates, and the policy's gradients after each pass.
+
+    Both by addresses: [(those of the buckets, [those of the gradients, ...]), ...]
+    """
+    args = rollouts.tiny_args(per_device_train_batch_size=size)
+    batch = rollouts.in_float32(rollouts.make_rollout())
+    models = [
+        script.place_model(accelerator, model, args)
+        for model in (rollouts.tiny_policy(), rollouts.tiny_value_model())
+    ]
+    policy, _ = models
+    optimizer = torch.optim.AdamW(policy.parameters())
+    updates, buckets, in_passes = [], set(), []
+
+    def note_bucket(state, bucket):
+        buckets.add(bucket.buffer().untyped_storage().data_ptr())
+        return allreduce_hook(None, bucket)
+
+    def note_pass(call, given):
+        result = call()
+        in_passes.append(
+            {p.grad.untyped_storage().data_ptr() for p in policy.parameters() if p.grad is not None}
+        )
+        return result
+
+    policy.register_comm_hook(None, note_bucket)
+    around(torch.Tensor, "backward", note_pass)
+    for _ in range(4):
+        script.accumulate_gradients(accelerator, *models, batch, list(range(8)), True, args)
+        script.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
+        updates.append((set(buckets), list(in_passes)))
+        buckets.clear()
+        in_passes.clear()
+    return {"updates": updates}
+
+
 def main():
     subject, path, size = sys.argv[1:]
-    accelerator = Accelerator(cpu=True)
-    compute = {"ppo": ppos, "reward_model": reward_models}[subject]
+    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # as in main()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[in_buckets])
+    compute = {"ppo": ppos, "reward_model": reward_models, "storages": storages}[subject]
     result = compute(accelerator, int(size))
     if accelerator.is_main_process:
         torch.save({**result, "ranks": accelerator.num_processes}, path)
