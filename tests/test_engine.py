@@ -111,6 +111,11 @@ def running_vllm(tied=False, **options):
     assert not os.path.exists(vllm.folder)
 
 
+def path_of_the_model():
+    """In vLLM's process, at its start: a sync by file says another `model` to vLLM."""
+    return script.llm.llm_engine.model_config.served_model_name
+
+
 HEADS = [pytest.param(head, marks=pytest.mark.slow) for head in ("untied", "tied")]
 
 
@@ -137,6 +142,12 @@ def test_vllm_has_an_environment_of_its_own(system):
     assert of_vllm("RANK") is None
     assert of_vllm("TMPDIR") == system.vllm.folder
     assert of_vllm("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+
+
+def test_vllm_knows_its_model_by_a_path_that_is_that_of_every_run(system):
+    """By the path it finds what it has compiled. The folder is another one in each run."""
+    assert system.vllm.submit(os.getcwd).result() == system.vllm.folder
+    assert system.vllm.submit(path_of_the_model).result() == "."
 
 
 # ----------------------------------------------------------------------------------------- weights

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from helpers import hooks
 from helpers.formulas import (
     chosen_logprobs,
     geometric_mean,
@@ -292,6 +293,68 @@ def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(coun
     needed = {row for row in mini_batch if computed[row]}
     assert needed <= set(dealt) <= set(mini_batch)
     assert len(dealt) == len(set(dealt)) <= max(3, len(needed) + 2)
+
+
+# ------------------------------------------------------------- log-probabilities before any update
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 45}], ids=["by rows", "by tokens"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, options):
+    """To the bit, as the ratio, which is 1. What its weights are made of are those, too."""
+    policy, args = tiny_policy(), grpo_args(per_device_train_batch_size=3, beta=0.0, **options)
+    batch = in_float32(grpo_rollout(policy, 0.4))
+    batch.computed[[2, 5]] = 0
+    inputs = batch.input_ids, batch.mask, batch.lengths
+    size = args.per_device_train_batch_size
+    for rank in range(ranks):
+        accelerator = one_of_ranks(rank, ranks)
+        rows = grpo.rows_to_compute(list(range(8)), batch.computed, ranks)
+        expected = grpo.forward_all(accelerator, policy, [rows], *inputs, size, args)
+        batch.logprobs = torch.full_like(batch.mask, math.nan)  # which are not known yet
+        first, first_sums = gradient_of(policy, batch, args, accelerator, is_first=True)
+        _, found = grpo.accumulate_gradients(accelerator, policy, batch, range(8), True, args)
+        assert found.any() and torch.equal(found, expected)
+        assert first_sums["val/ratio"] == first_sums["tokens"] > 0
+        batch.logprobs = expected
+        again, sums = gradient_of(policy, batch, args, accelerator)
+        assert first.any() and torch.equal(first, again) and first_sums == sums
+
+
+def test_sampler_is_checked_before_the_first_step_of_the_optimizer(run_main, monkeypatch):
+    """With the log-probabilities of all mini-batches: of the first, which come with its update."""
+    events = []
+
+    def note(call, given):
+        assert (given["logprobs"][given["mask"].bool()] < 0).all()
+        events.append("check")
+        return call()
+
+    hooks.around(grpo, "check_sampler", note, put=monkeypatch.setattr)
+    with hooks.before_each_optimizer_step(lambda optimizer: events.append("step")):
+        run_main("grpo_vllm_async.py", total_episodes=EPISODES)
+    assert events == ["check", "step", "step"]
+
+
+@pytest.mark.parametrize(("updates", "passes"), [(1, 0), (2, 1)])
+def test_no_pass_for_what_the_first_update_computes(updates, passes, run_main, monkeypatch):
+    seen = []
+
+    def note(call, given):
+        seen.append(given["mini_batches"])
+        return call()
+
+    hooks.around(grpo, "forward_all", note, put=monkeypatch.setattr)
+    size = EPISODES // updates
+    run_main(
+        "grpo_vllm_async.py",
+        total_episodes=EPISODES,
+        beta=0.0,
+        num_epochs=1,
+        local_mini_batch_size=size,
+    )
+    (mini_batches,) = seen
+    assert len(mini_batches) == passes
 
 
 # ------------------------------------------------------------------------------------------ main()
