@@ -23,6 +23,6 @@ report=output/gpu_check_$(date -u +%Y%m%d_%H%M%S).txt
   "$PYTHON" scripts/make_debug_assets.py
   "$PYTHON" scripts/benchmark/gpu_check.py "$@"
 ) 2>&1 | tee "$report"
-status=${PIPESTATUS[0]}
+status=$?  # pipefail: that of the checks
 echo "All of this is in $report"
 exit "$status"

@@ -143,7 +143,7 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
             process.kill()  # after a Ctrl-C
         if reason is not None:
             end = output.read_text(errors="replace")[-ERROR_LENGTH:]
-            raise RuntimeError(f"{shlex.join(command)}\n{reason}\n{end}")
+            raise RuntimeError(f"{reason}\n{shlex.join(command)}\n{end}")
         runner = 2 if "Using V2 Model Runner" in output.read_text(errors="replace") else 1
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) | {"vllm/model_runner": runner} for line in lines]
@@ -624,7 +624,7 @@ def in_short(value) -> str:
 
 
 def table(lines: list[dict]) -> str:
-    """Of each part whether it passed, and its figures, or the end of its error.
+    """Of each part whether it passed, and its figures; of an error the first line and the last.
 
     >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "no"}]))
     part  result  seconds  figures
@@ -636,7 +636,8 @@ def table(lines: list[dict]) -> str:
         figures = {name: line[name] for name in line if name not in ("part", "seconds", "error")}
         words = [f"{name} {in_short(value)}" for name, value in figures.items()]
         if "error" in line:
-            words.insert(0, f"error: {in_short(line['error'])[-200:]}")
+            first, *others = line["error"].strip().splitlines()
+            words.insert(0, " ... ".join([f"error: {first}", *others[-1:]]))
         result = "FAILED" if "error" in line else "skipped" if "skipped" in line else "passed"
         rows.append((line["part"], result, in_short(line.get("seconds")), ", ".join(words)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
