@@ -376,12 +376,14 @@ def test_arithmetic_of_a_step_by_hand(monkeypatch):
         ("bfloat16", 0.004, True),
         ("bfloat16", 0.0135, False),
         ("bfloat16", math.nan, False),
+        ("bfloat16", None, False),
     ],
 )
 def test_sync_fails_where_the_difference_is_more_than_rounding(
     dtype, difference, is_right, monkeypatch
 ):
-    steps = [{"mismatch/logprob_diff_mean": value} for value in (1e-7, difference, 1e-7)]
+    values = [None] if difference is None else [1e-7, difference, 1e-7]
+    steps = [{"mismatch/logprob_diff_mean": value} for value in values]
     monkeypatch.setattr(gpu_check, "run", note_variable([], steps))
     figures = gpu_check.check_sync(gpu_check.PPO, dtype)
     assert ("error" not in figures) == is_right

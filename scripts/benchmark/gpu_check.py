@@ -419,7 +419,9 @@ def check_sync(script: str, dtype: str) -> dict:
     # There is no sync after the last step
     figures["time/weight_sync"] = [rounded(step.get("time/weight_sync")) for step in steps[:-1]]
     differences = known(steps, "mismatch/logprob_diff_mean")
-    if not all(difference < SYNC_LIMITS[dtype] for difference in differences):
+    if not differences:
+        figures["error"] = "the run has no mismatch/logprob_diff_mean"
+    elif not all(difference < SYNC_LIMITS[dtype] for difference in differences):
         figures["error"] = "vLLM and learner differ by more than rounding"
     return figures
 
