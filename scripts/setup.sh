@@ -59,17 +59,22 @@ rm -rf .venv
 "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 
-# uv takes a third of pip's time, but does not read pip's configuration: it is told what says where packages come from.
-pip_option() {  # the value of an option: the environment, the section [install], the section [global]
+# uv takes a third of pip's time, but does not read pip's configuration: it is told where packages come from.
+configuration=$(pip config list)
+pip_option() {  # the value of option $1 in the environment, else in the section [install], else in [global]
   local section
   for section in :env: install global; do
     sed -n "s/^$section\.$1=['\"]\(.*\)['\"]\$/\1/p" <<<"$configuration" | sed 's/\\n/ /g' | grep . && return
   done
 }
 by_uv() {
-  local option value sources=(--index-strategy unsafe-best-match)  # as pip: the best version of all indexes
+  if grep -E '\.(no-index|no-binary|only-binary|prefer-binary|pre|require-hashes)=' <<<"$configuration"; then
+    echo "This is configured for pip, which takes other packages by it."
+    return 1
+  fi
+  local option value sources=(--index-strategy unsafe-best-match)  # the best release of all indexes, as pip does
   for option in index-url extra-index-url find-links constraint trusted-host; do
-    for value in $(pip_option $option); do sources+=("--$option" "$value"); done
+    for value in $(pip_option "$option"); do sources+=("--$option" "$value"); done
   done
   # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere
   UV_CACHE_DIR=.venv/.uv .venv/bin/uv pip install --python .venv/bin/python "${sources[@]}" -r "$requirements" "$@"
@@ -84,8 +89,7 @@ install() {
   show "$1" && return
   [ "$requirements" = requirements-cpu.txt ] && show "$1" --extra-index-url https://download.pytorch.org/whl/cpu
 }
-configuration=$(pip config list)
-if ! { show pip install uv==0.13.9 && install by_uv; }; then
+if ! { show pip install -q uv==0.13.9 && install by_uv; }; then
   tail -n 5 "$log" >&2
   echo "Set-up: uv could not install $requirements, and pip tries now (some minutes) ..."
   if ! install by_pip; then
@@ -94,9 +98,9 @@ if ! { show pip install uv==0.13.9 && install by_uv; }; then
   fi
 fi
 rm -rf .venv/.uv
-# torchcodec needs FFmpeg's libraries, and where they lack, `import transformers` fails; nothing here uses it.
+# Nothing here uses torchcodec, and where FFmpeg's or CUDA's libraries lack, `import vllm` fails by it. Without a GPU its two
+# companions go, too: they come along as builds for CUDA.
 unused=torchcodec
-# On CPUs these two come along as builds for CUDA, and break it as well.
 [ "$requirements" = requirements.txt ] || unused="torchcodec torchvision torchaudio"
 pip uninstall -qy $unused 2>/dev/null || true
 .venv/bin/python -c 'import accelerate, datasets, torch, transformers, tyro' || fail "the packages do not import; see above"
