@@ -32,20 +32,24 @@ done
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
 if [ "$(uname -s)" = Linux ]; then
   glibc=$("$python" -c 'import os; print(os.confstr("CS_GNU_LIBC_VERSION"))' 2>/dev/null || true)
-  at_least 2.31 "${glibc#glibc }" || fail "this Linux has ${glibc:-no glibc}, and vLLM needs glibc 2.31: Debian 11, Ubuntu 20.04, RHEL 9 or newer, or a container with one of them"
+  at_least 2.31 "${glibc#glibc }" ||
+    fail "here is ${glibc:-no glibc}, and vLLM needs glibc 2.31: Debian 11, Ubuntu 20.04, RHEL 9 or newer, or a container of these"
 fi
 if [ "$requirements" = requirements.txt ]; then
   query="--query-gpu=driver_version,compute_cap --format=csv,noheader"
   gpus=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} $query 2>/dev/null || nvidia-smi $query) ||
     fail "nvidia-smi does not name driver and compute capability; see above. CUDA 13 needs driver 580 or newer"
   while IFS=', ' read -r driver capability; do
-    at_least 580 "$driver" || fail "NVIDIA's driver here is $driver, and CUDA 13 needs 580 or newer: update the driver (no CUDA toolkit is needed)"
-    at_least 8.0 "$capability" || fail "a GPU here has compute capability $capability, and 8.0 is needed: Ampere (A100, RTX 30) or newer. If others are to train, name them: CUDA_VISIBLE_DEVICES=0,1"
+    at_least 580 "$driver" ||
+      fail "NVIDIA's driver here is $driver, and CUDA 13 needs 580 or newer: update the driver (no CUDA toolkit is needed)"
+    at_least 8.0 "$capability" ||
+      fail "a GPU has compute capability $capability; 8.0 is needed (A100, RTX 30). To use others only: CUDA_VISIBLE_DEVICES=0,1"
   done <<<"$gpus"
   [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null ||
     fail "no C compiler, which Triton in vLLM needs; on Debian or Ubuntu: apt-get install gcc"
   "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ||
-    fail "$python has no Python.h, which Triton in vLLM needs; on Debian or Ubuntu: apt-get install $("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
+    fail "$python has no Python.h, which Triton in vLLM needs; on Debian or Ubuntu: apt-get install" \
+      "$("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
 elif [ "$(uname -sm)" = "Linux x86_64" ] && ! grep -qw avx2 /proc/cpuinfo; then
   fail "this processor has no AVX2, which vLLM's CPU build needs (and there is no NVIDIA GPU)"
 fi
@@ -54,12 +58,12 @@ free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1000000))
 
 echo "Set-up: making .venv from $requirements with $("$python" --version) (some minutes, $gigabytes GB at most) ..."
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+trap 'rm -rf "$log" .venv/.uv' EXIT
 rm -rf .venv
 "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 
-# uv takes a third of pip's time, but does not read pip's configuration: it is told where packages come from.
+# uv is several times faster than pip, but does not read pip's configuration: it is told where packages come from.
 configuration=$(pip config list)
 pip_option() {  # the value of option $1 in the environment, else in the section [install], else in [global]
   local section
@@ -77,7 +81,7 @@ by_uv() {
     for value in $(pip_option "$option"); do sources+=("--$option" "$value"); done
   done
   # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere
-  UV_CACHE_DIR=.venv/.uv .venv/bin/uv pip install --python .venv/bin/python "${sources[@]}" -r "$requirements" "$@"
+  UV_CACHE_DIR=${UV_CACHE_DIR:-.venv/.uv} .venv/bin/uv pip install --python .venv/bin/python "${sources[@]}" -r "$requirements" "$@"
 }
 by_pip() { pip install -r "$requirements" "$@"; }
 
@@ -97,7 +101,6 @@ if ! { show pip install -q uv==0.13.9 && install by_uv; }; then
     fail "pip could not install $requirements; its last lines are above"
   fi
 fi
-rm -rf .venv/.uv
 # Nothing here uses torchcodec, and where FFmpeg's or CUDA's libraries lack, `import vllm` fails by it. Without a GPU its two
 # companions go, too: they come along as builds for CUDA.
 unused=torchcodec

@@ -151,7 +151,7 @@ def test_driver_that_does_not_know_the_question_is_refused(gpu_machine):
 
 def test_any_old_gpu_is_refused(gpu_machine):
     message = refused(gpu_machine, GPUS="580.65.06, 9.0\n580.65.06, 7.5")
-    assert "compute capability 7.5, and 8.0 is needed" in message
+    assert "compute capability 7.5; 8.0 is needed" in message
 
 
 def test_missing_compiler_is_refused(gpu_machine):
