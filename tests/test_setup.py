@@ -160,7 +160,7 @@ def test_missing_compiler_is_refused(gpu_machine):
 
 
 def test_missing_python_headers_are_refused(gpu_machine):
-    message = refused(gpu_machine, INCLUDE="/nowhere")
+    message = refused(gpu_machine, INCLUDE=str(gpu_machine.bin))
     assert "apt-get install python{}.{}-dev".format(*sys.version_info) in message
 
 
