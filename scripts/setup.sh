@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "setup: $*" >&2; exit 1; }
+at_least() { printf '%s\n' "$1" "$2" | sort -VC; }  # at_least 2.31 2.4 fails
 
 requirements=requirements-cpu.txt
 gigabytes=8
@@ -29,36 +30,82 @@ done
 [ -n "$python" ] || fail "no Python 3.11 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || fail "$python is not Python 3.11 to 3.13"
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
-if [ "$requirements" = requirements-cpu.txt ] && [ "$(uname -s)" = Linux ]; then
-  if [ "$(uname -m)" = x86_64 ] && ! grep -qw avx2 /proc/cpuinfo; then
-    fail "this processor has no AVX2, which vLLM's CPU build needs (and there is no NVIDIA GPU)"
-  fi
+if [ "$(uname -s)" = Linux ]; then
+  glibc=$("$python" -c 'import os; print(os.confstr("CS_GNU_LIBC_VERSION"))' 2>/dev/null || true)
+  at_least 2.31 "${glibc#glibc }" ||
+    fail "here is ${glibc:-no glibc}, and vLLM needs glibc 2.31: Debian 11, Ubuntu 20.04, RHEL 9 or newer, or a container of these"
+fi
+if [ "$requirements" = requirements.txt ]; then
+  query="--query-gpu=driver_version,compute_cap --format=csv,noheader"
+  gpus=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} $query 2>/dev/null || nvidia-smi $query) ||
+    fail "nvidia-smi does not name driver and compute capability; see above. CUDA 13 needs driver 580 or newer"
+  while IFS=', ' read -r driver capability; do
+    at_least 580 "$driver" ||
+      fail "NVIDIA's driver here is $driver, and CUDA 13 needs 580 or newer: update the driver (no CUDA toolkit is needed)"
+    at_least 8.0 "$capability" ||
+      fail "a GPU has compute capability $capability; 8.0 is needed (A100, RTX 30). To use others only: CUDA_VISIBLE_DEVICES=0,1"
+  done <<<"$gpus"
+  [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null ||
+    fail "no C compiler, which Triton in vLLM needs; on Debian or Ubuntu: apt-get install gcc"
+  "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ||
+    fail "$python has no Python.h, which Triton in vLLM needs; on Debian or Ubuntu: apt-get install" \
+      "$("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
+elif [ "$(uname -sm)" = "Linux x86_64" ] && ! grep -qw avx2 /proc/cpuinfo; then
+  fail "this processor has no AVX2, which vLLM's CPU build needs (and there is no NVIDIA GPU)"
 fi
 free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1000000))
 [ "$free" -ge "$gigabytes" ] || fail "$free GB free here, $gigabytes GB are needed"
 
 echo "Set-up: making .venv from $requirements with $("$python" --version) (some minutes, $gigabytes GB at most) ..."
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+trap 'rm -rf "$log" .venv/.uv' EXIT
 rm -rf .venv
 "$python" -m venv .venv
-# Of what pip says, what takes long: packages of 10 MB and more, and the end.
-large='(Downloading|Using cached) .* \([0-9]{2,}\.[0-9]+ MB\)|^Installing collected packages'
-install() {
-  .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$requirements" "$@" 2>&1 | tee "$log" |
-    { grep --line-buffered -oE "$large" || true; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+
+# uv is several times faster than pip, but does not read pip's configuration: it is told where packages come from.
+configuration=$(pip config list)
+pip_option() {  # the value of option $1 in the environment, else in the section [install], else in [global]
+  local section
+  for section in :env: install global; do
+    sed -n "s/^$section\.$1=['\"]\(.*\)['\"]\$/\1/p" <<<"$configuration" | sed 's/\\n/ /g' | grep . && return
+  done
 }
+by_uv() {
+  if grep -E '\.(no-index|no-binary|only-binary|prefer-binary|pre|require-hashes)=' <<<"$configuration"; then
+    echo "This is configured for pip, which takes other packages by it."
+    return 1
+  fi
+  local option value sources=(--index-strategy unsafe-best-match)  # the best release of all indexes, as pip does
+  for option in index-url extra-index-url find-links constraint trusted-host; do
+    for value in $(pip_option "$option"); do sources+=("--$option" "$value"); done
+  done
+  # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere
+  UV_CACHE_DIR=${UV_CACHE_DIR:-.venv/.uv} .venv/bin/uv pip install --python .venv/bin/python "${sources[@]}" -r "$requirements" "$@"
+}
+by_pip() { pip install -r "$requirements" "$@"; }
+
+# Of what they say, what takes long: packages of 10 MB and more, and the end.
+long='(Downloading|Using cached) .*\([0-9]{2,}\.[0-9]+ ?Mi?B\)|^Installing collected packages|^(Resolved|Prepared|Installed) .*'
+show() { "$@" 2>&1 | tee "$log" | { grep --line-buffered -oE "$long" || true; }; }
 # PyPI has no CPU build of torch for Linux, and vLLM's CPU build asks for just that: the second try adds PyTorch's index.
-if ! install; then
-  if [ "$requirements" = requirements.txt ] || ! install --extra-index-url https://download.pytorch.org/whl/cpu; then
+install() {
+  show "$1" && return
+  [ "$requirements" = requirements-cpu.txt ] && show "$1" --extra-index-url https://download.pytorch.org/whl/cpu
+}
+if ! { show pip install -q uv==0.13.9 && install by_uv; }; then
+  tail -n 5 "$log" >&2
+  echo "Set-up: uv could not install $requirements, and pip tries now (some minutes) ..."
+  if ! install by_pip; then
     tail -n 15 "$log" >&2
     fail "pip could not install $requirements; its last lines are above"
   fi
 fi
-if [ "$requirements" = requirements-cpu.txt ]; then
-  # They come along as builds for CUDA, and then break `import transformers`; nothing here uses them.
-  .venv/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec 2>/dev/null || true
-fi
+# Nothing here uses torchcodec, and where FFmpeg's or CUDA's libraries lack, `import vllm` fails by it. Without a GPU its two
+# companions go, too: they come along as builds for CUDA.
+unused=torchcodec
+[ "$requirements" = requirements.txt ] || unused="torchcodec torchvision torchaudio"
+pip uninstall -qy $unused 2>/dev/null || true
 .venv/bin/python -c 'import accelerate, datasets, torch, transformers, tyro' || fail "the packages do not import; see above"
 echo "$stamp" > .venv/.complete
 command -v bwrap >/dev/null || echo "Set-up: for rewards that run code (scripts/rewards/code_sandbox.py): apt-get install bubblewrap"
