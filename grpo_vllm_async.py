@@ -42,6 +42,10 @@ by; and a truncated importance weight accounts for the older policy that sampled
 travels with a request, so its policy is that of the batch; the last one has a request of its own.
 With --no-async_mode weights and prompts go out after the update, and every batch is on-policy.
 
+A prompt and its response are one row, padded on the right. Every tensor of tokens has a row's
+coordinates, with zeros where there is no token of the response. Models must be causal: then no
+token knows of the padding after it, and no attention mask is needed.
+
 Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
 backward passes are shared out.
@@ -57,7 +61,7 @@ All are of the distribution at the sampling temperature.
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
- 2. One reward per response; one turn, no tools; prompts are padded, not packed.
+ 2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
     Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
     it samples is waited for.
@@ -424,9 +428,7 @@ class Batch:
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
-    loss_mask: (
-        Tensor  # (episodes, length), the mask without responses that are left out of the loss
-    )
+    loss_mask: Tensor  # (episodes, length), the mask without responses left out of the loss
     computed: Tensor  # (episodes,), 0.0 where no gradient comes from the response, else 1.0
     sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, length), by the policy before this step's updates
@@ -2467,6 +2469,7 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
+        # One row of each prompt with its response: all that follows is (episodes, length)
         input_ids, mask, lengths = collate(
             [(response.prompt.token_ids, response.token_ids) for response in responses], device
         )
@@ -2493,9 +2496,9 @@ def main(args):
             computed = torch.ones_like(computed)
         advantages = advantages[:, None] * mask  # (episodes, length)
 
-        # 7. Log-probabilities before any update, (episodes, length). The first mini-batch is left
-        # out: its update has the same weights, and computes them. The others are cut as they will
-        # be in the first epoch: other shapes would change the last bits
+        # 7. Log-probabilities before any update, (episodes, length). Those of the first mini-batch
+        # come with its update, which has the same weights: step 8 adds them. The others are cut as
+        # they will be in the first epoch: other shapes would change the last bits
         epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
         ref_logprobs = None
@@ -2538,7 +2541,7 @@ def main(args):
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
                 sums.update(update_sums)
-                if is_first:
+                if is_first:  # its rows are 0 there, and the others' here
                     batch.logprobs += accelerator.reduce(old_logprobs)
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         check_sampler(

@@ -34,6 +34,10 @@ Training step g, on every rank:
 A version is the number of completed training steps. The learner waits while vLLM samples, and vLLM
 while the learner trains. ppo_vllm_async.py has them work side by side.
 
+A prompt and its response are one row, padded on the right. Every tensor of tokens has a row's
+coordinates, with zeros where there is no token of the response. Models must be causal: then no
+token knows of the padding after it, and no attention mask is needed.
+
 Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
 backward passes are shared out.
@@ -45,7 +49,7 @@ All are of the distribution at the sampling temperature.
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
- 2. One reward per response; one turn, no tools; prompts are padded, not packed.
+ 2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
     Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
     it samples is waited for.
@@ -419,9 +423,7 @@ class Batch:
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
-    loss_mask: (
-        Tensor  # (episodes, length), the mask without responses that are left out of the loss
-    )
+    loss_mask: Tensor  # (episodes, length), the mask without responses left out of the loss
     sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, length), by the policy before this step's updates
     ref_logprobs: Tensor | None  # (episodes, length), by the reference policy; None with beta 0
