@@ -18,6 +18,7 @@ PyTorch's allocator holds and does not use is not in it.
 """
 
 import contextlib
+import copy
 import difflib
 import faulthandler
 import functools
@@ -29,9 +30,11 @@ import json
 import math
 import multiprocessing as mp
 import os
+import platform
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -57,6 +60,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -66,6 +70,11 @@ from transformers import (
 IMPORT_TIMEOUT = 300  # seconds that the file of a --reward_fn may take to be imported
 TEMPLATE_TIMEOUT = 5  # seconds for a row: a chat template is a program, and may loop for ever
 GIB = 2**30
+# Of a shared GPU the scripts leave this to CUDA, of which each process has a context
+CONTEXTS = 2 * GIB
+# With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
+# waits for the weights to be read
+FEW_RESPONSES = 64
 
 
 @dataclass
@@ -126,6 +135,12 @@ class Run:
 
     def trains_reward_model(self):
         return hasattr(self.script, "load_pairs")
+
+    def shares_gpus(self):
+        """Whether vLLM and a learner are on the same GPU."""
+        return (
+            self.options.has_gpus() and not self.trains_reward_model() and not self.args.vllm_gpus
+        )
 
     def max_length(self):
         """Tokens of the longest prompt with its response; of the longest row of pairs."""
@@ -419,8 +434,6 @@ def check_arguments(run):
             run.args = run.script.fill_in(run.args, run.options.num_processes)
         check_warm_up(run)
     args = run.args
-    if not getattr(args, "vllm_gpus", True) and args.vllm_gpu_memory_utilization >= 0.98:
-        raise Mistake("--vllm_gpu_memory_utilization leaves nothing to the learner on its GPU")
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -441,6 +454,39 @@ def check_arguments(run):
             )
     run.has_good_numbers = True
     run.is_filled_in = not run.trains_reward_model()  # of which check_updates does the rest
+
+
+def check_shared_gpus(run):
+    """Refuses a machine whose GPUs cannot be shared. Weights go to vLLM by CUDA IPC there."""
+    if not run.shares_gpus():
+        return
+    remedy = "or give vLLM GPUs of its own (--vllm_gpus)"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = run.options.variables.get(name, "")
+        if "expandable_segments:true" in value.replace(" ", "").lower():
+            # pytorch issue 165685: handles of such memory need a right that containers lack
+            raise Mistake(f"{name}={value}: vLLM cannot read such memory; unset it, {remedy}")
+    if torch.cuda.device_count() == 0:
+        return  # the GPUs are another machine's
+    if "microsoft" in platform.release().lower():
+        raise Mistake(f"WSL has no CUDA IPC, which a shared GPU needs; use Linux, {remedy}")
+    pipes = run.options.variables.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if "Exclusive_Process" in compute_modes(run) and not os.path.exists(f"{pipes}/control"):
+        raise Mistake(
+            f"a GPU in the mode Exclusive_Process has one process, and it is to have two: call "
+            f"nvidia-smi --compute-mode=0, start MPS (nvidia-cuda-mps-control -d), {remedy}"
+        )
+
+
+def compute_modes(run):
+    """The compute modes of the visible GPUs, by nvidia-smi; none where it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    visible = run.options.variables.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        command.append(f"--id={visible}")
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return []
 
 
 # -------------------------------------------------------------------------------- tokenizer, data
@@ -889,6 +935,24 @@ def check_policy(run):
     run.model = model
 
 
+def reads_later_tokens(config):
+    """Whether a token's hidden state depends on the token after it, as an encoder's does.
+
+    It is found with a small model of the kind: a layer of random weights.
+    """
+    config = copy.deepcopy(config)
+    small = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 3, "pad_token_id": 0}
+    with contextlib.suppress(Exception):  # a kind that cannot be so small; the script looks, too
+        for name, value in small.items():
+            setattr(config.get_text_config(), name, value)
+        model = AutoModel.from_config(config).eval()
+        with torch.no_grad():
+            outputs = model(torch.tensor([[1, 1], [1, 2]]), use_cache=False)
+        hidden = outputs.last_hidden_state  # (2, 2, hidden_size)
+        return not torch.allclose(*hidden[:, 0], atol=1e-4)
+    return False
+
+
 def build_classifier(run, flag, path, may_lack_head):
     """A reward or value model, with one label and the policy's vocabulary."""
     config = load_pretrained(AutoConfig, flag, path, revision_of(run, path))
@@ -908,6 +972,8 @@ def build_classifier(run, flag, path, may_lack_head):
     model = build_model(run, AutoModelForSequenceClassification, flag, path, may_lack, num_labels=1)
     if not hasattr(model, "score"):
         raise Mistake(f"--{flag} {path}: a {type(model).__name__} has no head named score")
+    if reads_later_tokens(config):
+        raise Mistake(f"--{flag} {path} attends to later tokens; it must be a causal model")
     return model
 
 
@@ -1423,16 +1489,20 @@ def pass_parts(run, model, rows, is_trained):
     tokens = rows * run.max_length()
     # Of the residual stream and its norms 16 bytes, where FSDP2 casts it 8; of inputs of matrix
     # products, which autocast copies for each, 8 or 10; of queries, keys, values and attention's
-    # output 16 or 8. The MLP has four of the inner size, and a mask is (rows, length, length)
+    # output 16 or 8. The MLP has four of the inner size
     stream = size if run.options.num_shards() else 4
     of_hidden = 4 * stream + 12 + 3 * size
-    layer = tokens * (hidden * of_hidden + size * (4 * inner + run.max_length()))
+    layer = tokens * (hidden * of_hidden + size * 4 * inner)
+    window = getattr(config, "sliding_window", None)
+    if window and window < run.max_length():  # then there is a mask: (rows, length, length)
+        layer += tokens * size * run.max_length()
     embedding = 4 * model.get_input_embeddings().weight.numel()
     logits = head = 0
     if not hasattr(model, "score"):
         head = embedding  # its gradient, or a copy in float32
         all_logits = rows * args.response_length * config.vocab_size
-        logits = 16 * min(run.script.LOGITS_CHUNK, all_logits)  # four chunks exist at once
+        device = "cuda" if run.options.has_gpus() else "cpu"
+        logits = 16 * min(run.script.LOGITS_CHUNK[device], all_logits)  # four chunks exist at once
     # FSDP2's units: each layer, and the rest
     layers = model._no_split_modules or []
     units = [count_parameters(m) for m in model.modules() if type(m).__name__ in layers] or [0]
@@ -1474,13 +1544,15 @@ def learner_memory(run):
     args, options, trained = run.args, run.options, trained_models(run)
     size, tokens = 2 if args.dtype == "bfloat16" else 4, getattr(args, "micro_batch_tokens", 0)
     shards = options.num_shards() or 1
-    has_buckets = options.num_processes > shards  # of DDP, which always hold the gradients
+    has_buckets = options.num_processes > shards  # of DDP
     count = sum(map(count_parameters, trained.values())) / shards
     always = {f"weights of {' and '.join(trained)}": 4 * count, "AdamW's moments": 8 * count}
+    always["gradients"] = 4 * count  # between updates they are zeros
     for name, model in frozen_models(run).items():
         always[f"{name}, frozen"] = size * count_parameters(model) / shards
     always["buckets that DDP sends"] = has_buckets * len(trained) * 50 * 2**20
-    always["CUDA"] = options.has_gpus() * GIB
+    # Of a shared GPU it is not the learner's: see learner_room
+    always["CUDA"] = (options.has_gpus() and not run.shares_gpus()) * GIB
     passes = {}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
@@ -1488,8 +1560,7 @@ def learner_memory(run):
         rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
         if tokens:
             flag, rows = "micro_batch_tokens", tokens // run.max_length()
-        parts = always | {"gradients": (is_trained or has_buckets) * 4 * count}
-        parts |= pass_parts(run, model, rows, is_trained)
+        parts = always | pass_parts(run, model, rows, is_trained)
         passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
     name = max(passes, key=lambda name: sum(passes[name].values()))
     return name, {part: size for part, size in passes[name].items() if size > 0}
@@ -1505,23 +1576,67 @@ def learner_room(run):
     if run.options.gpu_memory is None:
         return None
     room = run.options.gpu_memory * GIB
-    if not run.trains_reward_model() and not run.args.vllm_gpus:
-        room *= 0.98 - run.args.vllm_gpu_memory_utilization  # the script keeps to it
-    return room
+    if run.shares_gpus():  # the script keeps to it
+        room -= engine_room(run) + CONTEXTS
+    return max(0, room)
+
+
+def engine_room(run):
+    """Bytes that vLLM takes of the GPUs of an engine."""
+    args = run.args
+    gpus = args.vllm_gpu_memory_utilization * args.vllm_tensor_parallel_size
+    return gpus * run.options.gpu_memory * GIB
 
 
 def engine_memory(run):
-    """Bytes of an engine: weights, and on GPUs the KV cache of one longest response."""
+    """Bytes of an engine without its KV cache."""
+    config = run.model.config.get_text_config()
+    size = 2 if run.args.dtype == "bfloat16" else 4
+    weights = size * count_parameters(run.model)
+    if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
+        return weights + 1.2 * GIB
+    # vLLM 0.32 first tries the largest batch (engine/arg_utils.py,
+    # get_batch_defaults; v1/worker/gpu/model_runner.py, profile_run): the activations of a layer,
+    # or the logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
+    tokens, sequences = 8192, 256
+    if (run.options.gpu_memory or 0) >= 70:
+        tokens, sequences = 16_384, 1024
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    activations = tokens * size * (3 * inner + 4 * config.hidden_size)
+    logits = sequences * 16 * config.vocab_size
+    return weights + max(activations, logits) + GIB / 2
+
+
+def cache_memory(run):
+    """Bytes of vLLM's KV cache for the longest prompt with its response."""
     config = run.model.config.get_text_config()
     size = 2 if run.args.dtype == "bfloat16" else 4
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    cache = 2 * config.num_hidden_layers * heads * head_size * size * run.max_length()
-    if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
-        return size * count_parameters(run.model) + 1.2 * GIB
-    return size * count_parameters(run.model) + cache + GIB
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_token = 2 * config.num_hidden_layers * heads * head_dim * size  # keys and values
+    return of_token * run.max_length()
+
+
+def local_episodes(run):
+    """Responses of a step, of each rank; so many has an engine on a shared GPU to sample."""
+    return run.args.local_rollout_batch_size * run.args.number_samples_per_prompt
+
+
+def responses_at_once(run):
+    """How many of a step's responses an engine on a shared GPU has room for, if all are longest."""
+    room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
+    return min(local_episodes(run), max(0, int(room)))
+
+
+def propose_share(run):
+    """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
+
+    A learner on the same GPU keeps what it needs, and a tenth more.
+    """
+    memory = run.options.gpu_memory * GIB
+    wanted = (engine_memory(run) + local_episodes(run) * cache_memory(run)) / memory
+    most = 1 - (1.1 * learner_needs(run) + CONTEXTS) / memory
+    return min(math.ceil(100 * wanted), math.floor(100 * most)) / 100
 
 
 def check_memory(run):
@@ -1532,12 +1647,11 @@ def check_memory(run):
         return
     args, room = run.args, learner_room(run)
     if not run.trains_reward_model():
-        share = args.vllm_gpu_memory_utilization
-        engine_room = share * run.options.gpu_memory * GIB * args.vllm_tensor_parallel_size
-        if engine_memory(run) > engine_room:
+        least = engine_memory(run) + cache_memory(run)
+        if least > engine_room(run):
             raise Mistake(
-                f"--vllm_gpu_memory_utilization {share:g}: vLLM needs about "
-                f"{in_words(engine_memory(run))}, and has {in_words(engine_room)}"
+                f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization:g}: vLLM needs "
+                f"about {in_words(least)}, and has {in_words(engine_room(run))}"
             )
     needed = learner_needs(run)
     if needed > room:
@@ -1646,11 +1760,26 @@ def plan_of_processes(run):
     yield "engines", f"{engines} of vLLM, {place}"
 
 
+def room_for_responses(run):
+    """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
+    count, share = responses_at_once(run), propose_share(run)
+    words = (
+        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, if "
+        f"all are of {run.max_length():,} tokens with their prompts"
+    )
+    if count >= min(local_episodes(run), FEW_RESPONSES):
+        return words
+    if share <= run.args.vllm_gpu_memory_utilization:
+        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
+    other = with_changes(run, {"vllm_gpu_memory_utilization": share})
+    return f"{words}: few; with {share:g} there is room for {responses_at_once(other):,}"
+
+
 def plan_of_memory(run):
     """Lines on memory, by part and in sum, and on the disk."""
     args, room = run.args, learner_room(run)
     largest, parts = learner_memory(run)
-    limit = f", of the {in_words(room)} that it may take of its GPU" if room else ""
+    limit = "" if room is None else f", of the {in_words(room)} that it may take of its GPU"
     yield "memory", f"of a learner: about {in_words(learner_needs(run))}{limit}"
     yield "", f"at the most, in {largest}:"
     for name, size in parts.items():
@@ -1664,8 +1793,11 @@ def plan_of_memory(run):
         whole = 4 * max(map(count_parameters, models)) * local
         yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"
     if not run.trains_reward_model():
-        least, share = in_words(engine_memory(run)), args.vllm_gpu_memory_utilization
-        yield "", f"of vLLM: at least {least}; of GPUs {share:g} (--vllm_gpu_memory_utilization)"
+        least = engine_memory(run) + run.options.has_gpus() * cache_memory(run)
+        share = f"{args.vllm_gpu_memory_utilization:g} (--vllm_gpu_memory_utilization)"
+        yield "", f"of vLLM: at least {in_words(least)}; of GPUs {share}"
+        if run.shares_gpus() and run.options.gpu_memory:
+            yield "", room_for_responses(run)
     number, size = checkpoints_on_disk(run)
     model = in_words(4 * count_parameters(run.model))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
@@ -1760,6 +1892,7 @@ def check(run):
     is_trainer = run.trains_reward_model()
     attempt(check_launcher)
     attempt(check_arguments)
+    attempt(check_shared_gpus)
     attempt(check_tokenizers)
     attempt(check_data, run.tokenizers)
     attempt(check_eval_data, run.tokenizers)

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import re
 import shutil
 import socket
@@ -64,9 +65,9 @@ def good_options(folder, script):
     if script in TRAINER:
         return options | {"dataset": write_rows(folder / "good.jsonl", [PAIR] * 70)}
     options |= {"dataset": write_rows(folder / "good.jsonl", [ROW] * 70), "response_length": 8}
+    options |= {"local_rollout_batch_size": 64, "local_mini_batch_size": 64}
     if script in GRPO:
         options |= {"local_rollout_batch_size": 32, "number_samples_per_prompt": 2}
-        options |= {"local_mini_batch_size": 64}
     return options
 
 
@@ -318,6 +319,7 @@ PAIRS = {
     "not finite": (given(center_rewards_coefficient="nan"), "--center_rewards_coefficient"),
     "warm-up of more than all": (given(warmup_ratio=1.5), "--warmup_ratio | at most 1"),
     "two labels": (classifier(flag="model_name_or_path", num_labels=2), "2 labels"),
+    "encoder": (classifier(flag="model_name_or_path", is_causal=False), "later tokens"),
 }
 
 # ------------------------------------------------------------------------------------------ models
@@ -412,6 +414,7 @@ CLASSIFIERS = {
     "a tensor lacks": (lambda flag: classifier(WITHOUT_Q_PROJ, flag=flag), Q_PROJ),
     "two labels": (lambda flag: classifier(num_labels=2, flag=flag), "one label | has 2"),
     "vocabulary": (lambda flag: classifier(vocab_size=99, flag=flag), "vocabulary of 17"),
+    "encoder": (lambda flag: classifier(is_causal=False, flag=flag), "attends to later tokens"),
 }
 CLASSIFIERS = {
     f"{flag}, {name}": (make(flag), f"--{flag} | {words}", scripts)
@@ -503,7 +506,6 @@ NUMBERS = {
     "target of no penalty": (given(beta=0.0, kl_target=6.0), "--kl_target | --beta", PPO),
     "held-out prompts": (given(eval_prompts=-1), "--eval_prompts | 0 or more"),
     "stop token below 0": (given(stop_token_id=-5), "--stop_token_id | 0 or more"),
-    "nothing for the learner": (given(vllm_gpu_memory_utilization=0.99), "leaves nothing"),
     "penalty": (given(penalty_reward_value="nan"), "--penalty_reward_value | finite"),
     "clip range": (given(cliprange="inf"), "--cliprange | finite"),
     "mask of nan": (given(mismatch_mask_range="nan"), "--mismatch_mask_range | nan"),
@@ -620,15 +622,15 @@ LAUNCHES = {
         {"num_gpus": 2, "gpu_memory": 1.25},
         {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
         | {"gradient_checkpointing": False},
-        "a learner needs about 1.5 GiB | helps: --micro_batch_tokens 508: 1.0 GiB of 1.2 GiB; | "
-        "; --gradient_checkpointing: 1.2 GiB of 1.2 GiB | ; --config_file",
+        "a learner needs about 1.4 GiB | helps: --micro_batch_tokens 508: 1.0 GiB of 1.2 GiB; | "
+        "; --gradient_checkpointing: 1.1 GiB of 1.2 GiB | ; --config_file",
     ),
-    # Each fits, and the two do not
+    # Each fits, and the two do not, with 2 GiB for CUDA
     "memory of both": (
         {"num_gpus": 1, "gpu_memory": 10.0},
-        {"vllm_gpu_memory_utilization": 0.9},
-        "a learner needs about 1.0 GiB | 0.8 GiB | helps: --num_processes 1 --vllm_gpus 1: 1.0 GiB "
-        "of 10.0 GiB",
+        {"vllm_gpu_memory_utilization": 0.8},
+        "a learner needs about | has 0.0 MiB | helps: --num_processes 1 --vllm_gpus 1: 1.0 GiB of "
+        "10.0 GiB",
     ),
     "no such file": ({"config_file": "no.yaml"}, {}, "no.yaml | scripts/accelerate"),
     "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
@@ -1042,6 +1044,46 @@ SURROUNDINGS = {
     "nor to the hub": (nobody, {"push_to_hub": True}, "--push_to_hub | hf auth login"),
 }
 
+
+def variable(name, value):
+    return lambda patch, folder: patch.setenv(name, value)
+
+
+def wsl(patch, folder):
+    patch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+
+
+def exclusive(patch, folder):
+    """A GPU for one process, by a stub of nvidia-smi; and no MPS."""
+    program = write_text(folder / "bin" / "nvidia-smi", "#!/bin/sh\necho Exclusive_Process\n")
+    program.chmod(0o755)
+    patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder / "pipes"))
+
+
+def exclusive_by_mps(patch, folder):
+    exclusive(patch, folder)
+    write_text(folder / "pipes" / "control", "")
+
+
+# Of a machine with two GPUs. name: (what arranges them by a MonkeyPatch in a folder, words of the
+# line where the GPU is shared, None: nothing is wrong)
+SEGMENTS = "expandable_segments:True | unset it"
+SHARED_GPUS = {
+    "expandable segments": (
+        variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        f"PYTORCH_CUDA_ALLOC_CONF={SEGMENTS}",
+    ),
+    "expandable segments, new name": (
+        variable("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"),
+        f"PYTORCH_ALLOC_CONF=max_split_size_mb:64,{SEGMENTS}",
+    ),
+    "no expandable segments": (variable("PYTORCH_ALLOC_CONF", "expandable_segments:False"), None),
+    "WSL": (wsl, "WSL has no CUDA IPC | use Linux"),
+    "exclusive": (exclusive, "Exclusive_Process | nvidia-smi --compute-mode=0 | MPS"),
+    "exclusive, by MPS": (exclusive_by_mps, None),
+}
+
 # The hub, for --dataset no/such: it is asked once, for five seconds, and the line has both names
 HUBS = ("no/such | the hub does not answer", ("refuses", "silent", "full", "out of order"))
 
@@ -1150,7 +1192,16 @@ LAUNCHED = {
         "learners 12 | engines 4 | steps 130 of 768",
     ),
     "two ranks without GPUs": ({"num_processes": 2}, {}, "ACCELERATE_USE_CPU=true torchrun"),
-    "memory": ({"num_gpus": 1, "gpu_memory": 24.0}, {}, "memory | GiB | policy | CUDA"),
+    "memory": (
+        {"num_gpus": 1, "gpu_memory": 24.0},
+        {},
+        "of the 14.8 GiB that it may take | policy | room for 64 of a step's 64 responses at once",
+    ),
+    "memory of a GPU of its own": (
+        {"num_gpus": 2, "gpu_memory": 24.0},
+        {"vllm_gpus": "1"},
+        "of the 24.0 GiB that it may take | 1.0 GiB CUDA",
+    ),
     "FSDP2": (
         LARGE | {"config_file": SHARDED},
         {},

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fits
 import huggingface_hub
 import preflight
 import preflight_cases as cases
@@ -20,6 +21,7 @@ from helpers import ASYNC, REPO, SCRIPTS, modules
 from helpers.files import write_rows, write_text
 from helpers.loops import options_of
 from helpers.processes import environment
+from preflight import GIB
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Those that find a mistake in two parts
@@ -190,6 +192,28 @@ def test_disk_and_accounts_are_looked_at(name, script, ask, folder, monkeypatch)
     check_mistake(ask(script, cases.good_options(folder, script) | options), words)
 
 
+@pytest.mark.parametrize(("name", "script"), one_script_each(cases.SHARED_GPUS, lambda _: SCRIPTS))
+def test_gpu_that_cannot_be_shared_is_told(name, script, ask, folder, monkeypatch):
+    """Nothing is wrong where vLLM has one of its own."""
+    arrange, words = cases.SHARED_GPUS[name]
+    arrange(monkeypatch, folder)
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
+    options = cases.good_options(folder, script)
+    shared = ask(script, options, gpu_memory=24.0)
+    if words is None:
+        check_plan(shared, "learners 1")
+    else:
+        check_mistake(shared, f"{words} | or give vLLM GPUs of its own (--vllm_gpus)")
+    check_plan(ask(script, options | {"vllm_gpus": "1"}, gpu_memory=24.0), "learners 1")
+
+
+def test_gpus_of_another_machine_may_be_shared_whatever_this_one_is(ask, folder, monkeypatch):
+    cases.wsl(monkeypatch, folder)
+    cases.exclusive(monkeypatch, folder)
+    options = cases.good_options(folder, "ppo_sync.py")
+    check_plan(ask("ppo_sync.py", options, num_gpus=1, gpu_memory=24.0), "learners 1")
+
+
 @pytest.fixture
 def hub_that_does_not_work(request, monkeypatch):
     constants = huggingface_hub.constants
@@ -269,13 +293,97 @@ def test_defaults_train_a_model(script, ask, monkeypatch):
 
 def test_memory_is_the_sum_of_its_parts(ask, folder):
     options = cases.good_options(folder, "ppo_sync.py")
-    _, plan, _ = ask("ppo_sync.py", options, num_processes=2, num_gpus=2, gpu_memory=80.0)
+    options["vllm_gpus"] = "2"
+    _, plan, _ = ask("ppo_sync.py", options, num_processes=2, num_gpus=3, gpu_memory=80.0)
     units = {"GiB": 1024, "MiB": 1}
     whole, of_vllm = re.search(r"memory .*?([\d.]+) (GiB)", plan), plan.index("of vLLM:")
     parts = re.findall(r"^ +([\d.]+) (GiB|MiB)  ", plan[:of_vllm], re.MULTILINE)
     assert len(parts) >= 5
     total = sum(float(number) * units[unit] for number, unit in parts)
     assert total == pytest.approx(float(whole[1]) * units[whole[2]], abs=60)  # as it is rounded
+
+
+@pytest.mark.parametrize("file", ["one_gpu.yaml", "ddp.yaml"])
+def test_gradients_are_there_once_in_every_pass(file):
+    """Also in those of models that are not trained, of which there are none."""
+    run = fits.launch("ppo_sync", "0.6", 80, file, learners=2 if file == "ddp.yaml" else 1)
+    trained = sum(map(preflight.count_parameters, (run.model, run.value_model)))
+    for rows in (1, 1000):
+        changes = {"micro_batch_tokens": 0, "local_rollout_forward_batch_size": rows}
+        other = preflight.with_changes(run, changes)
+        name, parts = preflight.learner_memory(other)
+        assert ("reference policy" in name) == (rows > 1)
+        assert parts["gradients"] == 4 * trained
+
+
+@pytest.mark.parametrize(("gpu_memory", "chunk"), [(80, 2**27), (None, 2**25)])
+def test_logits_are_in_the_chunks_of_the_device(gpu_memory, chunk):
+    run = fits.launch("grpo_vllm_async", "0.6", gpu_memory, "one_gpu.yaml")
+    assert preflight.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
+
+
+def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
+    run = fits.launch("ppo_sync", "0.6", 80, "one_gpu.yaml")
+    config = run.value_model.config
+    activations = []
+    for window in (None, run.max_length(), 512):
+        monkeypatch.setattr(config, "sliding_window", window)
+        parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+        activations.append(parts["activations"])
+    without, at_most, beyond = activations
+    assert without == at_most
+    # In bfloat16, of half a layer
+    assert beyond - without == pytest.approx(4 * run.max_length() ** 2)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_shared_gpu_leaves_two_gib_to_cuda(share):
+    """As set_per_process_memory_fraction in the scripts; one of its own has one context."""
+    run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    run.args.vllm_gpu_memory_utilization = share
+    assert preflight.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
+    assert "CUDA" not in preflight.learner_memory(run)[1]
+    run.args.vllm_gpus = (1,)
+    assert preflight.learner_room(run) == 24 * GIB
+    assert preflight.learner_memory(run)[1]["CUDA"] == GIB
+
+
+def test_keys_and_values_have_the_head_size_of_the_config():
+    """Which in Qwen3-0.6B is not the hidden size by the heads: 128, and not 64."""
+    run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    of_token = 28 * 8 * 128 * 2 * 2  # layers, key-value heads, head size, keys and values, bytes
+    assert preflight.cache_memory(run) == of_token * run.max_length()
+
+
+def test_share_is_proposed_where_few_responses_are_sampled_at_once():
+    run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    assert 25 <= preflight.responses_at_once(run) <= 40
+    share, words = preflight.propose_share(run), preflight.room_for_responses(run)
+    other = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    more = preflight.responses_at_once(other)
+    assert more > preflight.responses_at_once(run)
+    assert words.endswith(f": few; with {share:g} there is room for {more}")
+    preflight.check_memory(other)
+    # A hundredth more would take what the learner is to keep
+    assert preflight.learner_room(other) - 1.1 * preflight.learner_needs(other) < 0.24 * GIB
+
+
+def test_share_is_not_larger_than_all_responses_need():
+    run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    run.args.local_rollout_batch_size = 4  # of 8 responses
+    share = preflight.propose_share(run)
+    enough = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    fewer = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share - 0.01})
+    assert preflight.responses_at_once(enough) == 32 > preflight.responses_at_once(fewer)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_memory", "end"),
+    [("grpo_vllm_async", 80, "prompts"), ("ppo_vllm_async", 24, "the rest; see --vllm_gpus")],
+)
+def test_no_share_is_proposed_without_need_or_room(name, gpu_memory, end):
+    run = fits.launch(name, "0.6", gpu_memory, "one_gpu.yaml")
+    assert preflight.room_for_responses(run).endswith(end)
 
 
 ADVICE = [
