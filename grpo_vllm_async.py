@@ -28,8 +28,8 @@ Training step g, on every rank:
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
     3. checkpoint                         ...                            ...
     4. reward model                       ...
-    5. to 8. forward passes,              ...
-       advantages, updates              verifiable rewards
+    5. to 8. advantages,                  ...
+       forward passes, updates          verifiable rewards
 
 Before step 1, weights of version 0 and prompts 1 go out. Weights travel between the receipt of
 one batch and the request for the next: vLLM is idle then, since its thread waits for that request,
@@ -42,9 +42,9 @@ by; and a truncated importance weight accounts for the older policy that sampled
 travels with a request, so its policy is that of the batch; the last one has a request of its own.
 With --no-async_mode weights and prompts go out after the update, and every batch is on-policy.
 
-A prompt and its response are one row, padded on the right. Every tensor of tokens has a row's
-coordinates, with zeros where there is no token of the response. Models must be causal: then no
-token knows of the padding after it, and no attention mask is needed.
+A prompt and its response are one row, padded on the right. Every tensor with a number for
+each token has a row's coordinates; all but the ids are 0 outside responses. Models must be causal:
+then no token knows of the padding after it, and no attention mask is needed.
 
 Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
@@ -151,8 +151,8 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits that are computed at once, by device: in float32 128 and 512 MiB, of which softmax and
-# gradient need a few. A chunk reads the whole head, which small ones on a GPU would wait for
+# How many logits exist at once, by device: 128 and 512 MiB in float32, a few times over for softmax
+# and gradient. Each chunk reads the whole head; on a GPU small chunks would mostly wait for that
 LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 # The folder with programs that work on a run's folder; a copy of this script may be without
 PROGRAMS = Path(__file__).with_name("scripts")
@@ -297,7 +297,7 @@ class Args:
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
     """estimator of that KL (http://joschu.net/blog/kl-approx.html)"""
     cliprange: float = 0.2
-    """the ratio is clipped to 1 - this and 1 + this (GRPO: and 1 + cliprange_higher)"""
+    """the ratio's lower limit is 1 - this; in PPO its upper one is 1 + this"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
     dual_clip: float = 0.0
@@ -419,8 +419,8 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is that of the longest row. Tensors with a length have one element per token. Below the
-    mask they are 0 but for response tokens.
+    `length` is that of the longest row. The fields after `mask` that have it are 0 where there is
+    no token of the response.
     """
 
     input_ids: Tensor  # (episodes, length), token ids
@@ -429,9 +429,9 @@ class Batch:
     scores: Tensor  # (episodes,), 0.0 where the score is not known
     scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
     loss_mask: Tensor  # (episodes, length), the mask without responses left out of the loss
-    computed: Tensor  # (episodes,), 0.0 where no gradient comes from the response, else 1.0
+    computed: Tensor  # (episodes,), 1.0 where the policy has to compute the row, else 0.0
     sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
-    logprobs: Tensor  # (episodes, length), by the policy before this step's updates
+    logprobs: Tensor  # (episodes, length), by the policy before updates; 0 in rows not computed
     ref_logprobs: Tensor | None  # (episodes, length), by the reference policy; None with beta 0
     advantages: Tensor  # (episodes, length), one for all tokens of a response
 
@@ -469,7 +469,7 @@ ending = threading.Lock()
 def end_children():
     """Ends vLLM and the reward workers, with all that they have started and written.
 
-    Folders first: where the launcher ends this process meanwhile, vLLM's process does the rest.
+    Folders first: if this process is killed meanwhile, vLLM's ends by itself.
     """
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -952,8 +952,8 @@ class ChunkedHead(torch.autograd.Function):
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
                 if has_entropy_bonus:  # the gradient of the entropy H is -p (log p + H)
                     logprobs = torch.log_softmax(logits, dim=-1)
-                    surprise = logprobs.exp() * (logprobs + entropies[part, None])
-                    logits_grad -= entropies_grad[part, None] * surprise
+                    slope = logprobs.exp() * (logprobs + entropies[part, None])
+                    logits_grad -= entropies_grad[part, None] * slope
                 if ctx.soft_cap is not None:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
@@ -965,8 +965,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype. The residual stream is float32 in a trained model, but
-    under FSDP2 and in a frozen model it has args.dtype, too.
+    right. Matrix products are in args.dtype, and so is the residual stream, but in a model that is
+    trained without FSDP2: there it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -983,8 +983,8 @@ class PolicyModel(nn.Module):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
-        # The temperature divides logits that are limited: s * cap * tanh(x / cap). forward scales x
-        # by s, so the cap is scaled here
+        # With s = scale, limited logits are s * cap * tanh(x / cap). forward gives s * x, so this
+        # cap has to be s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap is not None:
             self.soft_cap *= self.scale
@@ -1054,10 +1054,10 @@ def load_classifier(accelerator, path, args, trained):
     Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    # Rows are padded on the right, which their first token must not know. Flash attention would not
-    # run on the CPU, where the model is
+    # Padding must not reach the tokens before it: the first token's state is the same, whatever
+    # follows it. Flash attention would not run on the CPU, where the model is
     model.set_attn_implementation("eager")
-    hidden = hidden_states(model, torch.tensor([[0, 0], [0, 1]]), args)
+    hidden = hidden_states(model, torch.tensor([[0] * 8, range(8)]), args)
     model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
@@ -1095,9 +1095,9 @@ def collate(sequences, device):
 
 
 def to_rows(values, mask):
-    """Values of the response tokens of all rows, (tokens,), where they are in the rows.
+    """Puts values of the response tokens of all rows, (tokens,), at their places in the rows.
 
-    Gives a tensor like the mask, (batch, length), with zeros where that is 0.
+    Returns a tensor like the mask, (batch, length), with zeros where that is 0.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
@@ -1148,8 +1148,8 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     return torch.expm1(-d) + d
 
 
-def importance_weights(logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: learner/sampler, at most tis_cap, or masked.
+def importance_weights(old_logprobs, sampler_logprobs, mask, args):
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; 0 by a mismatch.
 
     The sampler is not the learner: its policy may be a step older, and its kernels are others
     (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
@@ -1164,16 +1164,16 @@ def importance_weights(logprobs, sampler_logprobs, mask, args):
     >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
     tensor([[1.6487, 0.0000]])
     """
-    mismatch = (logprobs - sampler_logprobs) * mask
+    log_ratios = (old_logprobs - sampler_logprobs) * mask
     weights = mask
     if args.importance_sampling_level == "sequence":
-        mismatch = sequence_mean(mismatch, mask)
+        log_ratios = sequence_mean(log_ratios, mask)
     if args.tis_cap > 0:
-        weights = mask * mismatch.exp().clamp(max=args.tis_cap)
+        weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
-        mismatch = sequence_mean(mismatch, mask)
+        log_ratios = sequence_mean(log_ratios, mask)
     if args.mismatch_mask != "none":
-        weights = weights * (mismatch.abs() <= math.log(args.mismatch_mask_range))
+        weights = weights * (log_ratios.abs() <= math.log(args.mismatch_mask_range))
     return weights
 
 
@@ -1287,7 +1287,7 @@ def start_llm(options, config, folder):
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
-    # vLLM finds what it has compiled by the path of the model. This one is that of every run
+    # vLLM's cache of compiled code goes by the model's path: from in here that is "." in every run
     os.chdir(folder)
     config.save_pretrained(options["model"])
     if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
@@ -1394,7 +1394,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
-        "model": ".",  # its folder
+        "model": ".",  # start_llm goes to the engine's folder
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -1634,7 +1634,7 @@ def rows_to_compute(mini_batch, computed, num_ranks):
     """The rows of a mini-batch that go through the policy: those to be computed, and a few others.
 
     The others fill up: each rank gets equally many rows, and at least one, so that all ranks make
-    as many passes. They enter no sum.
+    as many passes. They enter no loss.
 
     >>> rows_to_compute([0, 1, 2, 3], computed=torch.tensor([0, 1, 1, 1]), num_ranks=2)
     [1, 2, 3, 0]
@@ -1649,11 +1649,12 @@ def rows_to_compute(mini_batch, computed, num_ranks):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
-    lengths: of all rows of the batch, (episodes,). Returns a list of (rows, the length of the
-    longest), one for each micro-batch. It has `size` rows; or, if micro_batch_tokens is not 0, as
-    many as have no more tokens on any rank, padding included, and one at the least. All ranks get
-    equally many micro-batches, if there are equally many rows for each: under FSDP2 they compute
-    together. The cut depends on nothing but the lengths, so it can be repeated.
+    lengths: of all rows of the batch, (episodes,). Returns (rows, length) for each micro-batch: the
+    length is that of its longest row on any rank. A micro-batch has `size` rows; or, if
+    micro_batch_tokens is not 0, as many as stay within it on every rank, padding included, and one
+    at the least. All ranks get equally many micro-batches, if there are equally many rows for each:
+    under FSDP2 they compute together. The cut depends on nothing but the lengths, so it can be
+    repeated.
 
     >>> rank = mock.Mock(process_index=0, num_processes=1)
     >>> lengths = torch.tensor([3, 10, 4, 4])
@@ -1673,7 +1674,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
         passes[-1] += next_rows
-    return [(rows[accelerator.process_index :: num_ranks], lengths[rows[-1]]) for rows in passes]
+    return [(part[accelerator.process_index :: num_ranks], lengths[part[-1]]) for part in passes]
 
 
 @torch.no_grad()
@@ -1710,14 +1711,13 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 
 
 def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
-    """Collective. Forward and backward of one optimizer batch, of which this rank takes its share.
+    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch; is_first: whether the policy has not changed since the batch was
-    sampled for it, so that its log-probabilities are the old ones as well.
-    The sum over the mini-batch's tokens in the loss, on all ranks together, is divided by one
-    number, so the gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer
-    is stepped. Returns sums over this rank's tokens, which update_metrics turns into metrics; and
-    the old log-probabilities of this rank's rows, (episodes, length), 0 elsewhere.
+    mini_batch: rows of the batch; is_first: whether no update of the step came before. Then the
+    log-probabilities that are computed here are the old ones as well, and go into batch.logprobs.
+    The loss sums over the mini-batch's tokens, on all ranks together, and is divided by one number.
+    So the gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is
+    stepped. Returns sums over this rank's tokens, which update_metrics turns into metrics.
     """
     mini_batch_mask = batch.loss_mask[mini_batch]
     num_responses = int(mini_batch_mask.amax(1).sum())
@@ -1731,17 +1731,19 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     micro_batches = cut_micro_batches(
         accelerator, rows, batch.lengths, args.per_device_train_batch_size, args
     )
-    sums, all_old_logprobs = Counter(), torch.zeros_like(batch.mask)
+    sums = Counter()
     for i, (rows, length) in enumerate(micro_batches):
         # All that follows is (micro_batch, length)
         input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
+        # Rows that fill up have a loss of 0. Without them here they are in no metric either
         loss_mask = batch.loss_mask[rows, :length] * batch.computed[rows, None]
         # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
         # would have to keep whole ones until then
         policy.require_backward_grad_sync = i == len(micro_batches) - 1
         logprobs, entropies = policy(input_ids, mask)
-        old_logprobs = logprobs.detach() if is_first else batch.logprobs[rows, :length]
-        all_old_logprobs[rows, :length] = old_logprobs
+        if is_first:
+            batch.logprobs[rows, :length] = logprobs.detach()
+        old_logprobs = batch.logprobs[rows, :length]
         sampler_logprobs = batch.sampler_logprobs[rows, :length]
         weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
         token_log_ratio = (logprobs - old_logprobs) * loss_mask
@@ -1792,7 +1794,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             sums["tokens"] += loss_mask.sum(dtype=torch.float64)
             sums["positions"] += batch.lengths[rows].sum()
             sums["padded_positions"] += torch.ones_like(input_ids).sum()
-    return sums, all_old_logprobs
+    return sums
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -1810,7 +1812,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
-    # DDP has them in its buckets. If they became None, the next passes would make others beside
+    # They are in DDP's buckets. If they became None, the next passes would make others beside them
     optimizer.zero_grad(set_to_none=False)
     return norm
 
@@ -1822,7 +1824,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    # GPUs may compute float32 with TF32
+    # In float32, too, vLLM's kernels on a GPU may use TF32
     limit = 1e-2 if mask.is_cuda else 1e-3
     if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
@@ -2177,8 +2179,8 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    # They are two steps apart at the least: an async script samples its first two with the same
-    # weights. None is before the last step, whose line of metrics has the last evaluation already
+    # Evaluations are two steps apart at the least: an async script samples its first two with the
+    # same weights. None is before the last step, whose metrics have the last evaluation already
     count = min(args.num_evals, args.num_training_steps // 2)
     args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
 
@@ -2340,7 +2342,7 @@ def main(args):
     start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # A GPU that is shared also has vLLM, and two CUDA contexts, for which 2 GiB are left
+        # vLLM's share of the GPU, and 2 GiB for two CUDA contexts, are not for the learner to take
         contexts = 2**31 / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
     # The model inside of `policy`: the same parameters, by the names that vLLM and others know
@@ -2469,7 +2471,7 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # One row of each prompt with its response: all that follows is (episodes, length)
+        # 5. One row of each prompt with its response: (episodes, length)
         input_ids, mask, lengths = collate(
             [(response.prompt.token_ids, response.token_ids) for response in responses], device
         )
@@ -2479,7 +2481,7 @@ def main(args):
             np.pad(response.logprobs, (len(response.prompt.token_ids), 0)) for response in responses
         ).to(device)
 
-        # 5. Responses that were cut may be left out of the loss; in their group they count
+        # Responses that were cut may be left out of the loss; in their group they count
         if args.mask_truncated_completions:
             stopped = torch.tensor([float(r.stopped) for r in responses], device=device)
             loss_mask = loss_mask * stopped[:, None]
@@ -2488,17 +2490,16 @@ def main(args):
         advantages = group_advantages(
             scores, scored, args.number_samples_per_prompt, args.advantage_normalization
         )
-        # Without a KL term no gradient comes from where they are 0. Such a response counts in the
-        # mean of the loss, but need not be computed. If all were so there would be no metrics: then
-        # they are computed for those
+        # Without a KL term a response of advantage 0 gives no gradient. It counts in the mean of
+        # the loss, but is not computed, unless that leaves none: then all are, for the metrics
         computed = (advantages * loss_mask.amax(1) != 0).float()  # (episodes,)
         if args.beta > 0 or not computed.any():
             computed = torch.ones_like(computed)
         advantages = advantages[:, None] * mask  # (episodes, length)
 
-        # 7. Log-probabilities before any update, (episodes, length). Those of the first mini-batch
-        # come with its update, which has the same weights: step 8 adds them. The others are cut as
-        # they will be in the first epoch: other shapes would change the last bits
+        # 7. Log-probabilities before any update, (episodes, length). The first mini-batch has 0
+        # here: its update computes them, with the same weights. The others are cut as in the first
+        # epoch, so that rounding is the same
         epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
         ref_logprobs = None
@@ -2537,12 +2538,11 @@ def main(args):
                 itertools.chain(*epochs), version * updates_per_step
             ):
                 is_first = mini_batch is first_mini_batch
-                update_sums, old_logprobs = accumulate_gradients(
-                    accelerator, policy, batch, mini_batch, is_first, args
+                sums.update(
+                    accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
                 )
-                sums.update(update_sums)
-                if is_first:  # its rows are 0 there, and the others' here
-                    batch.logprobs += accelerator.reduce(old_logprobs)
+                if is_first:  # they were 0, and each rank has filled in its share
+                    batch.logprobs[mini_batch] = accelerator.reduce(batch.logprobs[mini_batch])
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         check_sampler(
                             batch.logprobs, sampler_logprobs, mask * computed[:, None], args

@@ -42,9 +42,9 @@ by; and a truncated importance weight accounts for the older policy that sampled
 travels with a request, so its policy is that of the batch; the last one has a request of its own.
 With --no-async_mode weights and prompts go out after the update, and every batch is on-policy.
 
-A prompt and its response are one row, padded on the right. Every tensor of tokens has a row's
-coordinates, with zeros where there is no token of the response. Models must be causal: then no
-token knows of the padding after it, and no attention mask is needed.
+A prompt and its response are one row, padded on the right. Every tensor with a number for
+each token has a row's coordinates; all but the ids are 0 outside responses. Models must be causal:
+then no token knows of the padding after it, and no attention mask is needed.
 
 Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
@@ -148,8 +148,8 @@ from transformers import (
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# Logits that are computed at once, by device: in float32 128 and 512 MiB, of which softmax and
-# gradient need a few. A chunk reads the whole head, which small ones on a GPU would wait for
+# How many logits exist at once, by device: 128 and 512 MiB in float32, a few times over for softmax
+# and gradient. Each chunk reads the whole head; on a GPU small chunks would mostly wait for that
 LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 # The folder with programs that work on a run's folder; a copy of this script may be without
 PROGRAMS = Path(__file__).with_name("scripts")
@@ -306,7 +306,7 @@ class Args:
     whiten_rewards: bool = False
     """scale rewards to unit variance, keeping their mean"""
     cliprange: float = 0.2
-    """the ratio is clipped to 1 - this and 1 + this (GRPO: and 1 + cliprange_higher)"""
+    """the ratio's lower limit is 1 - this; in PPO its upper one is 1 + this"""
     dual_clip: float = 0.0
     """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
     cliprange_value: float = 0.0
@@ -426,8 +426,8 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is that of the longest row. Tensors with a length have one element per token. Below the
-    mask they are 0 but for response tokens.
+    `length` is that of the longest row. The fields after `mask` that have it are 0 where there is
+    no token of the response.
     """
 
     input_ids: Tensor  # (episodes, length), token ids
@@ -478,7 +478,7 @@ ending = threading.Lock()
 def end_children():
     """Ends vLLM and the reward workers, with all that they have started and written.
 
-    Folders first: where the launcher ends this process meanwhile, vLLM's process does the rest.
+    Folders first: if this process is killed meanwhile, vLLM's ends by itself.
     """
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -961,8 +961,8 @@ class ChunkedHead(torch.autograd.Function):
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
                 if has_entropy_bonus:  # the gradient of the entropy H is -p (log p + H)
                     logprobs = torch.log_softmax(logits, dim=-1)
-                    surprise = logprobs.exp() * (logprobs + entropies[part, None])
-                    logits_grad -= entropies_grad[part, None] * surprise
+                    slope = logprobs.exp() * (logprobs + entropies[part, None])
+                    logits_grad -= entropies_grad[part, None] * slope
                 if ctx.soft_cap is not None:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
@@ -974,8 +974,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype. The residual stream is float32 in a trained model, but
-    under FSDP2 and in a frozen model it has args.dtype, too.
+    right. Matrix products are in args.dtype, and so is the residual stream, but in a model that is
+    trained without FSDP2: there it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -992,8 +992,8 @@ class PolicyModel(nn.Module):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
-        # The temperature divides logits that are limited: s * cap * tanh(x / cap). forward scales x
-        # by s, so the cap is scaled here
+        # With s = scale, limited logits are s * cap * tanh(x / cap). forward gives s * x, so this
+        # cap has to be s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap is not None:
             self.soft_cap *= self.scale
@@ -1063,10 +1063,10 @@ def load_classifier(accelerator, path, args, trained):
     Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    # Rows are padded on the right, which their first token must not know. Flash attention would not
-    # run on the CPU, where the model is
+    # Padding must not reach the tokens before it: the first token's state is the same, whatever
+    # follows it. Flash attention would not run on the CPU, where the model is
     model.set_attn_implementation("eager")
-    hidden = hidden_states(model, torch.tensor([[0, 0], [0, 1]]), args)
+    hidden = hidden_states(model, torch.tensor([[0] * 8, range(8)]), args)
     model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
@@ -1104,9 +1104,9 @@ def collate(sequences, device):
 
 
 def to_rows(values, mask):
-    """Values of the response tokens of all rows, (tokens,), where they are in the rows.
+    """Puts values of the response tokens of all rows, (tokens,), at their places in the rows.
 
-    Gives a tensor like the mask, (batch, length), with zeros where that is 0.
+    Returns a tensor like the mask, (batch, length), with zeros where that is 0.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
@@ -1215,8 +1215,8 @@ def compute_gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 
-def importance_weights(logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: learner/sampler, at most tis_cap, or masked.
+def importance_weights(old_logprobs, sampler_logprobs, mask, args):
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; 0 by a mismatch.
 
     The sampler is not the learner: its policy may be a step older, and its kernels are others
     (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
@@ -1231,14 +1231,14 @@ def importance_weights(logprobs, sampler_logprobs, mask, args):
     >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
     tensor([[1.6487, 0.0000]])
     """
-    mismatch = (logprobs - sampler_logprobs) * mask
+    log_ratios = (old_logprobs - sampler_logprobs) * mask
     weights = mask
     if args.tis_cap > 0:
-        weights = mask * mismatch.exp().clamp(max=args.tis_cap)
+        weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
-        mismatch = sequence_mean(mismatch, mask)
+        log_ratios = sequence_mean(log_ratios, mask)
     if args.mismatch_mask != "none":
-        weights = weights * (mismatch.abs() <= math.log(args.mismatch_mask_range))
+        weights = weights * (log_ratios.abs() <= math.log(args.mismatch_mask_range))
     return weights
 
 
@@ -1334,7 +1334,7 @@ def start_llm(options, config, folder):
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
-    # vLLM finds what it has compiled by the path of the model. This one is that of every run
+    # vLLM's cache of compiled code goes by the model's path: from in here that is "." in every run
     os.chdir(folder)
     config.save_pretrained(options["model"])
     if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
@@ -1441,7 +1441,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
-        "model": ".",  # its folder
+        "model": ".",  # start_llm goes to the engine's folder
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -1680,11 +1680,12 @@ def draw_mini_batches(training_step, args):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
-    lengths: of all rows of the batch, (episodes,). Returns a list of (rows, the length of the
-    longest), one for each micro-batch. It has `size` rows; or, if micro_batch_tokens is not 0, as
-    many as have no more tokens on any rank, padding included, and one at the least. All ranks get
-    equally many micro-batches, if there are equally many rows for each: under FSDP2 they compute
-    together. The cut depends on nothing but the lengths, so it can be repeated.
+    lengths: of all rows of the batch, (episodes,). Returns (rows, length) for each micro-batch: the
+    length is that of its longest row on any rank. A micro-batch has `size` rows; or, if
+    micro_batch_tokens is not 0, as many as stay within it on every rank, padding included, and one
+    at the least. All ranks get equally many micro-batches, if there are equally many rows for each:
+    under FSDP2 they compute together. The cut depends on nothing but the lengths, so it can be
+    repeated.
 
     >>> rank = mock.Mock(process_index=0, num_processes=1)
     >>> lengths = torch.tensor([3, 10, 4, 4])
@@ -1704,7 +1705,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
         passes[-1] += next_rows
-    return [(rows[accelerator.process_index :: num_ranks], lengths[rows[-1]]) for rows in passes]
+    return [(part[accelerator.process_index :: num_ranks], lengths[part[-1]]) for part in passes]
 
 
 @torch.no_grad()
@@ -1741,11 +1742,11 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 
 
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
-    """Collective. Forward and backward of one optimizer batch, of which this rank takes its share.
+    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
     mini_batch: rows of the batch.
-    Each loss is the mean over the mini-batch's tokens in the loss, on all ranks together, so the
-    gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped.
+    Each loss is the mean over the tokens of the mini-batch's loss_mask, on all ranks together, so
+    the gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped.
     Returns sums over this rank's tokens, which update_metrics turns into metrics. Without
     trains_policy nothing is computed for the policy.
     """
@@ -1762,7 +1763,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         # would have to keep whole ones until then
         is_last_pass = i == len(micro_batches) - 1
         policy.require_backward_grad_sync = value_model.require_backward_grad_sync = is_last_pass
-        values = value_model(input_ids, mask).roll(1, dims=1)  # as before the updates
+        values = value_model(input_ids, mask).roll(1, dims=1)  # as in step 5 of main
         vf_loss, vf_clipped = value_loss(
             values,
             batch.values[rows, :length],
@@ -1823,7 +1824,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
-    # DDP has them in its buckets. If they became None, the next passes would make others beside
+    # They are in DDP's buckets. If they became None, the next passes would make others beside them
     optimizer.zero_grad(set_to_none=False)
     return norm
 
@@ -1835,7 +1836,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    # GPUs may compute float32 with TF32
+    # In float32, too, vLLM's kernels on a GPU may use TF32
     limit = 1e-2 if mask.is_cuda else 1e-3
     if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
@@ -2186,8 +2187,8 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    # They are two steps apart at the least: an async script samples its first two with the same
-    # weights. None is before the last step, whose line of metrics has the last evaluation already
+    # Evaluations are two steps apart at the least: an async script samples its first two with the
+    # same weights. None is before the last step, whose metrics have the last evaluation already
     count = min(args.num_evals, args.num_training_steps // 2)
     args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
 
@@ -2347,7 +2348,7 @@ def main(args):
     start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # A GPU that is shared also has vLLM, and two CUDA contexts, for which 2 GiB are left
+        # vLLM's share of the GPU, and 2 GiB for two CUDA contexts, are not for the learner to take
         contexts = 2**31 / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
     # The model inside of `policy`: the same parameters, by the names that vLLM and others know
@@ -2481,9 +2482,7 @@ def main(args):
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
-        # 5. Log-probabilities and values before any update, (episodes, length). For the policy and
-        # the value model the batch is cut as it will be in the first epoch: other shapes would
-        # change the last bits, and the ratios of the first update would not be exactly 1.
+        # 5. One row of each prompt with its response: (episodes, length)
         input_ids, mask, lengths = collate(
             [(response.prompt.token_ids, response.token_ids) for response in responses], device
         )
@@ -2492,6 +2491,10 @@ def main(args):
         sampler_logprobs = pad(
             np.pad(response.logprobs, (len(response.prompt.token_ids), 0)) for response in responses
         ).to(device)
+
+        # Log-probabilities and values before any update, (episodes, length). For the policy and the
+        # value model the batch is cut as it will be in the first epoch: other shapes would change
+        # the last bits, and the ratios of the first update would not be exactly 1.
         all_rows = list(range(len(responses)))
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None

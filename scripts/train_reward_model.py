@@ -259,8 +259,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype. The residual stream is float32 in a trained model, but
-    under FSDP2 and in a frozen model it has args.dtype, too.
+    right. Matrix products are in args.dtype, and so is the residual stream, but in a model that is
+    trained without FSDP2: there it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -417,7 +417,7 @@ def score_all(accelerator, reward_model, pairs, args):
 
 
 def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
-    """Collective. Forward and backward of one optimizer batch, of which this rank takes its share.
+    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
     mini_batch: indices of pairs.
     The loss is the mean over the pairs of all ranks, so the gradient does not depend on how the
@@ -617,8 +617,9 @@ def main(args):
     # The same model, with what accelerate may put around it to train it
     reward_model, optimizer = accelerator.prepare(model, optimizer)
 
-    # Rows are padded on the right, which their first token must not know
-    two_rows = torch.tensor([[0, 0], [0, 1]], device=accelerator.device)
+    # Padding must not reach the tokens before it: the first token's state is the same, whatever
+    # follows it
+    two_rows = torch.tensor([[0] * 8, range(8)], device=accelerator.device)
     hidden = hidden_states(model.model, two_rows, args)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(
@@ -678,7 +679,7 @@ def main(args):
         lr = lr_multiplier(training_step - 1, args.num_updates, args) * args.learning_rate
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        # DDP has them in its buckets. If they became None, the next passes would make others beside
+        # They are in DDP's buckets. If they became None, the next passes would make others beside
         optimizer.zero_grad(set_to_none=False)
         metrics |= {
             "training_step": training_step,

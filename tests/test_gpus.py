@@ -161,6 +161,7 @@ def encoders(assets, tmp_path_factory):
     """Classifiers that attend to later tokens, with the debug model's tokenizer: their folders."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     sizes = SIZES | {"vocab_size": len(tokenizer), "eos_token_id": 1, "bos_token_id": None}
+    sizes["initializer_range"] = 0.5  # so that tokens matter to each other, as in trained models
     gemma = Gemma3TextConfig(**sizes, head_dim=16, use_bidirectional_attention=True)
     folders = {}
     for config in (BertConfig(**sizes), gemma):
