@@ -286,7 +286,7 @@ def answer_prompts(script, tokenizer, prompts, args, options):
     reward_model = None
     if script.uses_reward_model(args):
         reward_model = script.load_classifier(
-            accelerator, args.reward_model_path, args, trained=False, offset=0
+            accelerator, args.reward_model_path, args, trained=False
         )
     return script.score_responses(accelerator, reward_model, responses, args)
 

@@ -70,7 +70,7 @@ def main():
     model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
     models = {
         "policy": script.place_model(accelerator, script.PolicyModel(model, args), args),
-        "value_model": script.load_classifier(accelerator, path, args, trained=True, offset=1),
+        "value_model": script.load_classifier(accelerator, path, args, trained=True),
     }
     trained = {}
     for name, model in models.items():
