@@ -11,11 +11,10 @@ cut by the script's own cut_micro_batches: by --per_device_train_batch_size, and
 responses.
 
 positions: those computed, padding included, and how many of them are padding. largest pass: in
-positions. waiting: where ranks wait for each other after each pass, as FSDP2 has it, the share of
-positions that a rank could have computed meanwhile. seconds: of the forward and backward passes of
-accumulate_gradients in ppo_vllm_async.py, with a small random model and its value model in float32
-on one thread of the CPU. They are of the processor, the least of --rounds; the sides take turns.
-What a GPU loses by small passes does not show here.
+positions. seconds: of the forward and backward passes of accumulate_gradients in ppo_vllm_async.py,
+with a small random model and its value model in float32 on one thread of the CPU. They are of the
+processor, the least of --rounds; the sides take turns. What a GPU loses by small passes does not
+show here.
 """
 
 import argparse
@@ -86,13 +85,11 @@ def count(num_ranks, given, args):
             )
             sizes[-1] += [len(rows) * longest for rows, longest in micro_batches]
     positions = sum(map(sum, sizes))
-    slowest = sum(map(max, zip(*sizes, strict=True)))
     return {
         "passes": len(sizes[0]),
         "positions": positions / num_ranks,
         "padding": 1 - lengths.sum().item() / positions,
         "largest": max(map(max, sizes)),
-        "waiting": 1 - positions / num_ranks / slowest,
     }
 
 
@@ -140,17 +137,15 @@ def main():
     *_, batch = parts
     mean = batch.mask.sum() / RESPONSES
     print(f"{RESPONSES} responses of {mean:.0f} tokens in the mean, torch {torch.__version__}\n")
-    print(
-        "| ranks | micro-batches | passes | positions | padding | largest pass | waiting |", end=""
-    )
-    print(" seconds | to the first |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| ranks | micro-batches | passes | positions | padding | largest pass", end="")
+    print(" | seconds | to the first |")
+    print("|---|---|---|---|---|---|---|---|")
     first = min(seconds[next(iter(sides))])
     for num_ranks in (1, 8):
         for side in sides:
             found = count(num_ranks, given, args[side])
             cells = [num_ranks, side, found["passes"], f"{found['positions'] / 1e3:,.0f} k"]
-            cells += [f"{found['padding']:.0%}", f"{found['largest']:,}", f"{found['waiting']:.0%}"]
+            cells += [f"{found['padding']:.0%}", f"{found['largest']:,}"]
             least = min(seconds[side])
             cells += [f"{least:.1f}", f"{least / first:.2f}"] if num_ranks == 1 else ["", ""]
             print(f"| {' | '.join(map(str, cells))} |")
