@@ -2,7 +2,8 @@
 
     python scripts/worked_example.py
 
-Two responses to one prompt, of three and two tokens. What models would compute is given.
+Two responses to one prompt, of three and two tokens. What models would compute is given. The
+columns of the prompt, which are 0 in all tensors, are left out.
 docs/ppo.md has what this prints, and the formulas.
 """
 
@@ -15,7 +16,9 @@ import torch
 
 from grpo_vllm_async import group_advantages
 from ppo_sync import (
+    Args,
     compute_gae,
+    importance_weights,
     kl_penalty,
     masked_mean,
     masked_whiten,
@@ -64,14 +67,14 @@ def ppo():
     advantages = masked_whiten(advantages, mask)
     show("advantages, whitened", advantages)
 
-    importance_weights = (logprobs - sampler_logprobs).exp().clamp(max=CAP) * mask
-    show("importance weights", importance_weights)
+    weights = importance_weights(logprobs, sampler_logprobs, mask, Args(tis_cap=CAP))
+    show("importance weights", weights)
 
     # The policy and the values after one update; another update is about to be made
     new_logprobs = torch.tensor([[-0.7, -0.4, -0.1], [-1.2, -0.9, 0.0]])
     new_values = torch.tensor([[0.6, 0.6, 0.8], [0.3, 0.1, 0.0]])
     log_ratio = (new_logprobs - logprobs) * mask
-    losses, clipped = policy_loss(log_ratio, advantages, importance_weights, CLIP, CLIP)
+    losses, clipped = policy_loss(log_ratio, advantages, weights, CLIP, CLIP)
     show("log-probs, new", new_logprobs)
     show("ratio", log_ratio.exp() * mask)
     show("clipped", clipped * mask)

@@ -1,13 +1,14 @@
 """What the output head costs: PolicyModel of ppo_vllm_async.py, against all logits at once.
 
     python scripts/benchmark/head.py                         # 512, 4,096 and 16,384 positions
-    python scripts/benchmark/head.py --positions 1024 --rounds 3
+    python scripts/benchmark/head.py --positions 1024 --rounds 3 --dtype bfloat16
     python scripts/benchmark/head.py --script OTHER.py       # the same of another version
 
 A language model without layers: embedding, norm and head, as large as Qwen2.5-0.5B's (hidden size
 896, vocabulary 151,936, float32), rows of 512 tokens. One forward and one backward pass; the
 weights and their gradients are there before, and the peak is what the resident set has beyond them.
-Each measurement is a process of its own, and the sides take turns. "plain" is the model's own
+--dtype is that of the hidden states. Seconds are of the processor, on all of its cores. Each
+measurement is a process of its own, and the sides take turns. "plain" is the model's own
 forward pass and one log-softmax of all its logits, for as many positions as --plain_limit.
 """
 
@@ -35,7 +36,7 @@ def load(path):
     return module
 
 
-def measure(side, script, positions, tied):
+def measure(side, script, positions, dtype, tied):
     """Seconds, and bytes at the peak, of one forward and one backward pass, in this process."""
     import psutil
     import torch
@@ -55,20 +56,24 @@ def measure(side, script, positions, tied):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter).mul_(0)  # in memory, other than zeros
+    hidden_dtype = getattr(torch, dtype)
+    model.model.norm.register_forward_hook(lambda module, given, hidden: hidden.to(hidden_dtype))
     ids = torch.randint(config.vocab_size, (positions // TOKENS, TOKENS + 1))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    mask = torch.ones(ids.shape)
+    mask[:, 0] = 0
     policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
     before = psutil.Process().memory_info().rss
-    start = time.perf_counter()
+    start = time.process_time()
     if side == "plain":
-        logits = model(**inputs).logits[:, :-1] / 0.7
+        hidden = model.model(ids).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden.float()) / 0.7
         logprobs = torch.log_softmax(logits, -1)
         entropies = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
         logprobs = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
     else:
-        logprobs, entropies = policy(inputs, TOKENS)
-    (-logprobs.mean()).backward()
-    seconds = time.perf_counter() - start
+        logprobs, entropies = policy(ids, mask)
+    (-logprobs.sum() / positions).backward()
+    seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     del logprobs
     held = psutil.Process().memory_info().rss - before
@@ -90,11 +95,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--plain_limit", type=int, default=1024)
     parser.add_argument("--script", type=Path, default=REPO / "ppo_vllm_async.py")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(measure(args.side, args.script, args.positions[0], args.tied)))
+        found = measure(args.side, args.script, args.positions[0], args.dtype, args.tied)
+        print(json.dumps(found))
         return
     for positions in args.positions:
         sides = ["script", "plain"] if positions <= args.plain_limit else ["script"]
@@ -102,7 +109,8 @@ def main():
         for _ in range(args.rounds):
             for side in sides:
                 command = [sys.executable, __file__, "--side", side, "--script", args.script]
-                command += ["--positions", str(positions), *["--tied"] * args.tied]
+                command += ["--positions", str(positions), "--dtype", args.dtype]
+                command += ["--tied"] * args.tied
                 run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
                 if run.returncode:
                     sys.exit(f"{side}, {positions} positions: status {run.returncode}")

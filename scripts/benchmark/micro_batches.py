@@ -1,7 +1,7 @@
 """What micro-batches by tokens save: passes, positions and seconds, by rows and by tokens.
 
     python scripts/benchmark/micro_batches.py
-    python scripts/benchmark/micro_batches.py --tokens 8192 --length 1000
+    python scripts/benchmark/micro_batches.py --tokens 8192 --length 1000 --prompts 20 2000
 
 A made-up batch of lengths as a real run has them: many responses are short and a few reach the cap.
 512 responses in mini-batches of 128 for each rank: lengths are log-normal, about 300 tokens in the
@@ -11,11 +11,10 @@ cut by the script's own cut_micro_batches: by --per_device_train_batch_size, and
 responses.
 
 positions: those computed, padding included, and how many of them are padding. largest pass: in
-positions. waiting: where ranks wait for each other after each pass, as FSDP2 has it, the share of
-positions that a rank could have computed meanwhile. seconds: of the forward and backward passes of
-accumulate_gradients in ppo_vllm_async.py, with a small random model and its value model in float32
-on one thread of the CPU. They are of the processor, the least of --rounds; the sides take turns.
-What a GPU loses by small passes does not show here.
+positions. seconds: of the forward and backward passes of accumulate_gradients in ppo_vllm_async.py,
+with a small random model and its value model in float32 on one thread of the CPU. They are of the
+processor, the least of --rounds; the sides take turns. What a GPU loses by small passes does not
+show here.
 """
 
 import argparse
@@ -48,8 +47,11 @@ SIZES = {
 }
 
 
-def make_sequences(count, length):
-    """Token ids of prompts and responses, which have about `length` tokens in the mean."""
+def make_sequences(count, length, prompts):
+    """Token ids of prompts and responses, which have about `length` tokens in the mean.
+
+    prompts: the least and the most tokens of a prompt.
+    """
     choice = random.Random(1)
     sigma = 0.9
     # A log-normal's mean is exp(mu + sigma^2 / 2)
@@ -59,7 +61,7 @@ def make_sequences(count, length):
         size = MOST
         if choice.random() > AT_MOST:
             size = min(MOST, max(1, round(choice.lognormvariate(mu, sigma))))
-        sequences.append(([7] * choice.randint(50, 250), np.full(size, 8, np.int32)))
+        sequences.append(([7] * choice.randint(*prompts), np.full(size, 8, np.int32)))
     return sequences
 
 
@@ -68,41 +70,40 @@ def mini_batches_of(count, size):
     return [rows[start : start + size] for start in range(0, count, size)]
 
 
-def count(num_ranks, length, args):
+def count(num_ranks, given, args):
     """Of each rank's passes over its batch: how many, their positions, and so on."""
-    sequences = make_sequences(RESPONSES * num_ranks, length)
+    sequences = make_sequences(RESPONSES * num_ranks, given.length, given.prompts)
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in sequences])
     mini_batches = mini_batches_of(len(sequences), MINI_BATCH * num_ranks)
     sizes = []  # [rank][pass]
     for rank in range(num_ranks):
-        accelerator = SimpleNamespace(process_index=rank, num_processes=num_ranks, device="cpu")
-        micro_batches = script.cut_micro_batches(
-            accelerator, mini_batches, sequences, args.per_device_train_batch_size, args
-        )
-        sizes.append([part.inputs["input_ids"].numel() for part in micro_batches])
+        accelerator = SimpleNamespace(process_index=rank, num_processes=num_ranks)
+        sizes.append([])
+        for mini_batch in mini_batches:
+            micro_batches = script.cut_micro_batches(
+                accelerator, mini_batch, lengths, args.per_device_train_batch_size, args
+            )
+            sizes[-1] += [len(rows) * longest for rows, longest in micro_batches]
     positions = sum(map(sum, sizes))
-    tokens = sum(len(prompt) + len(response) for prompt, response in sequences)
-    slowest = sum(map(max, zip(*sizes, strict=True)))
     return {
         "passes": len(sizes[0]),
         "positions": positions / num_ranks,
-        "padding": 1 - tokens / positions,
+        "padding": 1 - lengths.sum().item() / positions,
         "largest": max(map(max, sizes)),
-        "waiting": 1 - positions / num_ranks / slowest,
     }
 
 
-def prepare(length):
+def prepare(given):
     """What accumulate_gradients takes, but for the arguments of the run."""
     torch.manual_seed(0)
     args = script.Args(dtype="float32")
-    sequences = make_sequences(RESPONSES, length)
-    mask = script.pad([1.0] * len(response) for _, response in sequences)
-    some = dict.fromkeys(script.Batch.__dataclass_fields__, mask)
-    ones = torch.ones(RESPONSES)
-    batch = script.Batch(**some | {"sequences": sequences, "scores": ones, "scored": ones})
+    sequences = make_sequences(RESPONSES, given.length, given.prompts)
+    input_ids, mask, lengths = script.collate(sequences, "cpu")
+    fields = dict.fromkeys(script.Batch.__dataclass_fields__, mask)
+    batch = script.Batch(**fields | {"input_ids": input_ids, "lengths": lengths})
     policy = script.PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES)), args)
     classifier = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1))
-    return policy, script.ValueModel(classifier, 1, args), batch
+    return policy, script.ValueModel(classifier, args), batch
 
 
 def measure(accelerator, parts, args):
@@ -120,10 +121,11 @@ def main():
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--length", type=int, default=300, help="mean of the responses, in tokens")
+    parser.add_argument("--prompts", type=int, nargs=2, default=[50, 250], help="least and most")
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    accelerator, parts = Accelerator(cpu=True), prepare(given.length)
+    accelerator, parts = Accelerator(cpu=True), prepare(given)
     sides = {f"{rows} rows": {"per_device_train_batch_size": rows} for rows in given.rows}
     sides |= {f"{tokens:,} tokens": {"micro_batch_tokens": tokens} for tokens in given.tokens}
     args = {side: replace(script.Args(dtype="float32"), **sides[side]) for side in sides}
@@ -132,19 +134,18 @@ def main():
         for side in sides:
             seconds[side].append(measure(accelerator, parts, args[side]))
 
-    mean = sum(len(response) for _, response in parts[2].sequences) / RESPONSES
+    *_, batch = parts
+    mean = batch.mask.sum() / RESPONSES
     print(f"{RESPONSES} responses of {mean:.0f} tokens in the mean, torch {torch.__version__}\n")
-    print(
-        "| ranks | micro-batches | passes | positions | padding | largest pass | waiting |", end=""
-    )
-    print(" seconds | to the first |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| ranks | micro-batches | passes | positions | padding | largest pass", end="")
+    print(" | seconds | to the first |")
+    print("|---|---|---|---|---|---|---|---|")
     first = min(seconds[next(iter(sides))])
     for num_ranks in (1, 8):
         for side in sides:
-            found = count(num_ranks, given.length, args[side])
+            found = count(num_ranks, given, args[side])
             cells = [num_ranks, side, found["passes"], f"{found['positions'] / 1e3:,.0f} k"]
-            cells += [f"{found['padding']:.0%}", f"{found['largest']:,}", f"{found['waiting']:.0%}"]
+            cells += [f"{found['padding']:.0%}", f"{found['largest']:,}"]
             least = min(seconds[side])
             cells += [f"{least:.1f}", f"{least / first:.2f}"] if num_ranks == 1 else ["", ""]
             print(f"| {' | '.join(map(str, cells))} |")
