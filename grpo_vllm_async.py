@@ -899,8 +899,10 @@ def tf32(enabled):
     bits, rounds those above 2,048.
     """
     torch.backends.cuda.matmul.allow_tf32 = enabled
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def head_logits(hidden, head, soft_cap):
@@ -1057,7 +1059,7 @@ def load_classifier(accelerator, path, args, trained):
     # Padding must not reach the tokens before it: the first token's state is the same, whatever
     # follows it. Flash attention would not run on the CPU, where the model is
     model.set_attn_implementation("eager")
-    hidden = hidden_states(model, torch.tensor([[0] * 8, range(8)]), args)
+    hidden = model.base_model(torch.tensor([[0] * 8, range(8)])).last_hidden_state
     model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")

@@ -1496,6 +1496,11 @@ def pass_parts(run, model, rows, is_trained):
     window = getattr(config, "sliding_window", None)
     if window and window < run.max_length():  # then there is a mask: (rows, length, length)
         layer += tokens * size * run.max_length()
+    heads = config.num_attention_heads
+    has_fewer_key_heads = getattr(config, "num_key_value_heads", heads) != heads
+    if run.options.has_gpus() and args.dtype == "float32" and has_fewer_key_heads:
+        # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
+        layer += tokens * size * heads * run.max_length()
     embedding = 4 * model.get_input_embeddings().weight.numel()
     logits = head = 0
     if not hasattr(model, "score"):

@@ -620,7 +620,7 @@ def main(args):
     # Padding must not reach the tokens before it: the first token's state is the same, whatever
     # follows it
     two_rows = torch.tensor([[0] * 8, range(8)], device=accelerator.device)
-    hidden = hidden_states(model.model, two_rows, args)
+    hidden = model.model.base_model(two_rows).last_hidden_state
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(
             f"{args.model_name_or_path} attends to later tokens; it must be a causal model"

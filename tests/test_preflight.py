@@ -336,6 +336,21 @@ def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
     assert beyond - without == pytest.approx(4 * run.max_length() ** 2)
 
 
+def test_scores_take_memory_in_float32_with_fewer_key_heads(monkeypatch):
+    run = fits.launch("ppo_sync", "0.6", 80, "one_gpu.yaml")
+    config, activations = run.value_model.config, {}
+    for dtype in ("bfloat16", "float32"):
+        monkeypatch.setattr(run.args, "dtype", dtype)
+        for key_heads in (8, 16):
+            monkeypatch.setattr(config, "num_key_value_heads", key_heads)
+            parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+            activations[dtype, key_heads] = parts["activations"]
+    assert activations["bfloat16", 8] == activations["bfloat16", 16]
+    # Of half a layer, as the mask
+    scores = 4 * 16 * run.max_length() ** 2 * 4 / 2
+    assert activations["float32", 8] - activations["float32", 16] == pytest.approx(scores)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_shared_gpu_leaves_two_gib_to_cuda(share):
     """As set_per_process_memory_fraction in the scripts; one of its own has one context."""

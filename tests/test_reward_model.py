@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import train_reward_model as rm
-from helpers import REPO, rollouts
+from helpers import REPO, hooks, rollouts
 from helpers.files import read_json_lines, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
 from helpers.processes import CPU, TWO_RANKS, environment, flags_of, gradient_of_ranks
@@ -175,6 +175,20 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     ]
     ppos = torch.tensor(ppo.reward_model_scores(accelerator, ppos, responses, args))
     torch.testing.assert_close(ppos.view(2, -1), scores, rtol=0, atol=1e-5)
+
+
+def test_gradients_stay_from_update_to_update(options, tmp_path, monkeypatch):
+    """They are in DDP's buckets. Others beside them would take as much memory again."""
+    have_none = []
+
+    def note(call, given):
+        gradients = [p.grad for p in given["reward_model"].parameters()]
+        have_none.append({gradient is None for gradient in gradients})
+        return call()
+
+    hooks.around(rm, "accumulate_gradients", note, put=monkeypatch.setattr)
+    run(tmp_path, options)
+    assert have_none == [{True}, *[{False}] * 5]
 
 
 def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):

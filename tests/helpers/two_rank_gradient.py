@@ -53,9 +53,10 @@ def reward_models(accelerator, size):
 
 
 def storages(accelerator, size):
-    """Where DDP's buckets are in each of four updates, and the policy's gradients after each pass.
+    """Where the policy's gradients are after each pass of four updates, and DDP's buckets.
 
-    Both by addresses: [(those of the buckets, [those of the gradients, ...]), ...]
+    Both by addresses: [(those of the buckets that ranks exchanged, in this order, [those of the
+    gradients, ...]), ...]
     """
     args = rollouts.tiny_args(per_device_train_batch_size=size)
     batch = rollouts.in_float32(rollouts.make_rollout())
@@ -65,10 +66,10 @@ def storages(accelerator, size):
     ]
     policy, _ = models
     optimizer = torch.optim.AdamW(policy.parameters())
-    updates, buckets, in_passes = [], set(), []
+    updates, buckets, in_passes = [], [], []
 
     def note_bucket(state, bucket):
-        buckets.add(bucket.buffer().untyped_storage().data_ptr())
+        buckets.append(bucket.buffer().untyped_storage().data_ptr())
         return allreduce_hook(None, bucket)
 
     def note_pass(call, given):
@@ -83,7 +84,7 @@ def storages(accelerator, size):
     for _ in range(4):
         script.accumulate_gradients(accelerator, *models, batch, list(range(8)), True, args)
         script.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
-        updates.append((set(buckets), list(in_passes)))
+        updates.append((list(buckets), list(in_passes)))
         buckets.clear()
         in_passes.clear()
     return {"updates": updates}
