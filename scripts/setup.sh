@@ -80,13 +80,15 @@ by_uv() {
   for option in index-url extra-index-url find-links constraint trusted-host; do
     for value in $(pip_option "$option"); do sources+=("--$option" "$value"); done
   done
-  # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere
-  UV_CACHE_DIR=${UV_CACHE_DIR:-.venv/.uv} .venv/bin/uv pip install --python .venv/bin/python "${sources[@]}" -r "$requirements" "$@"
+  # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere. Bytecode, as by pip: many
+  # images set PYTHONDONTWRITEBYTECODE, and then each process would compile its imports anew, for seconds
+  UV_CACHE_DIR=${UV_CACHE_DIR:-.venv/.uv} .venv/bin/uv pip install --python .venv/bin/python --compile-bytecode \
+    "${sources[@]}" -r "$requirements" "$@"
 }
 by_pip() { pip install -r "$requirements" "$@"; }
 
 # Of what they say, what takes long: packages of 10 MB and more, and the end.
-long='(Downloading|Using cached) .*\([0-9]{2,}\.[0-9]+ ?Mi?B\)|^Installing collected packages|^(Resolved|Prepared|Installed) .*'
+long='(Downloading|Using cached) .*\([0-9]{2,}\.[0-9]+ ?Mi?B\)|^Installing collected packages|^(Resolved|Prepared|Installed|Bytecode compiled) .*'
 show() { "$@" 2>&1 | tee "$log" | { grep --line-buffered -oE "$long" || true; }; }
 # PyPI has no CPU build of torch for Linux, and vLLM's CPU build asks for just that: the second try adds PyTorch's index.
 install() {

@@ -103,7 +103,10 @@ class Machine:
         """What uv and pip were to install, without what is always there."""
         text = [call for call in self.calls if " install " in call and " -q " not in call]
         text = [re.sub(r"python -m pip .*install", "pip", call) for call in text]
-        text = [re.sub("uv pip install --python .venv/bin/python", "uv", call) for call in text]
+        text = [
+            re.sub("uv pip install --python .venv/bin/python --compile-bytecode", "uv", call)
+            for call in text
+        ]
         return [call.replace(" --index-strategy unsafe-best-match", "") for call in text]
 
 
