@@ -196,7 +196,8 @@ def resume(two_ranks, start_script, small_eval, tmp_path):
                 "ppo_vllm_async.py",
                 tmp_path / f"node_{rank}",
                 launcher=launcher,
-                env=CPU | STUB,
+                # A node of one rank would have a thread for each core, and sums of another order
+                env=CPU | STUB | {"OMP_NUM_THREADS": "1"},
                 **options | changes,
             )
             for rank, launcher in enumerate(launchers)
