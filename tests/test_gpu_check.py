@@ -415,6 +415,13 @@ def test_plan_is_read_from_the_preflight(out, status, expected, monkeypatch):
     assert expected.items() <= gpu_check.plan(["script.py", "flag"]).items()
 
 
+@pytest.mark.slow
+def test_preflight_says_what_the_plan_is_read_from(assets):
+    command = ["grpo_vllm_async.py", "--dataset", str(assets / "train.parquet")]
+    figures = gpu_check.plan([*command, "--model_name_or_path", str(assets / "model")])
+    assert figures["plan_gib"] > 0 and "plan_refuses" not in figures
+
+
 def test_size_that_does_not_fit_is_skipped(check, monkeypatch):
     plan = {"plan_gib": 59.0, "plan_refuses": "memory: a learner needs about 59.0 GiB"}
     monkeypatch.setattr(gpu_check, "run_program", lambda name: RATES)
