@@ -23,6 +23,7 @@ Which file.
                         from a response to its score, reward workers; the rules for right answers
     test_engine, test_weight_sync
                         class VLLM and its process; weights by CUDA's ways, with a faked device
+    test_gpus           what GPUs need, as far as a CPU shows it: attention, TF32, memory
     test_ranks          which engine is where, who answers what
     test_fsdp2          models that ranks share, and copies of them, beside one process
     test_loop, test_resume
@@ -32,7 +33,7 @@ Which file.
     test_mistakes       what the scripts refuse
     test_preflight      preflight, on the odd inputs that preflight_cases.py has
     test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
-    test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub
+    test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub, test_setup
                         a program of scripts/ each
     test_recipes        the commands of scripts/train
     test_scripts_agree, test_doctests, test_budget, test_docs, test_commands
