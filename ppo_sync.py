@@ -1684,7 +1684,7 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
     Each is cut as by cut_micro_batches. Returns log-probabilities or values of all rows on every
-    rank: (episodes, length), like the mask; 0 in rows of no mini-batch.
+    rank: (episodes, length), 0 in rows of no mini-batch. Outside responses only values are not 0.
     """
     whole = torch.zeros_like(mask)
     for mini_batch in mini_batches:
