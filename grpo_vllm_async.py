@@ -202,6 +202,10 @@ class Args:
     """attention of the learner's models: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: far less memory, a third slower"""
+    lora_rank: int = 0
+    """rank of adapters (2106.09685), trained in place of the model's own weights; 0: none"""
+    lora_alpha: int = 32
+    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
