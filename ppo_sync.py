@@ -123,7 +123,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -135,6 +135,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+from transformers.utils import cached_file
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
@@ -845,13 +846,50 @@ def revision_of(path, args):
     return revisions.get(path)
 
 
+def add_adapter(model, args):
+    """Freezes a model, and gives each linear layer of it an adapter to train (2106.09685).
+
+    A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
+    is 0, so at first the model is what it was. Both are float32. The head has no adapter.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = model.base_model.named_modules()  # without the head
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules={name.split(".")[-1] for name, m in layers if isinstance(m, nn.Linear)},
+        base_model_name_or_path=args.model_name_or_path,
+        revision=args.model_revision,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def scale_adapter(model, scale):
+    """Multiplies what adapters add: by 0 a policy is the model that was loaded.
+
+    peft's own way to turn them off freezes them as well, and FSDP2 looks at that.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", scale)
+
+
 def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
-    A trained model is float32 and needs gradients; a frozen one is of args.dtype. ValueError: its
-    checkpoint lacks a tensor. PPO's value model may lack its head, which then is zeros, so that the
-    first advantages are rewards to come; with random values they would be noise.
+    A trained model is float32 and needs gradients; a frozen one is of args.dtype, and so is one
+    whose adapter is trained. ValueError: its checkpoint lacks a tensor. PPO's value model may lack
+    its head, which then is zeros, so that the first advantages are rewards to come; with random
+    values they would be noise.
     """
+    has_adapter = trained and args.lora_rank > 0
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
     for name, value in vars(config).items():
@@ -861,7 +899,7 @@ def load_model(auto_class, path, args, trained, **config_options):
         path,
         config=config,
         revision=revision,
-        dtype=torch.float32 if trained else getattr(torch, args.dtype),
+        dtype=torch.float32 if trained and not has_adapter else getattr(torch, args.dtype),
         attn_implementation=args.attn_implementation,
         output_loading_info=True,
     )
@@ -878,8 +916,10 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Dropout is off by the config
-    model.train(trained)
-    return model.requires_grad_(trained)
+    model.train(trained).requires_grad_(trained)
+    if has_adapter:
+        add_adapter(model, args)
+    return model
 
 
 def token_logprobs(logits, labels):
@@ -946,7 +986,8 @@ class ChunkedHead(torch.autograd.Function):
         """
         hidden, head, labels, entropies = ctx.saved_tensors
         has_entropy_bonus = entropies_grad.any()
-        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head)
+        hidden_grad = torch.empty_like(hidden)
+        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # it is frozen
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
                 logits = head_logits(hidden[part], head, ctx.soft_cap)
@@ -960,7 +1001,8 @@ class ChunkedHead(torch.autograd.Function):
                 if ctx.soft_cap is not None:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
-                head_grad.addmm_(logits_grad.T, hidden[part])
+                if head_grad is not None:
+                    head_grad.addmm_(logits_grad.T, hidden[part])
         return hidden_grad, head_grad, None, None, None
 
 
@@ -968,8 +1010,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream, but in a model that is
-    trained without FSDP2: there it is float32.
+    right. Matrix products are in args.dtype, and so is the residual stream, but in a model of which
+    all weights are trained without FSDP2: there it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -1064,7 +1106,7 @@ def load_classifier(accelerator, path, args, trained):
     model.set_attn_implementation(args.attn_implementation)
     if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
         raise ValueError(f"{path} attends to later tokens; it must be a causal model")
-    model.score.float()
+    model.score.float().requires_grad_(trained)
     return place_model(accelerator, ValueModel(model, args), args)
 
 
@@ -1330,9 +1372,10 @@ def start_llm(options, config, folder):
     threading.Thread(target=end_with_script, daemon=True).start()
     # vLLM's cache of compiled code goes by the model's path: from in here that is "." in every run
     os.chdir(folder)
-    config.save_pretrained(options["model"])
-    if "load_format" not in options:  # vLLM 0.32 on a CPU cannot reload "dummy" weights
-        AutoModelForCausalLM.from_config(config).save_pretrained(options["model"])
+    config.save_pretrained(".")
+    # vLLM 0.32 on a CPU cannot reload "dummy" weights
+    if "load_format" not in options and "enable_lora" not in options:
+        AutoModelForCausalLM.from_config(config).save_pretrained(".")
     from vllm import LLM
 
     llm = LLM(**options)
@@ -1344,19 +1387,21 @@ def call_llm(method, *args, **kwargs):
     return getattr(llm, method)(*args, **kwargs)
 
 
-def sample_responses(prompt_ids, seeds, temperature, args):
+def sample_responses(prompt_ids, seeds, temperature, max_tokens, version, args):
     """Samples a response to each prompt: [(its token ids with the stop token, their logprobs)].
 
     Each response is a request of its own with its own seed, so that a run can be repeated.
+    version: of the policy; its adapter is in the folder of that name.
     """
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
     sampling = [
         SamplingParams(
             seed=seed,
             temperature=temperature,
-            max_tokens=args.response_length,
+            max_tokens=max_tokens,
             stop_token_ids=args.stop_token_ids,
             ignore_eos=True,  # the end tokens are those in stop_token_ids, and no others
             logprobs=0,  # of the sampled token alone
@@ -1365,7 +1410,10 @@ def sample_responses(prompt_ids, seeds, temperature, args):
         )
         for seed in seeds
     ]
-    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    adapter = None
+    if args.lora_rank > 0:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
+        adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
+    outputs = llm.generate(requests, sampling, lora_request=adapter, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     return [
         (np.array(c.token_ids, np.int32), np.array(c.logprobs.logprobs, np.float32))
@@ -1418,7 +1466,8 @@ def share_of(num_items, index, count, group):
 def vllm_settings(gpus, folder, max_length, args):
     """The environment of an engine's process, and the arguments of vLLM's LLM, as dictionaries.
 
-    It starts with random weights, so that a tensor that a weight sync leaves out shows at once.
+    It starts with random weights, so that a tensor that a weight sync leaves out shows at once; or,
+    if an adapter is trained, with those of the checkpoint.
     """
     # The engine is a world of its own: the learners' RANK, MASTER_PORT, ... are not for it
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -1450,8 +1499,9 @@ def vllm_settings(gpus, folder, max_length, args):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        options["load_format"] = "dummy"  # random
-        options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
+        if args.lora_rank == 0:
+            options["load_format"] = "dummy"  # random
+            options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
         # Each learner has an engine, and wants some threads for itself, too
@@ -1460,6 +1510,17 @@ def vllm_settings(gpus, folder, max_length, args):
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
+    if args.lora_rank > 0:
+        # vLLM loads the checkpoint, but by the config in the engine's folder
+        file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
+        options |= {
+            "model": str(Path(file).parent.absolute()),
+            "hf_config_path": ".",
+            "enable_lora": True,
+            # vLLM knows powers of two from 8 to 512
+            "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
+            "max_loras": 2,  # the last version's, and this one's
+        }
     return environment, options
 
 
@@ -1472,14 +1533,14 @@ def end_if_failed(call):
 class VLLM:
     """One vLLM engine in a process of its own. One thread at a time may use it."""
 
-    def __init__(self, placement, config, max_length, args):
+    def __init__(self, placement, model, max_length, args):
         """Starts the engine, and waits until it is up.
 
-        placement: see place_engine; config: the policy's; max_length: the most tokens of a prompt
+        placement: see place_engine; model: the policy's; max_length: the most tokens of a prompt
         with its response.
         """
         self.index, self.count, self.gpus = placement
-        self.args = args
+        self.model, self.args = model, args
         self.policy_version = None  # of the weights that it has; None: random ones
         self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
         # Weights are handed over in memory where there is no GPU
@@ -1490,7 +1551,7 @@ class VLLM:
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
         with mock.patch.dict(os.environ, environment, clear=True):
-            start = self.submit(start_llm, options, config, self.folder)
+            start = self.submit(start_llm, options, model.config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -1503,7 +1564,7 @@ class VLLM:
         """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(self, prompts, seeds, temperature, num_samples):
+    def sample(self, prompts, seeds, temperature, num_samples, max_tokens):
         """Samples the Responses to this engine's share of some Prompts.
 
         num_samples: samples of a prompt; equal prompts are adjacent.
@@ -1511,7 +1572,10 @@ class VLLM:
         share = share_of(len(prompts), self.index, self.count, num_samples)
         prompts, seeds = prompts[share], seeds[share]
         prompt_ids = [prompt.token_ids for prompt in prompts]
-        samples = self.submit(sample_responses, prompt_ids, seeds, temperature, self.args).result()
+        version = self.policy_version
+        samples = self.submit(
+            sample_responses, prompt_ids, seeds, temperature, max_tokens, version, self.args
+        ).result()
         return [
             Response(prompt, token_ids, logprobs, token_ids[-1] in self.args.stop_token_ids)
             for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
@@ -1520,9 +1584,12 @@ class VLLM:
     def sync_weights(self, weights, version):
         """Gives vLLM weights, of which it reads all; it must be idle.
 
-        weights: as from gather_weights; version: of the policy.
+        weights: as from gather_weights; version: of the policy. An adapter goes with the requests
+        instead: vLLM reads it from a folder of the version's name.
         """
-        if self.gpus:
+        if self.args.lora_rank > 0:
+            self.write_adapter(weights, version)
+        elif self.gpus:
             self.send_weights(weights)
         else:
             # Clones, for tied weights share memory, which the file must not
@@ -1532,6 +1599,15 @@ class VLLM:
         was_idle = self.sync_call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
+
+    def write_adapter(self, weights, version):
+        """Writes an adapter to a folder of the version's name, and removes that of the last one."""
+        if version == self.policy_version:  # an asynchronous script sends version 0 twice
+            return
+        unfinished = Path(self.folder, "unfinished")
+        save_adapter(self.model, dict(weights), unfinished)
+        unfinished.rename(f"{self.folder}/version_{version}")
+        shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
 
     def send_weights(self, weights):
         """Sends weights by the protocol of vLLM's workers.
@@ -1585,15 +1661,41 @@ def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
     Under FSDP2 each rank has a part of a weight. It makes that args.dtype, and all ranks exchange
-    theirs. Without it nothing is copied but by the change of dtype.
+    theirs. Without it nothing is copied but by the change of dtype. What is frozen is left out.
     """
     # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
     is_on_gpu = model.device.type == "cuda"
     for name, parameter in model.named_parameters(remove_duplicate=is_on_gpu):
+        if not parameter.requires_grad:
+            continue
         weight = parameter.detach().to(getattr(torch, args.dtype))
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         yield name, weight
+
+
+def save_adapter(model, weights, folder):
+    """Writes a model's adapter to a folder, in peft's form. weights: {name: tensor}."""
+    model.peft_config["default"].save_pretrained(folder)
+    tensors = {
+        f"base_model.model.{name.replace('.default', '')}": weights[name]
+        for name in weights
+        if ".lora_" in name
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def sync_weights(vllm, model, version, args):
+    """Collective. Gives vLLM the weights of a policy, which are of this version.
+
+    model: that in the policy; vllm: None where this rank owns no engine.
+    """
+    weights = gather_weights(model, args)
+    if vllm is not None:
+        vllm.sync_weights(weights, version)
+    # Gathering is collective. A rank without an engine has read none yet: it takes part, too
+    for _ in weights:
+        pass
 
 
 def generate_rollout(vllm, workers, tokenizer, request, args):
@@ -1606,13 +1708,19 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     rollout = Rollout(vllm.policy_version, [], [], {})
     with timed(rollout.times, "generation"):
         responses = vllm.sample(
-            request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
+            request.prompts,
+            request.seeds,
+            args.temperature,
+            args.number_samples_per_prompt,
+            args.response_length,
         )
     with timed(rollout.times, "reward"):
         rollout.responses = grade_responses(responses, tokenizer, workers, args)
     with timed(rollout.times, "evaluation"):
         seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
+        responses = vllm.sample(
+            request.eval_prompts, seeds, args.eval_temperature, 1, args.response_length
+        )
         rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
     return rollout
 
@@ -1821,6 +1929,34 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
         )
 
 
+@torch.no_grad()
+def check_adapter(vllm, policy, model, prompt, args):
+    """Collective. vLLM must apply an adapter as the learner does. To see that, B is noise in here.
+
+    At version 0 it is 0. So an engine that ignores the adapter, or has another lora_alpha, would
+    pass check_sampler. model: that in the policy; prompt: any.
+    """
+    matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+    for matrix in matrices:
+        local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
+        # What the adapter adds is about half of what a layer gives, whatever rank and alpha are
+        local.normal_(std=math.sqrt(args.lora_rank) / args.lora_alpha, generator=generator)
+    sync_weights(vllm, model, -1, args)
+    token_ids = prompt.token_ids  # of a rank without an engine, which only takes part
+    if vllm is not None:
+        prompts, seeds = [prompt] * vllm.count, range(vllm.count)  # one for each engine
+        (response,) = vllm.sample(prompts, seeds, args.temperature, 1, max_tokens=32)
+        token_ids = response.token_ids
+    input_ids, mask, _ = collate([(prompt.token_ids, token_ids)], model.device)
+    logprobs, _ = policy(input_ids, mask)
+    if vllm is not None:
+        sampler_logprobs = torch.tensor(response.logprobs, device=model.device)
+        check_sampler(logprobs[mask.bool()], sampler_logprobs, mask[mask.bool()], args)
+    for matrix in matrices:
+        matrix.zero_()
+
+
 # ------------------------------------------------------------------------------ metrics and files
 
 
@@ -1976,11 +2112,20 @@ def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
     They get their name when they are whole. The generation config is the one that the model came
-    with, but for the end tokens, which are the run's.
+    with, but for the end tokens, which are the run's. An adapter goes to the folder "adapter"
+    beside it, and is merged into the model: in float32, since rounding to bfloat16 would lose it.
     """
     weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
     if not accelerator.is_main_process:
         return
+    if args.lora_rank > 0:
+        from peft import PeftModel
+
+        folder = path.with_name("adapter")
+        save_adapter(model, weights, folder)
+        base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+        model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
+        weights = model.state_dict()
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
     # transformers refuses to save what a model may have come with, such as a temperature without
@@ -2018,6 +2163,15 @@ def remove_checkpoints(checkpoints):
         shutil.rmtree(unfinished)
 
 
+def trained_weights(model):
+    """The trained parameters of a model, by the names that they have without DDP."""
+    return {
+        name.removeprefix("module."): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def save_models(trained, folder):
     """Collective. Writes models and optimizers to a folder that all nodes share.
 
@@ -2025,7 +2179,7 @@ def save_models(trained, folder):
     FSDP2 or the number of ranks: a run can be resumed under others.
     """
     for name, (model, optimizer) in trained.items():
-        checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / name)
+        checkpoint.save(trained_weights(model), checkpoint_id=folder / name)
         # It is empty while PPO's value model warms up: torch would make one by a step of its own
         if optimizer.state:
             state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -2039,7 +2193,7 @@ def load_models(trained, folder):
     made by a step with a rate of 0.
     """
     for name, (model, optimizer) in trained.items():
-        checkpoint.load(get_model_state_dict(model), checkpoint_id=folder / name)
+        checkpoint.load(trained_weights(model), checkpoint_id=folder / name)
         path = folder / f"{name}_optimizer"
         if path.exists():
             state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -2275,6 +2429,9 @@ def main(args):
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
             "seed",
+            "model_name_or_path",
+            "lora_rank",
+            "lora_alpha",
             "beta",
             "episodes_per_step",
             "number_samples_per_prompt",
@@ -2295,7 +2452,8 @@ def main(args):
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
-    if args.beta > 0:
+    ref_policy = policy  # with an adapter
+    if args.beta > 0 and args.lora_rank == 0:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
@@ -2318,15 +2476,9 @@ def main(args):
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
         accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
-        vllm = VLLM(placement, model.config, max_length, args)
-
-    def sync_weights(version):
-        """Collective. Sends vLLM the weights, which are of this version."""
-        weights = gather_weights(model, args)
-        if vllm is not None:
-            vllm.sync_weights(weights, version)
-        for _ in weights:  # nothing is left, but of a rank without an engine, which takes part too
-            pass
+        vllm = VLLM(placement, model, max_length, args)
+    if args.lora_rank > 0:
+        check_adapter(vllm, policy, model, train_prompts[0], args)
 
     def generate(training_step):
         """Collective. The Rollout of a step: responses with their verifiable rewards."""
@@ -2385,7 +2537,7 @@ def main(args):
 
         # 2. The current weights go to vLLM
         with timed(times, "weight_sync"):
-            sync_weights(version)
+            sync_weights(vllm, model, version, args)
 
         # 3. It samples the responses to this step's prompts
         rollout = generate(training_step)
@@ -2429,9 +2581,12 @@ def main(args):
             values = values.roll(1, dims=1) * mask
             if args.beta > 0:
                 size = args.local_rollout_forward_batch_size
+                # An adapter's policy without the adapter is the reference policy
+                scale_adapter(ref_policy, 0.0)
                 ref_logprobs = forward_all(
                     accelerator, ref_policy, [all_rows], input_ids, mask, lengths, size, args
                 )
+                scale_adapter(ref_policy, 1.0)
         check_sampler(logprobs, sampler_logprobs, mask, args)
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
@@ -2532,7 +2687,7 @@ def main(args):
         if is_last:
             save_model(accelerator, model, tokenizer, run_dir / "model", args)
             if eval_prompts:
-                sync_weights(training_step)
+                sync_weights(vllm, model, training_step, args)
                 last = generate(training_step + 1)  # without training prompts
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
