@@ -858,26 +858,31 @@ def revision_of(path, args):
     return revisions.get(path)
 
 
-def add_adapter(model, args):
-    """Freezes a model, and gives each linear layer of it an adapter to train (2106.09685).
+def adapter_config(args):
+    """peft's configuration of an adapter."""
+    from peft import LoraConfig
 
-    A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
-    is 0, so at first the model is what it was. Both are float32. The head has no adapter.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    layers = model.base_model.named_modules()  # without the head
-    config = LoraConfig(
+    return LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        target_modules={name.split(".")[-1] for name, m in layers if isinstance(m, nn.Linear)},
+        target_modules="all-linear",
         base_model_name_or_path=args.model_name_or_path,
         revision=args.model_revision,
         task_type="CAUSAL_LM",
     )
+
+
+def add_adapter(model, args):
+    """Gives each linear layer of a frozen model, but its head, an adapter to train (2106.09685).
+
+    A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
+    is 0, so at first the model is what it was. Both are float32.
+    """
+    from peft import inject_adapter_in_model
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(adapter_config(args), model.base_model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -928,7 +933,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Dropout is off by the config
-    model.train(trained).requires_grad_(trained)
+    model.train(trained).requires_grad_(trained and not has_adapter)
     if has_adapter:
         add_adapter(model, args)
     return model
@@ -1545,14 +1550,14 @@ def end_if_failed(call):
 class VLLM:
     """One vLLM engine in a process of its own. One thread at a time may use it."""
 
-    def __init__(self, placement, model, max_length, args):
+    def __init__(self, placement, config, max_length, args):
         """Starts the engine, and waits until it is up.
 
-        placement: see place_engine; model: the policy's; max_length: the most tokens of a prompt
+        placement: see place_engine; config: the policy's; max_length: the most tokens of a prompt
         with its response.
         """
         self.index, self.count, self.gpus = placement
-        self.model, self.args = model, args
+        self.args = args
         self.policy_version = None  # of the weights that it has; None: random ones
         self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
         # Weights are handed over in memory where there is no GPU
@@ -1563,7 +1568,7 @@ class VLLM:
         # vLLM and torch read the environment when they are imported, so the process is born with
         # it; patch.dict gives ours back afterwards
         with mock.patch.dict(os.environ, environment, clear=True):
-            start = self.submit(start_llm, options, model.config, self.folder)
+            start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -1576,18 +1581,18 @@ class VLLM:
         """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(self, prompts, seeds, temperature, num_samples, max_tokens):
+    def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
         """Samples the Responses to this engine's share of some Prompts.
 
-        num_samples: samples of a prompt; equal prompts are adjacent.
+        num_samples: samples of a prompt; equal prompts are adjacent; max_tokens: of a response, if
+        not response_length.
         """
         share = share_of(len(prompts), self.index, self.count, num_samples)
         prompts, seeds = prompts[share], seeds[share]
         prompt_ids = [prompt.token_ids for prompt in prompts]
-        version = self.policy_version
-        samples = self.submit(
-            sample_responses, prompt_ids, seeds, temperature, max_tokens, version, self.args
-        ).result()
+        max_tokens = max_tokens or self.args.response_length
+        options = temperature, max_tokens, self.policy_version, self.args
+        samples = self.submit(sample_responses, prompt_ids, seeds, *options).result()
         return [
             Response(prompt, token_ids, logprobs, token_ids[-1] in self.args.stop_token_ids)
             for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
@@ -1617,7 +1622,7 @@ class VLLM:
         if version == self.policy_version:  # an asynchronous script sends version 0 twice
             return
         unfinished = Path(self.folder, "unfinished")
-        save_adapter(self.model, dict(weights), unfinished)
+        save_adapter(dict(weights), unfinished, self.args)
         unfinished.rename(f"{self.folder}/version_{version}")
         shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
 
@@ -1686,12 +1691,12 @@ def gather_weights(model, args):
         yield name, weight
 
 
-def save_adapter(model, weights, folder):
-    """Writes a model's adapter to a folder, in peft's form. weights: {name: tensor}."""
-    model.peft_config["default"].save_pretrained(folder)
+def save_adapter(weights, folder, args):
+    """Writes an adapter to a folder, in peft's form. weights: {name: tensor}, of a whole model."""
+    adapter_config(args).save_pretrained(folder)
     tensors = {
-        f"base_model.model.{name.replace('.default', '')}": weights[name]
-        for name in weights
+        f"base_model.model.{name.replace('.default', '')}": weight
+        for name, weight in weights.items()
         if ".lora_" in name
     }
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -1720,19 +1725,13 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     rollout = Rollout(vllm.policy_version, [], [], {})
     with timed(rollout.times, "generation"):
         responses = vllm.sample(
-            request.prompts,
-            request.seeds,
-            args.temperature,
-            args.number_samples_per_prompt,
-            args.response_length,
+            request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
         )
     with timed(rollout.times, "reward"):
         rollout.responses = grade_responses(responses, tokenizer, workers, args)
     with timed(rollout.times, "evaluation"):
         seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        responses = vllm.sample(
-            request.eval_prompts, seeds, args.eval_temperature, 1, args.response_length
-        )
+        responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
         rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
     return rollout
 
@@ -2153,7 +2152,8 @@ def save_model(accelerator, model, tokenizer, path, args):
         from peft import PeftModel
 
         folder = path.with_name("adapter")
-        save_adapter(model, weights, folder)
+        save_adapter(weights, folder, args)
+        # Its weights are rounded to args.dtype, as in training
         base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
         weights = model.state_dict()
@@ -2542,7 +2542,7 @@ def main(args):
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
         accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
-        vllm = VLLM(placement, model, max_length, args)
+        vllm = VLLM(placement, model.config, max_length, args)
     if args.lora_rank > 0:
         check_adapter(vllm, policy, model, train_prompts[0], args)
 
