@@ -187,6 +187,7 @@ def read_arguments(script, options):
         args,
         world_size=1,
         local_world_size=1,
+        lora_rank=0,  # the model has its adapter merged
         vllm_gpus=(),
         vllm_tensor_parallel_size=1,
         vllm_gpu_memory_utilization=0.9,

@@ -116,6 +116,13 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
+def describe_adapter(args: dict) -> str | None:
+    """What was trained in place of all weights."""
+    if not args.get("lora_rank"):
+        return None
+    return f"LoRA, rank {args['lora_rank']}, alpha {args['lora_alpha']}; merged into this model"
+
+
 def facts(args: dict, metrics: list[dict]) -> str:
     """A table of what the model was made from and with."""
     made, last = args.get("provenance", {}), metrics[-1]
@@ -123,6 +130,7 @@ def facts(args: dict, metrics: list[dict]) -> str:
     steps = f"{last['training_step']:.0f} of {args.get('num_training_steps', args['num_updates'])}"
     rows = {
         "base model": f"`{args['model_name_or_path']}`",
+        "adapter": describe_adapter(args),
         "dataset": name_of_data(args["dataset"], args["dataset_split"]),
         "evaluated on": name_of_data(args["eval_dataset"], args["eval_dataset_split"]),
         "steps": f"{steps}, in {last['time/from_scratch'] / 60:.1f} minutes",

@@ -72,8 +72,9 @@ class Engine(script.VLLM):
         self.index, self.count, self.policy_version = index, count, 4
         self.args = Args(stop_token_ids=(2,))
 
-    def submit(self, function, prompt_ids, seeds, temperature, args):
+    def submit(self, function, prompt_ids, seeds, temperature, max_tokens, version, args):
         assert function is script.sample_responses
+        assert (max_tokens, version) == (args.response_length, 4)
         pairs = zip(prompt_ids, seeds, strict=True)
         self.answer = [
             (np.array([ids[0], seed], np.int32), np.array([temperature, -0.5], np.float32))

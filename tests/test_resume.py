@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.loops import EPISODES
 from helpers.rollouts import plain, response_of
@@ -45,7 +45,8 @@ ADAPTIVE_KL = {
 LONG_WARMUP = {"num_epochs": 2, "value_warmup_steps": 4, "warm_up_steps": 1}
 GSPO = {"importance_sampling_level": "sequence", "beta": 0.0, "num_epochs": 2}
 ON_POLICY = {"async_mode": False}
-VARIANTS = [(LONG_WARMUP, PPO), (GSPO, GRPO), (ON_POLICY, ASYNC)]
+ADAPTERS = {"lora_rank": 4}
+VARIANTS = [(LONG_WARMUP, PPO), (GSPO, GRPO), (ON_POLICY, ASYNC), (ADAPTERS, SCRIPTS)]
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,9 @@ def test_run_that_came_to_its_end_can_be_resumed_and_its_data_may_have_moved(
 
 OF_ANOTHER_RUN = [
     ("seed", {"seed": 2}),
+    ("model_name_or_path", {"model_name_or_path": f"{REPO}/debug_assets/../debug_assets/model"}),
+    ("lora_rank", {"lora_rank": 4}),
+    ("lora_alpha", {"lora_alpha": 16}),
     ("beta", {"beta": 0.1}),
     ("episodes_per_step", {"local_rollout_batch_size": 8, "total_episodes": 192}),
     (

@@ -61,17 +61,25 @@ def make_stub(script):
 
         def __init__(self, placement, config, max_length, args):
             assert placement == (0, 1, ())
+            self.index, self.count = 0, 1
             self.args, self.max_length, self.policy_version = args, max_length, None
-            self.policy = script.PolicyModel(AutoModelForCausalLM.from_config(config).eval(), args)
+            model = AutoModelForCausalLM.from_config(config).eval()
+            if args.lora_rank:  # vLLM loads the checkpoint then
+                path = args.model_name_or_path
+                model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
+            self.policy = script.PolicyModel(model, args)
             self.seeds, self.order = [], []  # order: of weight syncs and requests
             self.made.append(self)
 
         def sync_weights(self, weights, version):
-            self.policy.model.load_state_dict(dict(weights))
+            is_whole = not self.args.lora_rank
+            found = self.policy.model.load_state_dict(dict(weights), strict=is_whole)
+            assert not found.unexpected_keys
             self.policy_version = version
-            self.order.append(f"weights {version}")
+            if version >= 0:  # else it is check_adapter's
+                self.order.append(f"weights {version}")
 
-        def sample(self, prompts, seeds, temperature, num_samples):
+        def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
             self.seeds += seeds
             if not prompts:
                 return []
@@ -80,7 +88,8 @@ def make_stub(script):
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
             input_ids, mask, _ = script.collate(sequences, "cpu")
-            is_first = [one for one in self.order if one.startswith("weights")] == ["weights 0"]
+            versions = [one for one in self.order if one.startswith("weights")]
+            is_first = versions in ([], ["weights 0"])
             is_old = getattr(self.args, "async_mode", False) and not is_first
             logprobs = report_logprobs(self.policy, input_ids, mask, seeds[0], is_old)
             logprobs = [np.array(row, np.float32) for row in logprobs]

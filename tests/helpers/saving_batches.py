@@ -58,7 +58,7 @@ def save_batches(script):
     def save(folder, name, what, args):
         folder = Path(args.output_dir, args.run_name, folder)
         if script.is_rank_0():
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             torch.save(what, folder / f"{name}.pt")
 
     def save_batch(call, given):
