@@ -36,12 +36,10 @@ from helpers.processes import flags_of
 
 ROWS = range(8)
 CUTS = {"rows": {"per_device_train_batch_size": 1}, "tokens": {"micro_batch_tokens": 45}}
-CASES = [
-    (name, tied, cut)
-    for name in ("ppo_vllm_async", "grpo_vllm_async")
-    for tied in (False, True)
-    for cut in CUTS
-]
+NAMES = ("ppo_vllm_async", "grpo_vllm_async")
+# A script, whether its policy's head is tied, how micro-batches are cut, the rank of an adapter
+CASES = [(name, tied, cut, 0) for name in NAMES for tied in (False, True) for cut in CUTS]
+CASES += [(name, True, "rows", 3) for name in NAMES]
 
 
 def whole(tensor):
@@ -59,15 +57,29 @@ def in_float64(script):
 # ----------------------------------------------------------------------- models, without any main()
 
 
-def trained_models(accelerator, script, tied=False, seed=0):
+def with_adapter(model, args):
+    """The model with an adapter that is far from 0."""
+    ppo.add_adapter(model.requires_grad_(False), args)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return model
+
+
+def trained_models(accelerator, script, tied=False, seed=0, rank=0):
     """{name: (model, its optimizer)}, in float64."""
-    args = rollouts.tiny_args(dtype="float64")
+    args = rollouts.tiny_args(dtype="float64", lora_rank=rank)
     model = rollouts.tiny_language_model(seed, tie_word_embeddings=tied)
     models = {"policy": script.PolicyModel(model, args)}
     if script is ppo:
         models["value_model"] = script.ValueModel(rollouts.tiny_classifier(seed + 1), args)
     trained = {}
     for name, model in models.items():
+        if rank > 0:
+            with_adapter(model.model, args)
+            if name == "value_model":
+                model.model.score.requires_grad_()
         with in_float64(script):
             model = script.place_model(accelerator, model.double(), args)
         trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -96,7 +108,8 @@ def update(accelerator, script, trained, cut):
         grpo.accumulate_gradients(accelerator, *models, batch, ROWS, False, args)
     seen = {}
     for name, (model, optimizer) in trained.items():
-        gradients = [whole(p.grad).flatten() for p in model.parameters()]
+        gradients = [whole(p.grad).flatten() for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         norm = script.apply_gradients(accelerator, model, optimizer, 1e-2, batch, None, args)
         weights = [whole(p).flatten() for p in model.parameters()]
         seen |= {
@@ -157,12 +170,17 @@ def look_at_units(model, input_ids, mask):
     for name, module in model.named_modules():
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
+    with torch.no_grad():  # the reference policy's pass comes first
+        ppo.scale_adapter(model, 0.0)
+        model(input_ids, mask)
+        ppo.scale_adapter(model, 1.0)
     outputs = model(input_ids, mask)
     outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     gradients = {}
     if outputs.requires_grad:
         outputs.sum().backward()
-        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = {name: whole(p.grad) for name, p in trained.items()}
     return {
         "units": {name for name, m in model.named_modules() if isinstance(m, FSDPModule)},
         "in forward": seen,
@@ -181,8 +199,10 @@ def two_architectures(accelerator):
     llama = LlamaForCausalLM(LlamaConfig(**{size: getattr(config, size) for size in sizes}))
     judge = rollouts.tiny_classifier(seed=4).bfloat16().requires_grad_(False)
     judge.score.float()
+    adapted = rollouts.tiny_language_model().bfloat16()
     models = {
         "trained": ppo.PolicyModel(rollouts.tiny_language_model(), args),
+        "adapted": ppo.PolicyModel(with_adapter(adapted, rollouts.tiny_args(lora_rank=3)), args),
         "frozen": ppo.PolicyModel(llama.bfloat16().eval().requires_grad_(False), args),
         "judge": ppo.ValueModel(judge.eval(), args),
     }
@@ -221,7 +241,7 @@ class StubVLLM:
     def sync_weights(self, weights, version):
         self.weights, self.policy_version = dict(weights), version
 
-    def sample(self, prompts, seeds, temperature, num_samples):
+    def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
         share = ppo.share_of(len(prompts), self.index, self.count, num_samples)
         responses = []
         for prompt, seed in zip(prompts[share], seeds[share], strict=True):
@@ -267,8 +287,13 @@ def runs(accelerator, path):
             shutil.copytree(copied, Path(options["output_dir"], "run"))
         accelerator.wait_for_everyone()
         run_main(name, options, double)
-        saved = load_file(Path(options["output_dir"], "run", "model", "model.safetensors"))
+        run_dir = Path(options["output_dir"], "run")
+        saved = load_file(run_dir / "model" / "model.safetensors")
         sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
+        if "lora_rank" in options:
+            saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+            prefix, default = "base_model.model.", ".default"
+            sent = {prefix + name.replace(default, ""): weight for name, weight in sent.items()}
         not_sent += [(name, w) for w in saved if not torch.equal(saved[w].float(), sent[w])]
         accelerator.wait_for_everyone()
     return not_sent
@@ -307,9 +332,9 @@ def main():
     assert accelerator.is_fsdp2 == is_sharded
     seen = {"ranks": accelerator.num_processes, "scores": score(accelerator)}
     for case in CASES:
-        name_of_script, tied, cut = case
+        name_of_script, tied, cut, rank = case
         script = importlib.import_module(name_of_script)
-        trained = trained_models(accelerator, script, tied)
+        trained = trained_models(accelerator, script, tied, rank=rank)
         seen[case] = update(accelerator, script, trained, cut)
     if is_sharded:
         seen["units"] = two_architectures(accelerator)
