@@ -307,11 +307,11 @@ def test_memory_is_the_sum_of_its_parts(ask, folder):
 def test_gradients_are_there_once_in_every_pass(file):
     """Also in those of models that are not trained, of which there are none."""
     run = fits.launch("ppo_sync", "0.6", 80, file, learners=2 if file == "ddp.yaml" else 1)
-    trained = sum(map(preflight.count_parameters, (run.model, run.value_model)))
+    trained = sum(map(plan.count_parameters, (run.model, run.value_model)))
     for rows in (1, 1000):
         changes = {"micro_batch_tokens": 0, "local_rollout_forward_batch_size": rows}
-        other = preflight.with_changes(run, changes)
-        name, parts = preflight.learner_memory(other)
+        other = plan.with_changes(run, changes)
+        name, parts = plan.learner_memory(other)
         assert ("reference policy" in name) == (rows > 1)
         assert parts["gradients"] == 4 * trained
 
@@ -319,7 +319,7 @@ def test_gradients_are_there_once_in_every_pass(file):
 @pytest.mark.parametrize(("gpu_memory", "chunk"), [(80, 2**27), (None, 2**25)])
 def test_logits_are_in_the_chunks_of_the_device(gpu_memory, chunk):
     run = fits.launch("grpo_vllm_async", "0.6", gpu_memory, "one_gpu.yaml")
-    assert preflight.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
+    assert plan.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
 
 
 def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
@@ -328,7 +328,7 @@ def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
     activations = []
     for window in (None, run.max_length(), 512):
         monkeypatch.setattr(config, "sliding_window", window)
-        parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+        parts = plan.pass_parts(run, run.value_model, 4, is_trained=False)
         activations.append(parts["activations"])
     without, at_most, beyond = activations
     assert without == at_most
@@ -343,7 +343,7 @@ def test_scores_take_memory_in_float32_with_fewer_key_heads(monkeypatch):
         monkeypatch.setattr(run.args, "dtype", dtype)
         for key_heads in (8, 16):
             monkeypatch.setattr(config, "num_key_value_heads", key_heads)
-            parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+            parts = plan.pass_parts(run, run.value_model, 4, is_trained=False)
             activations[dtype, key_heads] = parts["activations"]
     assert activations["bfloat16", 8] == activations["bfloat16", 16]
     # Of half a layer, as the mask
@@ -356,40 +356,40 @@ def test_shared_gpu_leaves_two_gib_to_cuda(share):
     """As set_per_process_memory_fraction in the scripts; one of its own has one context."""
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     run.args.vllm_gpu_memory_utilization = share
-    assert preflight.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
-    assert "CUDA" not in preflight.learner_memory(run)[1]
+    assert plan.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
+    assert "CUDA" not in plan.learner_memory(run)[1]
     run.args.vllm_gpus = (1,)
-    assert preflight.learner_room(run) == 24 * GIB
-    assert preflight.learner_memory(run)[1]["CUDA"] == GIB
+    assert plan.learner_room(run) == 24 * GIB
+    assert plan.learner_memory(run)[1]["CUDA"] == GIB
 
 
 def test_keys_and_values_have_the_head_size_of_the_config():
     """Which in Qwen3-0.6B is not the hidden size by the heads: 128, and not 64."""
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     of_token = 28 * 8 * 128 * 2 * 2  # layers, key-value heads, head size, keys and values, bytes
-    assert preflight.cache_memory(run) == of_token * run.max_length()
+    assert plan.cache_memory(run) == of_token * run.max_length()
 
 
 def test_share_is_proposed_where_few_responses_are_sampled_at_once():
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
-    assert 25 <= preflight.responses_at_once(run) <= 40
-    share, words = preflight.propose_share(run), preflight.room_for_responses(run)
-    other = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
-    more = preflight.responses_at_once(other)
-    assert more > preflight.responses_at_once(run)
+    assert 25 <= plan.responses_at_once(run) <= 40
+    share, words = plan.propose_share(run), preflight.room_for_responses(run)
+    other = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    more = plan.responses_at_once(other)
+    assert more > plan.responses_at_once(run)
     assert words.endswith(f": few; with {share:g} there is room for {more}")
     preflight.check_memory(other)
     # A hundredth more would take what the learner is to keep
-    assert preflight.learner_room(other) - 1.1 * preflight.learner_needs(other) < 0.24 * GIB
+    assert plan.learner_room(other) - 1.1 * plan.learner_needs(other) < 0.24 * GIB
 
 
 def test_share_is_not_larger_than_all_responses_need():
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     run.args.local_rollout_batch_size = 4  # of 8 responses
-    share = preflight.propose_share(run)
-    enough = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
-    fewer = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share - 0.01})
-    assert preflight.responses_at_once(enough) == 32 > preflight.responses_at_once(fewer)
+    share = plan.propose_share(run)
+    enough = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    fewer = plan.with_changes(run, {"vllm_gpu_memory_utilization": share - 0.01})
+    assert plan.responses_at_once(enough) == 32 > plan.responses_at_once(fewer)
 
 
 @pytest.mark.parametrize(

@@ -338,8 +338,8 @@ def test_memory_and_batches_are_what_a_recipe_says(recipe, tmp_path):
     for words, (needed, room, gpu_memory) in zip(launches, said, strict=True):
         with modules.put_back(LOADED):
             run = planned(*split_words(words[1:]), int(gpu_memory))
-        assert round(preflight.learner_needs(run) / preflight.GIB) == int(needed)
-        assert int(preflight.learner_room(run) / preflight.GIB) == int(room)
+        assert round(plan.learner_needs(run) / preflight.GIB) == int(needed)
+        assert int(plan.learner_room(run) / preflight.GIB) == int(room)
         args = run.args
         if not run.trains_reward_model():
             batches = (args.episodes_per_step, args.mini_batch_size, args.num_training_steps)

@@ -102,7 +102,7 @@ def planned(path, flags, ranks, is_fsdp2):
     for mistake in preflight.check(run):
         sys.exit(preflight.one_line(mistake))
     engines = len(args.vllm_gpus) or ranks
-    return ranks * preflight.learner_needs(run), engines * preflight.engine_memory(run)
+    return ranks * plan.learner_needs(run), engines * plan.engine_memory(run)
 
 
 def main():
