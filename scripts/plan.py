@@ -100,17 +100,16 @@ def pass_parts(run, model, rows, is_trained):
     stream = size if run.options.num_shards() or has_adapters else 4
     of_hidden = 4 * stream + 12 + 3 * size
     layer = tokens * (hidden * of_hidden + size * 4 * inner)
+    adapter = 0  # what comes and goes
     if has_adapters:
         # peft 0.21.2, tuners/lora/layer.py, Linear.forward: x is cast to float32, and back by
-        # autocast, so that attention's output is there twice; A x; while a layer computes, B A x
-        # and its multiple as well
-        adapted = adapted_layers(model)
-        layer += tokens * size * rank_of(run) * len(adapted) / config.num_hidden_layers
-        casts = 0
-        if size == 2:
-            layer += tokens * size * hidden
-            casts = 4
-        layer += tokens * max(casts * m.in_features + 2 * size * m.out_features for m in adapted)
+        # autocast, so that attention's output is kept twice; A x is kept; B A x and its multiple
+        # are there while a layer computes
+        adapted, is_cast = adapted_layers(model), size == 2
+        of_ranks = rank_of(run) * len(adapted) / config.num_hidden_layers
+        layer += tokens * size * (of_ranks + is_cast * hidden)
+        widest = max(4 * is_cast * m.in_features + 2 * size * m.out_features for m in adapted)
+        adapter = tokens * widest
     window = getattr(config, "sliding_window", None)
     if window and window < run.max_length():  # then there is a mask: (rows, length, length)
         layer += tokens * size * run.max_length()
@@ -148,9 +147,9 @@ def pass_parts(run, model, rows, is_trained):
             kept, kept_copies = stream * tokens * hidden * config.num_hidden_layers, 0
         head_gradient = 0 if has_adapters else head
         moments = [
-            (kept + layer, copies, 0, 0, forward),
+            (kept + layer + adapter, copies, 0, 0, forward),
             (kept, kept_copies, logits, head, root),
-            (kept + layer, kept_copies, 0, head_gradient, backward),
+            (kept + layer + adapter, kept_copies, 0, head_gradient, backward),
         ]
         if not has_adapters:
             moments += [

@@ -1500,7 +1500,7 @@ def check_memory(run):
     if not run.trains_reward_model():
         name = f"vLLM, by --vllm_gpu_memory_utilization {run.args.vllm_gpu_memory_utilization:g},"
         parts[name] = (plan.engine_needs(run), plan.engine_room(run))
-    problem = " and ".join(
+    problem = "; ".join(
         f"{name} needs about {in_words(needed)} of its GPU, and has {in_words(room)}"
         for name, (needed, room) in parts.items()
         if needed > room
@@ -1509,7 +1509,7 @@ def check_memory(run):
     if helps:
         raise Mistake(f"memory: {problem}; this fits: {'; '.join(helps)}")
     smaller = plan.smaller_model(run)
-    advice = "a smaller model, or more GPUs"
+    advice = "it takes a smaller model"
     if smaller is not None:
         name, *found = smaller
         advice = f"the largest of its family that does is {name}, with {in_flags(*found)}"
@@ -1721,7 +1721,7 @@ def check(run):
         attempt(check_trained_reward_model)
     else:
         attempt(check_policy)
-        attempt(check_adapters, run.model)
+        attempt(check_adapters, run.has_good_numbers, run.model)
         if hasattr(run.args, "value_learning_rate"):
             attempt(check_value_model)
         attempt(check_reward_model)
