@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 GIB = 2**30
 # Of a shared GPU the scripts leave this to CUDA, of which each process has a context
 CONTEXTS = 2 * GIB
+# With a cache for one response vLLM starts, but what is proposed has room for some
+SOME_RESPONSES = 8
 
 # ----------------------------------------------------------------------------- models and adapters
 
@@ -258,9 +260,9 @@ def cache_memory(run):
     return of_token * run.max_length()
 
 
-def engine_needs(run):
-    """Bytes that vLLM needs at the least: with a cache for one row."""
-    return engine_memory(run) + cache_memory(run)
+def engine_needs(run, responses=1):
+    """Bytes that vLLM needs with a cache for so many rows, or for all of a step."""
+    return engine_memory(run) + min(responses, local_episodes(run)) * cache_memory(run)
 
 
 def local_episodes(run):
@@ -277,11 +279,11 @@ def responses_at_once(run):
 def propose_share(run):
     """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
 
-    A learner on the same GPU keeps what it needs and a tenth more, unless vLLM then has too little.
+    A learner on the same GPU keeps what it needs and a tenth more, if that leaves some responses.
     """
     memory = run.options.gpu_memory * GIB
-    least = engine_needs(run) / memory
-    wanted = (engine_memory(run) + local_episodes(run) * cache_memory(run)) / memory
+    least = engine_needs(run, SOME_RESPONSES) / memory
+    wanted = engine_needs(run, math.inf) / memory
     most = 1 - (1.1 * learner_needs(run) + CONTEXTS) / memory
     return max(math.ceil(100 * least), min(math.ceil(100 * wanted), math.floor(100 * most))) / 100
 
@@ -316,10 +318,22 @@ def with_changes(run, arguments, **launch):
     return replace(run, args=replace(run.args, **arguments), options=options)
 
 
-def fits(run):
-    """Whether learners and engines have the memory that they need."""
-    has_room = run.trains_reward_model() or engine_needs(run) <= engine_room(run)
+def fits(run, responses=1):
+    """Whether learners have the memory that they need, and engines, for so many responses."""
+    has_room = run.trains_reward_model() or engine_needs(run, responses) <= engine_room(run)
     return has_room and learner_needs(run) <= learner_room(run)
+
+
+def with_share(run):
+    """The run so that it fits, and the flags for that: vLLM's share of a shared GPU. None: none."""
+    if fits(run, SOME_RESPONSES):
+        return {}, run
+    if run.shares_gpus():
+        share = {"vllm_gpu_memory_utilization": propose_share(run)}
+        changed = with_changes(run, share)
+        if fits(changed, SOME_RESPONSES):
+            return share, changed
+    return None
 
 
 def placements(run):
@@ -379,12 +393,9 @@ def what_fits(run):
             flags, arguments = flags | dict(chosen), arguments | dict(chosen)
             if any(other.keys() <= flags.keys() for other, _ in found):
                 continue
-            changed = with_changes(run, arguments, **launch)
-            if changed.shares_gpus() and not fits(changed):
-                share = {"vllm_gpu_memory_utilization": propose_share(changed)}
-                flags, changed = flags | share, with_changes(changed, share)
-            if fits(changed):
-                found.append((flags, changed))
+            solved = with_share(with_changes(run, arguments, **launch))
+            if solved is not None:
+                found.append((flags | solved[0], solved[1]))
     found = [
         (flags, changed)
         for flags, changed in found

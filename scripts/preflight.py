@@ -1513,7 +1513,8 @@ def check_memory(run):
     if smaller is not None:
         name, *found = smaller
         advice = f"the largest of its family that does is {name}, with {in_flags(*found)}"
-    raise Mistake(f"memory: {problem}; no flags make it fit; {advice}")
+    some = f"{plan.SOME_RESPONSES} responses at once"
+    raise Mistake(f"memory: {problem}; no flags make room for it and {some}; {advice}")
 
 
 def in_flags(flags, run):
@@ -1591,9 +1592,9 @@ def room_for_responses(run):
     )
     if count >= min(plan.local_episodes(run), FEW_RESPONSES):
         return words
-    if share <= run.args.vllm_gpu_memory_utilization:
-        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})
+    if share <= run.args.vllm_gpu_memory_utilization or not plan.fits(other):
+        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
     return f"{words}: few; with {share:g} there is room for {plan.responses_at_once(other):,}"
 
 

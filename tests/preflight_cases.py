@@ -653,7 +653,7 @@ LAUNCHES = {
     "memory of nothing": (
         {"num_gpus": 1, "gpu_memory": 0.5},
         {},
-        "a learner needs about | no flags make it fit",
+        "a learner needs about | no flags make room",
     ),
     "no such file": ({"config_file": "no.yaml"}, {}, "no.yaml | scripts/accelerate"),
     "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
@@ -1250,11 +1250,6 @@ LAUNCHED = {
         "(--micro_batch_tokens 200)",
     ),
     "few updates": ({}, {"total_episodes": 99 * 64}, "99 optimizer updates | --total_episodes"),
-    "adapters": (
-        {"num_gpus": 1, "gpu_memory": 24.0},
-        {"lora_rank": 8},
-        "adapters of policy | policy, frozen | --learning_rate 1e-06: with adapters the rate is",
-    ),
     "few updates on two ranks": (
         {"num_processes": 2},
         {"total_episodes": 99 * 128},

@@ -2,10 +2,11 @@
 
     python scripts/benchmark/fits.py
 
-A cell has what a learner needs, in GiB of memory of its GPU. Where vLLM's default share of a shared
-GPU is too large or too small and another does, that is beside it: the largest useful
---vllm_gpu_memory_utilization. "no": none does. Computed, not measured: for the shapes of Qwen3,
-prompts of 512 tokens, responses of 1,024, --micro_batch_tokens 4096, and otherwise the defaults.
+A cell has what a learner needs, in GiB of memory of its GPU; beside it the share of a shared GPU
+(--vllm_gpu_memory_utilization) that vLLM is to have, where its default of 0.3 does not do; "no":
+none does, so that learner and vLLM have what they need, with room for 8 responses at once.
+Computed, not measured: for the shapes of Qwen3, prompts of 512 tokens, responses of 1,024,
+--micro_batch_tokens 4096, and otherwise the defaults.
 """
 
 import functools
@@ -61,13 +62,10 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
 
 def cell(run):
     words = f"{plan.learner_needs(run) / plan.GIB:.0f}"
-    if plan.fits(run):
-        return words
-    if run.shares_gpus():
-        share = plan.propose_share(run)
-        if plan.fits(plan.with_changes(run, {"vllm_gpu_memory_utilization": share})):
-            return f"{words}, at {share:g}"
-    return f"no, {words}"
+    solved = plan.with_share(run)
+    if solved is None:
+        return f"no, {words}"
+    return f"{words}{''.join(f', at {share:g}' for share in solved[0].values())}"
 
 
 SHARED, SPLIT = {"learners": 8}, {"learners": 6, "vllm_gpus": (6, 7)}
