@@ -23,6 +23,7 @@ TESTED = {
     "bash scripts/test.sh": "this suite",
     "bash scripts/setup.sh": "this suite",
     "bash scripts/gpu_check.sh": "test_gpu_check",
+    "bash scripts/train/gsm8k/": "test_recipes",
     "python make_sums.py": "below",
     "python scripts/data_preprocess/": "test_data_preprocess",
     "python scripts/plot_runs.py": "test_pictures",
