@@ -391,8 +391,6 @@ def what_fits(run):
             placements(run), itertools.combinations(known, size)
         ):
             flags, arguments = flags | dict(chosen), arguments | dict(chosen)
-            if any(other.keys() <= flags.keys() for other, _ in found):
-                continue
             solved = with_share(with_changes(run, arguments, **launch))
             if solved is not None:
                 found.append((flags | solved[0], solved[1]))

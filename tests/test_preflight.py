@@ -658,8 +658,8 @@ def test_frozen_head_has_a_copy_in_float32_and_no_gradient():
     assert "gradients of embedding and head" not in parts
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_activations_of_adapters_are_what_pytorch_keeps(dtype, monkeypatch):
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.05), ("float32", 1.15)])
+def test_activations_of_adapters_are_what_pytorch_keeps(dtype, most, monkeypatch):
     """The difference of four layers and two, by what autograd saves on a CPU."""
     monkeypatch.setattr(fits, "PROMPT", 64)
     monkeypatch.setattr(fits, "RESPONSE", 64)
@@ -689,7 +689,7 @@ def test_activations_of_adapters_are_what_pytorch_keeps(dtype, monkeypatch):
         kept.append(saved_bytes(model.train(), dtype))
     measured = kept[1] - kept[0]
     expected = sum(planned[1].values()) - sum(planned[0].values())
-    assert 0.9 * measured <= expected <= 1.15 * measured
+    assert 0.95 * measured <= expected <= most * measured
 
 
 def saved_bytes(model, dtype):
