@@ -17,7 +17,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 OTHER_FLAGS = """
     num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
     config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
-    center_rewards_coefficient num_gpus gpu_memory ranks fsdp2 positions
+    center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
 """

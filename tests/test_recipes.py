@@ -331,7 +331,7 @@ def planned(options, script, gpu_memory):
 PUBLISHED = {
     "gsm8k/ppo.sh": (256, 64, 435),
     "gsm8k/grpo.sh": (5120, 1280, 140),
-    "gsm8k/grpo_lora.sh": (1280, 320, 58),
+    "gsm8k/grpo_lora.sh": (320, 320, 116),
     "math/grpo.sh": (320, 320, 117),
     "rm/ppo_hh.sh": (256, 64, 400),
     "tldr/ppo_1b.sh": (512, 512, 1953),
