@@ -12,9 +12,9 @@ reward, the output folder and the checkpoint in it, the disk, accounts. Each par
 mistake in one line, and the others go on. Then the exit status is 2. The plan comes before the
 mistakes. Nothing is left on the disk but what comes from the hub, in its cache.
 
-Memory is an estimate from the sizes of the models, by plan.py, which also finds what fits. It was compared with what models of the shape of
-Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2; the kernels of GPUs are others. What
-PyTorch's allocator holds and does not use is not in it.
+Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too. It was
+compared with what models of the shape of Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2;
+the kernels of GPUs are others. What PyTorch's allocator holds and does not use is not in it.
 """
 
 import contextlib
