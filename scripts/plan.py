@@ -170,7 +170,7 @@ def pass_parts(run, model, rows, is_trained):
 
 
 def learner_memory(run):
-    """The pass that takes the most, and the bytes on the GPU of a learner then, by part."""
+    """The pass that takes the most, and the bytes of a learner's GPU then, by part."""
     args, options, trained = run.args, run.options, trained_models(run)
     tokens = getattr(args, "micro_batch_tokens", 0)
     shards = options.num_shards() or 1
@@ -193,6 +193,9 @@ def learner_memory(run):
             flag, rows = "micro_batch_tokens", tokens // run.max_length()
         parts = always | pass_parts(run, model, rows, is_trained)
         passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
+    if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
+        merged = {"merged model, float32": 4 * count_parameters(run.model)}
+        passes["the end, when the adapter is merged"] = always | merged
     name = max(passes, key=lambda name: sum(passes[name].values()))
     return name, {part: size for part, size in passes[name].items() if size > 0}
 

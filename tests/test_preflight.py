@@ -725,6 +725,16 @@ def test_adapters_are_shared_out_with_the_rest():
     assert parts["gathered by FSDP2"] < plan.learner_memory(full)[1]["gathered by FSDP2"] / 2
 
 
+@pytest.mark.parametrize("gpu_memory", [80, None])
+def test_merged_model_is_in_the_memory_of_the_machine(gpu_memory):
+    """Which without GPUs is the learner's."""
+    run = adapted("grpo_vllm_async", "8", gpu_memory)
+    name, parts = plan.learner_memory(run)
+    assert ("merged" in name) == (gpu_memory is None)
+    merged = 4 * plan.count_parameters(run.model)
+    assert parts.get("merged model, float32", merged) == merged
+
+
 def test_vllm_has_two_versions_of_an_adapter():
     run = adapted("grpo_vllm_async", "0.6", 24)
     without = plan.with_changes(run, {"lora_rank": 0})
