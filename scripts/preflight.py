@@ -12,9 +12,9 @@ reward, the output folder and the checkpoint in it, the disk, accounts. Each par
 mistake in one line, and the others go on. Then the exit status is 2. The plan comes before the
 mistakes. Nothing is left on the disk but what comes from the hub, in its cache.
 
-Memory is an estimate from the sizes of the models. It was compared with what models of the shape of
-Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2; the kernels of GPUs are others. What
-PyTorch's allocator holds and does not use is not in it.
+Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too. It was
+compared with what models of the shape of Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2;
+the kernels of GPUs are others. What PyTorch's allocator holds and does not use is not in it.
 """
 
 import contextlib
@@ -49,10 +49,12 @@ from unittest import mock
 import accelerate
 import datasets
 import huggingface_hub
+import plan
 import torch
 import transformers
 import tyro
 import yaml
+from plan import GIB, with_changes
 from preprocessing import hub_answers, printable
 from provenance import repo_of
 from requests.utils import get_netrc_auth
@@ -69,9 +71,6 @@ from transformers import (
 
 IMPORT_TIMEOUT = 300  # seconds that the file of a --reward_fn may take to be imported
 TEMPLATE_TIMEOUT = 5  # seconds for a row: a chat template is a program, and may loop for ever
-GIB = 2**30
-# Of a shared GPU the scripts leave this to CUDA, of which each process has a context
-CONTEXTS = 2 * GIB
 # With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
 # waits for the weights to be read
 FEW_RESPONSES = 64
@@ -91,6 +90,8 @@ class Options:
     """GPUs of each machine; None: those of this one"""
     gpu_memory: float | None = None
     """GiB of memory of each GPU; None: that of this machine's"""
+    disk: float | None = None
+    """GB of room on the disk of --output_dir; None: what is free here, if the GPUs are here too"""
     variables: tyro.conf.Suppress[dict] = field(default_factory=os.environ.copy)
     """the environment of the run, with what accelerate's launcher adds"""
 
@@ -298,6 +299,7 @@ AT_MOST = dict.fromkeys(["learning_rate", "value_learning_rate", "weight_decay"]
 AT_MOST |= dict.fromkeys(["warmup_ratio", "gamma", "lam", "value_lam"], 1)
 AT_MOST |= {"vllm_gpu_memory_utilization": 1, "mismatch_mask_range": math.inf}
 AT_MOST |= {"tis_cap": 1e30, "max_grad_norm": 1e30}
+AT_MOST |= {"lora_rank": 512}  # vLLM's limit (config/lora.py, MaxLoRARanks)
 AT_MOST |= {"num_evals": 10_000, "num_epochs": 1000, "reward_workers": 1000}
 AT_MOST |= {"seed": 2**32 - 1, "temperature": 2, "eval_temperature": 2}  # vLLM's limits
 
@@ -935,6 +937,46 @@ def check_policy(run):
     run.model = model
 
 
+# Whether vLLM's class for the first architecture that it knows takes adapters; for the others it
+# runs the model by the code of transformers, which does
+ASK_VLLM = """
+import sys
+from vllm.model_executor.models import ModelRegistry, supports_lora
+known = [name for name in sys.argv[1:] if name in ModelRegistry.models]
+sys.exit(3 if known and not supports_lora(ModelRegistry.models[known[0]].load_model_cls()) else 0)
+"""
+
+
+def check_adapters(run):
+    """Refuses a policy whose adapters vLLM does not take. Notes a learning rate as without them."""
+    args, path = run.args, run.args.model_name_or_path
+    if plan.rank_of(run) == 0:
+        return
+    if not plan.adapted_layers(run.model):
+        raise Mistake(f"--lora_rank: {path} has no linear layers but its head to adapt")
+    files = []
+    if is_local(path):
+        files = os.listdir(path)
+    elif hub_answers():
+        files = huggingface_hub.list_repo_files(path, revision=args.model_revision)
+    if files and not any(name.endswith(".safetensors") for name in files):
+        raise Mistake(
+            f"--lora_rank: {path} has no .safetensors files, and vLLM reads its weights from them; "
+            f"load it and save it again (save_pretrained)"
+        )
+    if importlib.util.find_spec("vllm") is not None:  # which a laptop may lack
+        names = run.model.config.architectures or [type(run.model).__name__]
+        # In a process of its own: vLLM starts threads, and this one is going to fork
+        command = [sys.executable, "-c", ASK_VLLM, *names]
+        if subprocess.run(command, capture_output=True).returncode == 3:
+            raise Mistake(f"--lora_rank: vLLM's {names[0]} takes no adapters; train all weights")
+    if args.learning_rate <= 1e-6:
+        run.notes.append(
+            f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
+            f"that of full training"
+        )
+
+
 def reads_later_tokens(config):
     """Whether a token's hidden state depends on the token after it, as an encoder's does.
 
@@ -1318,15 +1360,17 @@ def check_checkpoint(run):
         raise Mistake(
             f"{given}: {file.name} is damaged or missing; resume an older one ({error})"
         ) from error
-    needed, expected, must_agree = ["seconds", "wandb_id"], ["policy"], MUST_AGREE
+    needed, expected, must_agree = ["seconds", "wandb_id"], ["policy"], [*MUST_AGREE]
     if run.trains_reward_model():
         expected = ["model.safetensors", "optimizer.bin"]
+    else:  # a checkpoint of adapters has not the weights that they adapt
+        must_agree += ["model_name_or_path", "lora_rank", "lora_alpha"]
     if hasattr(run.args, "value_learning_rate"):
         needed.append("beta")
         expected.append("value_model")
     if hasattr(script, "load_rollout"):
         needed.append("policy_version")
-        must_agree = [*MUST_AGREE, "num_evals", "eval_temperature"]  # it may have an evaluation
+        must_agree += ["num_evals", "eval_temperature"]  # it may have an evaluation
         expected += ["next_rollout.json", "next_rollout.safetensors"]
     run.args.data_hash = saved.get("data_hash")
     if run.train_rows is not None and run.eval_rows is not None:
@@ -1367,34 +1411,26 @@ def check_checkpoint(run):
         )
 
 
-def checkpoints_on_disk(run):
-    """How many checkpoints are there at once, and the bytes of each."""
-    args = run.args
-    trained = sum(count_parameters(model) for model in trained_models(run).values())
-    steps = getattr(args, "num_training_steps", args.num_updates)
-    count = 0
-    if args.save_freq > 0:
-        count = (steps - 1) // args.save_freq  # there is none after the last step
-        if args.keep_last_n > 0:  # the oldest is removed only when a new one is whole
-            count = min(count, args.keep_last_n + 1)
-    return count, 12 * trained  # weights and AdamW's two moments, in float32
-
-
 def check_disk(run):
     """Refuses a disk that has no room for checkpoints, the final model, and a little besides."""
-    args = run.args
+    args, disk = run.args, run.options.disk
     existing = next(path for path in (run.run_dir, *run.run_dir.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free if disk is None else int(disk * 1e9)
     if run.checkpoint_dir is not None:  # its run has some of them already
         free += sum(file.stat().st_size for file in run.run_dir.glob("checkpoints/**/*"))
-    number, size = checkpoints_on_disk(run)
+    number, size = plan.checkpoints_on_disk(run)
     checkpoints = number * size
-    needed = checkpoints + 4 * count_parameters(run.model) + 2**25
-    if free < needed:
-        raise Mistake(
-            f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
-            f"{checkpoints >> 20} of them for checkpoints; see --keep_last_n"
-        )
+    needed = checkpoints + plan.final_model(run) + 2**25
+    if free >= needed:
+        return
+    problem = (
+        f"--output_dir {args.output_dir}: {free >> 20} MiB free, {needed >> 20} are needed, "
+        f"{checkpoints >> 20} of them for checkpoints; see --keep_last_n"
+    )
+    if disk is None and run.options.has_gpus() and torch.cuda.device_count() == 0:
+        run.notes.append(f"{problem}; of another machine say --disk, in GB, before the script")
+    else:
+        raise Mistake(problem)
 
 
 def check_accounts(run):
@@ -1452,258 +1488,40 @@ def in_words(count):
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-def count_parameters(model):
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def trained_models(run):
-    """The models that are trained, by role."""
-    if run.trains_reward_model():
-        return {"reward model": run.model}
-    if hasattr(run.args, "value_learning_rate"):
-        return {"policy": run.model, "value model": run.value_model}
-    return {"policy": run.model}
-
-
-def frozen_models(run):
-    """The models that are not trained, by role."""
-    models = {}
-    if not run.trains_reward_model():
-        if run.args.beta > 0:
-            models["reference policy"] = run.model
-        if run.script.uses_reward_model(run.args):
-            models["reward model"] = run.reward_model
-    return models
-
-
-def pass_parts(run, model, rows, is_trained):
-    """About what a pass over some rows holds at its worst moment, backward pass included, by part.
-
-    Counted are the tensors that PyTorch saves for the backward pass of a layer as Qwen2's or
-    Llama's. One more such layer stands for what comes and goes.
-    """
-    args, config = run.args, model.config.get_text_config()
-    size = 2 if args.dtype == "bfloat16" else 4
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    tokens = rows * run.max_length()
-    # Of the residual stream and its norms 16 bytes, where FSDP2 casts it 8; of inputs of matrix
-    # products, which autocast copies for each, 8 or 10; of queries, keys, values and attention's
-    # output 16 or 8. The MLP has four of the inner size
-    stream = size if run.options.num_shards() else 4
-    of_hidden = 4 * stream + 12 + 3 * size
-    layer = tokens * (hidden * of_hidden + size * 4 * inner)
-    window = getattr(config, "sliding_window", None)
-    if window and window < run.max_length():  # then there is a mask: (rows, length, length)
-        layer += tokens * size * run.max_length()
-    heads = config.num_attention_heads
-    has_fewer_key_heads = getattr(config, "num_key_value_heads", heads) != heads
-    if run.options.has_gpus() and args.dtype == "float32" and has_fewer_key_heads:
-        # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
-        layer += tokens * size * heads * run.max_length()
-    embedding = 4 * model.get_input_embeddings().weight.numel()
-    logits = head = 0
-    if not hasattr(model, "score"):
-        head = embedding  # its gradient, or a copy in float32
-        all_logits = rows * args.response_length * config.vocab_size
-        device = "cuda" if run.options.has_gpus() else "cpu"
-        logits = 16 * min(run.script.LOGITS_CHUNK[device], all_logits)  # four chunks exist at once
-    # FSDP2's units: each layer, and the rest
-    layers = model._no_split_modules or []
-    units = [count_parameters(m) for m in model.modules() if type(m).__name__ in layers] or [0]
-    # Autocast's, of the weights, until the pass has ended
-    copies = 2 * sum(units) if size == 2 and is_trained else 0
-    root = forward = backward = 0
-    if run.options.num_shards():
-        copies, root = 0, (4 if is_trained else size) * (count_parameters(model) - sum(units))
-        # Two layers are gathered, and one of them has a buffer. A layer's gradient has a copy in
-        # float32 to send, and gloo one more
-        forward = root + 3 * size * max(units)
-        backward = forward + 8 * max(units)
-    # Of a frozen model about half a layer is there at once
-    moments = [(layer / 2, 0, 0, 0, forward), (0, 0, logits, head, root)]
-    if is_trained:
-        kept, kept_copies = layer * config.num_hidden_layers, copies
-        if args.gradient_checkpointing:  # the inputs of layers alone
-            kept, kept_copies = stream * tokens * hidden * config.num_hidden_layers, 0
-        moments = [
-            (kept + layer, copies, 0, 0, forward),
-            (kept, kept_copies, logits, head, root),
-            (kept + layer, kept_copies, 0, head, backward),
-            (0, 0, 0, head + embedding, root),
-            # The gradient, what is sent of it, and gloo's copy
-            (0, 0, 0, 2 * root, 0 if run.options.has_gpus() else root),
-        ]
-    names = (
-        "activations",
-        "autocast's copies",
-        "logits",
-        "gradients of embedding and head",
-        "gathered by FSDP2",
-    )
-    return dict(zip(names, max(moments, key=sum), strict=True))
-
-
-def learner_memory(run):
-    """The pass that takes the most, and the bytes on the GPU of a learner then, by part."""
-    args, options, trained = run.args, run.options, trained_models(run)
-    size, tokens = 2 if args.dtype == "bfloat16" else 4, getattr(args, "micro_batch_tokens", 0)
-    shards = options.num_shards() or 1
-    has_buckets = options.num_processes > shards  # of DDP
-    count = sum(map(count_parameters, trained.values())) / shards
-    always = {f"weights of {' and '.join(trained)}": 4 * count, "AdamW's moments": 8 * count}
-    always["gradients"] = 4 * count  # between updates they are zeros
-    for name, model in frozen_models(run).items():
-        always[f"{name}, frozen"] = size * count_parameters(model) / shards
-    always["buckets that DDP sends"] = has_buckets * len(trained) * 50 * 2**20
-    # Of a shared GPU it is not the learner's: see learner_room
-    always["CUDA"] = (options.has_gpus() and not run.shares_gpus()) * GIB
-    passes = {}
-    for name, model in (trained | frozen_models(run)).items():
-        is_trained = name in trained
-        flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
-        rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
-        if tokens:
-            flag, rows = "micro_batch_tokens", tokens // run.max_length()
-        parts = always | pass_parts(run, model, rows, is_trained)
-        passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
-    name = max(passes, key=lambda name: sum(passes[name].values()))
-    return name, {part: size for part, size in passes[name].items() if size > 0}
-
-
-def learner_needs(run):
-    """Bytes that a learner needs of its GPU."""
-    return sum(learner_memory(run)[1].values())
-
-
-def learner_room(run):
-    """Bytes of its GPU that a learner may take; None: the GPU is not known."""
-    if run.options.gpu_memory is None:
-        return None
-    room = run.options.gpu_memory * GIB
-    if run.shares_gpus():  # the script keeps to it
-        room -= engine_room(run) + CONTEXTS
-    return max(0, room)
-
-
-def engine_room(run):
-    """Bytes that vLLM takes of the GPUs of an engine."""
-    args = run.args
-    gpus = args.vllm_gpu_memory_utilization * args.vllm_tensor_parallel_size
-    return gpus * run.options.gpu_memory * GIB
-
-
-def engine_memory(run):
-    """Bytes of an engine without its KV cache."""
-    config = run.model.config.get_text_config()
-    size = 2 if run.args.dtype == "bfloat16" else 4
-    weights = size * count_parameters(run.model)
-    if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
-        return weights + 1.2 * GIB
-    # vLLM 0.32 first tries the largest batch (engine/arg_utils.py,
-    # get_batch_defaults; v1/worker/gpu/model_runner.py, profile_run): the activations of a layer,
-    # or the logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
-    tokens, sequences = 8192, 256
-    if (run.options.gpu_memory or 0) >= 70:
-        tokens, sequences = 16_384, 1024
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    activations = tokens * size * (3 * inner + 4 * config.hidden_size)
-    logits = sequences * 16 * config.vocab_size
-    return weights + max(activations, logits) + GIB / 2
-
-
-def cache_memory(run):
-    """Bytes of vLLM's KV cache for the longest prompt with its response."""
-    config = run.model.config.get_text_config()
-    size = 2 if run.args.dtype == "bfloat16" else 4
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_token = 2 * config.num_hidden_layers * heads * head_dim * size  # keys and values
-    return of_token * run.max_length()
-
-
-def local_episodes(run):
-    """Responses of a step, of each rank; so many has an engine on a shared GPU to sample."""
-    return run.args.local_rollout_batch_size * run.args.number_samples_per_prompt
-
-
-def responses_at_once(run):
-    """How many of a step's responses an engine on a shared GPU has room for, if all are longest."""
-    room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
-    return min(local_episodes(run), max(0, int(room)))
-
-
-def propose_share(run):
-    """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
-
-    A learner on the same GPU keeps what it needs, and a tenth more.
-    """
-    memory = run.options.gpu_memory * GIB
-    wanted = (engine_memory(run) + local_episodes(run) * cache_memory(run)) / memory
-    most = 1 - (1.1 * learner_needs(run) + CONTEXTS) / memory
-    return min(math.ceil(100 * wanted), math.floor(100 * most)) / 100
-
-
 def check_memory(run):
     """Refuses a run that needs more memory than its GPUs have."""
     if run.options.gpu_memory is None and torch.cuda.device_count() > 0:
         run.options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     if run.options.gpu_memory is None:
         return
-    args, room = run.args, learner_room(run)
-    if not run.trains_reward_model():
-        least = engine_memory(run) + cache_memory(run)
-        if least > engine_room(run):
-            raise Mistake(
-                f"--vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization:g}: vLLM needs "
-                f"about {in_words(least)}, and has {in_words(engine_room(run))}"
-            )
-    needed = learner_needs(run)
-    if needed > room:
-        helps = []
-        for flags, arguments, launch in what_may_help(run):
-            other = with_changes(run, arguments, **launch)
-            its_need, its_room = learner_needs(other), learner_room(other)
-            words = f"{flags}: {in_words(its_need)} of {in_words(its_room)}"
-            helps.append((its_need - its_room, words))
-        advice = [words for lack, words in sorted(helps) if lack < needed - room]
-        raise Mistake(
-            f"memory: a learner needs about {in_words(needed)}, and has {in_words(room)} of its "
-            f"GPU; what helps: {'; '.join(advice) or 'a smaller model'}"
-        )
-
-
-def with_changes(run, arguments, **launch):
-    """The same run with other arguments, and otherwise launched."""
-    options = replace(run.options, **launch)
-    return replace(run, args=replace(run.args, **arguments), options=options)
-
-
-def what_may_help(run):
-    """Flags, and what they change in arguments and launch, to need less memory or have more."""
-    args, options = run.args, run.options
-    ranks, local = options.num_processes, options.local_processes()
-    name, least = "per_device_train_batch_size", 1
-    if hasattr(args, "micro_batch_tokens"):
-        name, least = "micro_batch_tokens", run.max_length()
-    yield f"--{name} {least}", {name: least}, {}
-    yield "--gradient_checkpointing", {"gradient_checkpointing": True}, {}
-    if run.trains_reward_model():
+    if plan.fits(run):
         return
-    yield "--beta 0", {"beta": 0.0}, {}
-    if options.num_shards():
-        launch = {"num_processes": 2 * ranks, "num_machines": 2 * options.num_machines}
-        yield f"--num_processes {2 * ranks} on twice the machines", {}, launch
-    else:
-        number = ranks if ranks > 1 else 8
-        launch = {"num_processes": number, "variables": {"ACCELERATE_USE_FSDP": "true"}}
-        yield f"--config_file scripts/accelerate/fsdp2.yaml --num_processes {number}", {}, launch
-    if not args.vllm_gpus:  # a quarter of the GPUs, or one more
-        learners = max(1, local - max(1, local // 4))
-        gpus = tuple(range(learners, max(local, learners + 1)))
-        number = learners * options.num_machines
-        flags = f"--num_processes {number} --vllm_gpus {' '.join(map(str, gpus))}"
-        yield flags, {"vllm_gpus": gpus}, {"num_processes": number}
+    parts = {"a learner": (plan.learner_needs(run), plan.learner_room(run))}
+    if not run.trains_reward_model():
+        name = f"vLLM, by --vllm_gpu_memory_utilization {run.args.vllm_gpu_memory_utilization:g},"
+        parts[name] = (plan.engine_needs(run), plan.engine_room(run))
+    problem = "; ".join(
+        f"{name} needs about {in_words(needed)} of its GPU, and has {in_words(room)}"
+        for name, (needed, room) in parts.items()
+        if needed > room
+    )
+    helps = [in_flags(*found) for found in plan.what_fits(run)[:4]]
+    if helps:
+        raise Mistake(f"memory: {problem}; this fits: {'; '.join(helps)}")
+    smaller = plan.smaller_model(run)
+    advice = "it takes a smaller model"
+    if smaller is not None:
+        name, *found = smaller
+        advice = f"the largest of its family that does is {name}, with {in_flags(*found)}"
+    some = f"{plan.SOME_RESPONSES} responses at once"
+    raise Mistake(f"memory: {problem}; no flags make room for it and {some}; {advice}")
+
+
+def in_flags(flags, run):
+    """What is typed, and what a learner then needs and has."""
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
+    needed, room = map(in_words, (plan.learner_needs(run), plan.learner_room(run)))
+    return f"{' '.join(words) or 'these flags'}: {needed} of {room}"
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -1767,44 +1585,42 @@ def plan_of_processes(run):
 
 def room_for_responses(run):
     """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
-    count, share = responses_at_once(run), propose_share(run)
+    count, share = plan.responses_at_once(run), plan.propose_share(run)
     words = (
-        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, if "
-        f"all are of {run.max_length():,} tokens with their prompts"
+        f"which has room for {count:,} of a step's {plan.local_episodes(run):,} responses at once, "
+        f"if all are of {run.max_length():,} tokens with their prompts"
     )
-    if count >= min(local_episodes(run), FEW_RESPONSES):
+    if count >= min(plan.local_episodes(run), FEW_RESPONSES):
         return words
-    if share <= run.args.vllm_gpu_memory_utilization:
-        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})
-    return f"{words}: few; with {share:g} there is room for {responses_at_once(other):,}"
+    if share <= run.args.vllm_gpu_memory_utilization or not plan.fits(other):
+        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
+    return f"{words}: few; with {share:g} there is room for {plan.responses_at_once(other):,}"
 
 
 def plan_of_memory(run):
     """Lines on memory, by part and in sum, and on the disk."""
-    args, room = run.args, learner_room(run)
-    largest, parts = learner_memory(run)
+    args, room = run.args, plan.learner_room(run)
+    largest, parts = plan.learner_memory(run)
     limit = "" if room is None else f", of the {in_words(room)} that it may take of its GPU"
-    yield "memory", f"of a learner: about {in_words(learner_needs(run))}{limit}"
+    yield "memory", f"of a learner: about {in_words(plan.learner_needs(run))}{limit}"
     yield "", f"at the most, in {largest}:"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
     is_on = args.gradient_checkpointing
-    other = in_words(learner_needs(with_changes(run, {"gradient_checkpointing": not is_on})))
+    other = in_words(plan.learner_needs(with_changes(run, {"gradient_checkpointing": not is_on})))
     yield "", f"with --{'no-' * is_on}gradient_checkpointing: {other} in all"
-    local = run.options.local_processes()
-    if local > 1:
-        models = (trained_models(run) | frozen_models(run)).values()
-        whole = 4 * max(map(count_parameters, models)) * local
+    if run.options.local_processes() > 1:
+        whole = plan.host_memory(run)
         yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"
     if not run.trains_reward_model():
-        least = engine_memory(run) + run.options.has_gpus() * cache_memory(run)
+        least = plan.engine_needs(run) if run.options.has_gpus() else plan.engine_memory(run)
         share = f"{args.vllm_gpu_memory_utilization:g} (--vllm_gpu_memory_utilization)"
         yield "", f"of vLLM: at least {in_words(least)}; of GPUs {share}"
         if run.shares_gpus() and run.options.gpu_memory:
             yield "", room_for_responses(run)
-    number, size = checkpoints_on_disk(run)
-    model = in_words(4 * count_parameters(run.model))
+    number, size = plan.checkpoints_on_disk(run)
+    model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
     if args.save_freq == 0:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
@@ -1906,6 +1722,7 @@ def check(run):
         attempt(check_trained_reward_model)
     else:
         attempt(check_policy)
+        attempt(check_adapters, run.has_good_numbers, run.model)
         if hasattr(run.args, "value_learning_rate"):
             attempt(check_value_model)
         attempt(check_reward_model)

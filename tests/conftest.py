@@ -31,7 +31,7 @@ Which file.
     test_runs, test_ends
                         real runs of the scripts; how they end, and that nothing is left of them
     test_mistakes       what the scripts refuse
-    test_preflight      preflight, on the odd inputs that preflight_cases.py has
+    test_preflight      preflight, on the odd inputs that preflight_cases.py has; its plan
     test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
     test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub, test_setup
                         a program of scripts/ each

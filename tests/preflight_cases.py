@@ -348,6 +348,18 @@ NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 BERT = architecture("BertForSequenceClassification", num_labels=1)
 NO_END = (content(GENERATION, b"{}"), config(eos_token_id=None))
 
+
+def pickle_weights(folder):
+    """The same weights in PyTorch's own format alone."""
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+ADAPTERS = given(lora_rank=8, learning_rate=1e-5)
+PICKLES = together(model(pickle_weights), ADAPTERS)
+GPT2 = together(model(architecture("GPT2LMHeadModel", eos_token_id=1)), ADAPTERS)
+STABLELM = together(model(architecture("StableLmForCausalLM")), ADAPTERS)
+
 NO_TOKENIZER = (remove("tokenizer.json"), remove("tokenizer_config.json"))
 EMPTY_TOKENIZER = model(empty_vocabulary, flag="tokenizer_name_or_path")
 
@@ -392,6 +404,9 @@ MODELS = {
     "quantized by nothing": (model(QUANTIZED), "quantized", EVERY),
     "code of its own": (model(OWN_CODE), "custom code", EVERY),
     "config that is a list": (model(content("config.json", b"[]")), "model_type", EVERY),
+    "adapters of no linear layers": (GPT2, "--lora_rank | no linear layers"),
+    "adapters beside pickles": (PICKLES, "--lora_rank | .safetensors | save_pretrained"),
+    "adapters without vLLM's": (STABLELM, "--lora_rank | vLLM's StableLmForCausalLM"),
     "unknown attention": (given(attn_implementation="none"), "none | eager", EVERY),
     "attention not installed": (given(attn_implementation="flash_attention_3"), "FlashAttention3"),
     "too few positions": (given(response_length=512), "--response_length | positions | 512"),
@@ -503,6 +518,9 @@ NUMBERS = {
     "discount": (given(gamma=1.01), "--gamma | at most 1", PPO),
     "temperature": (given(temperature=2.5), "--temperature | 2"),
     "beta": (given(beta="nan"), "--beta | finite"),
+    "adapters of less than nothing": (given(lora_rank=-1), "--lora_rank | 0 or more"),
+    "large adapters": (given(lora_rank=513), "--lora_rank | at most 512"),
+    "adapters that add nothing": (given(lora_alpha=0), "--lora_alpha | above 0"),
     "target of no penalty": (given(beta=0.0, kl_target=6.0), "--kl_target | --beta", PPO),
     "held-out prompts": (given(eval_prompts=-1), "--eval_prompts | 0 or more"),
     "stop token below 0": (given(stop_token_id=-5), "--stop_token_id | 0 or more"),
@@ -622,15 +640,20 @@ LAUNCHES = {
         {"num_gpus": 2, "gpu_memory": 1.25},
         {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
         | {"gradient_checkpointing": False},
-        "a learner needs about 1.4 GiB | helps: --micro_batch_tokens 508: 1.0 GiB of 1.2 GiB; | "
-        "; --gradient_checkpointing: 1.1 GiB of 1.2 GiB | ; --config_file",
+        "a learner needs about 1.4 GiB of its GPU, and has 1.2 GiB; this fits: | "
+        "--gradient_checkpointing: 1.1 GiB of 1.2 GiB; --micro_batch_tokens 508: 1.0 GiB of",
     ),
     # Each fits, and the two do not, with 2 GiB for CUDA
     "memory of both": (
         {"num_gpus": 1, "gpu_memory": 10.0},
         {"vllm_gpu_memory_utilization": 0.8},
-        "a learner needs about | has 0.0 MiB | helps: --num_processes 1 --vllm_gpus 1: 1.0 GiB of "
-        "10.0 GiB",
+        "a learner needs about | has 0.0 MiB; this fits: --vllm_gpu_memory_utilization 0.",
+    ),
+    # Another would do, but it is not there
+    "memory of nothing": (
+        {"num_gpus": 1, "gpu_memory": 0.5},
+        {},
+        "a learner needs about | no flags make room",
     ),
     "no such file": ({"config_file": "no.yaml"}, {}, "no.yaml | scripts/accelerate"),
     "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
@@ -828,6 +851,11 @@ BEST = {"resume_from_checkpoint": "output/run/best/step_3"}
 DONE = {"resume_from_checkpoint": "output/run/checkpoints/step_10"}
 
 
+def copy_of_model(folder):
+    shutil.copytree(MODEL, folder / "model")
+    return {"model_name_or_path": folder / "model"}
+
+
 def other_data(folder):
     return {"dataset": write_rows(folder / "other.jsonl", [ROW] * 69)}
 
@@ -934,6 +962,14 @@ CHECKPOINTS = {
         "eval_temperature was 0.0 and is 0.5",
         ASYNC,
     ),
+    "another model": (nothing, copy_of_model, "model_name_or_path was"),
+    "adapters": (nothing, {"lora_rank": 8}, "lora_rank was 0 and is 8"),
+    "larger adapters": (nothing, {"lora_alpha": 16}, "lora_alpha was 32 and is 16"),
+    "before there were adapters": (
+        arguments(rewrite(lambda saved: saved.pop("lora_rank"))),
+        {},
+        "another script: lora_rank missing",
+    ),
     "pairs": (
         nothing,
         lambda folder: {"dataset": write_rows(folder / "other.jsonl", [PAIR] * 69)},
@@ -962,11 +998,6 @@ def move_data(folder):
     return {"dataset": folder / "moved.jsonl"}
 
 
-def copy_of_model(folder):
-    shutil.copytree(MODEL, folder / "model")
-    return {"model_name_or_path": folder / "model"}
-
-
 def added(saved):
     saved.update(provenance={"command": []}, hf_repo_url="https://huggingface.co/a")
 
@@ -979,7 +1010,7 @@ RESUMED = {
     "another folder is given": (nothing, {"run_name": "other"}, "run/checkpoints/step_3", EVERY),
     "moved data": (nothing, move_data, "dataset was | moved.jsonl", EVERY),
     "rate": (nothing, {"learning_rate": 0.5}, "learning_rate was | and is 0.5", EVERY),
-    "model": (nothing, copy_of_model, "model_name_or_path was | and is", EVERY),
+    "model": (nothing, copy_of_model, "model_name_or_path was | and is", TRAINER),
     "what programs add": (arguments(rewrite(added)), {}, "step_3", EVERY),
     "evaluations": (nothing, {"num_evals": 5, "eval_temperature": 0.5}, "step_3", PPO[:1]),
     "adapted beta": (

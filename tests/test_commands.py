@@ -23,6 +23,7 @@ TESTED = {
     "bash scripts/test.sh": "this suite",
     "bash scripts/setup.sh": "this suite",
     "bash scripts/gpu_check.sh": "test_gpu_check",
+    "bash scripts/train/gsm8k/": "test_recipes",
     "python make_sums.py": "below",
     "python scripts/data_preprocess/": "test_data_preprocess",
     "python scripts/plot_runs.py": "test_pictures",
@@ -152,6 +153,7 @@ def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
         question[script] = str(REPO / question[script])
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
+        monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
         with modules.put_back([*LOADED, "my_rewards", "if_constraints"]):
             status = preflight.main(question)
         assert status == 0, capfd.readouterr().err

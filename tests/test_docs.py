@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import fits
+import plan
 import pytest
 from helpers import REPO, SCRIPTS
 from helpers.line_links import with_right_numbers
@@ -15,7 +17,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 OTHER_FLAGS = """
     num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
     config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
-    center_rewards_coefficient num_gpus gpu_memory ranks fsdp2 positions
+    center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
 """
@@ -80,3 +82,57 @@ def test_worked_example_is_what_the_command_prints():
     command = [sys.executable, "scripts/worked_example.py"]
     printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
     assert printed in (REPO / "docs" / "ppo.md").read_text()
+
+
+@pytest.mark.slow
+def test_tables_of_what_fits_are_what_the_command_prints():
+    command = [sys.executable, "scripts/benchmark/fits.py"]
+    printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert [line for line in tables if line not in (REPO / "docs" / "scaling.md").read_text()] == []
+
+
+def commands_of_what_fits():
+    """(GiB of a GPU, whether there are several, script, its words) of scaling.md's commands."""
+    text = (REPO / "docs" / "scaling.md").read_text()
+    _, _, text = text.partition("### Commands for what fits")
+    text, _, _ = text.partition("\n### ")
+    for name, value in re.findall(r'(\w+)="([^"]*)"', text):
+        text = text.replace(f"${name}", value)
+    gpu_memory = are_several = None
+    for line in re.findall(r"^    (.*)$", text, re.MULTILINE):
+        size = re.search(r"^# .*? of (\d+) GB", line)
+        if size:
+            gpu_memory, are_several = int(size[1]), "one" not in line.split(":")[0].split()
+        if line.startswith("# two nodes"):
+            gpu_memory, are_several = 80, None
+        if line.startswith("accelerate"):
+            yield gpu_memory, are_several, line.split()
+
+
+def test_every_cell_of_readme_has_a_command_that_fits():
+    commands = {}
+    for gpu_memory, are_several, words in commands_of_what_fits():
+        flags = dict(zip(words, [*words[1:], ""], strict=True))
+        script = next(word for word in words if word.endswith("async.py"))[:-3]
+        size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
+        file = flags["--config_file"].rpartition("/")[2]
+        nodes = 2 if "two_nodes" in file else 1
+        learners = 1 if file == "one_gpu.yaml" else 6 if "--vllm_gpus" in flags else 8
+        own = (6, 7) if "--vllm_gpus" in flags else ()
+        rank = int(flags.get("--lora_rank", 0))
+        run = fits.launch(script, size, gpu_memory, file, nodes, learners, own, rank)
+        share = flags.get("--vllm_gpu_memory_utilization")
+        if share is not None:
+            run.args.vllm_gpu_memory_utilization = float(share)
+        assert plan.fits(run, plan.SOME_RESPONSES), words
+        commands[gpu_memory, are_several, script[:4].strip("_"), bool(rank)] = size
+    readme = (REPO / "README.md").read_text()
+    rows = re.findall(r"^\| (eight of )?(\d+) GB \| (.*) \|$", readme, re.MULTILINE)
+    assert len(rows) == 4
+    for are_several, gpu_memory, cells in rows:
+        named = [cell.strip() for cell in cells.split("|")]
+        keys = [(name, has_adapters) for has_adapters in (False, True) for name in ("grpo", "ppo")]
+        for (name, has_adapters), size in zip(keys, named, strict=True):
+            key = (int(gpu_memory), bool(are_several), name, has_adapters)
+            assert commands.get(key, "") == size, key

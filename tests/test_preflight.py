@@ -5,6 +5,7 @@ tried with one of those that it is for, and the next case with the next.
 """
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -14,20 +15,25 @@ from types import SimpleNamespace
 
 import fits
 import huggingface_hub
+import peft
+import plan
 import preflight
 import preflight_cases as cases
 import pytest
+import torch
+import transformers
 from helpers import ASYNC, REPO, SCRIPTS, modules
 from helpers.files import write_rows, write_text
 from helpers.loops import options_of
 from helpers.processes import environment
-from preflight import GIB
+from plan import GIB
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Those that find a mistake in two parts
 TWO_LINES = ("model: config that is a list",)
 # Those that are waited for
 SLOW = ("data: template that runs for ever", "reward: file hangs")
+SLOW += ("model: adapters without vLLM's",)
 
 
 def one_script_each(table, scripts_of):
@@ -192,6 +198,62 @@ def test_disk_and_accounts_are_looked_at(name, script, ask, folder, monkeypatch)
     check_mistake(ask(script, cases.good_options(folder, script) | options), words)
 
 
+def test_disk_is_that_of_the_machine_where_it_runs(ask, folder, monkeypatch):
+    """This one's is a mistake where the GPUs are here, or none, else a note; or it is named."""
+    cases.little_room(monkeypatch, folder)
+    options = cases.good_options(folder, "ppo_sync.py")
+    elsewhere = {"num_gpus": 1, "gpu_memory": 24.0}
+    check_plan(ask("ppo_sync.py", options, **elsewhere), "10 MiB free | needed | say --disk")
+    check_mistake(ask("ppo_sync.py", options, **elsewhere, disk=0.01), "9 MiB free")
+    status, plan, mistakes = ask("ppo_sync.py", options, **elsewhere, disk=1.0)
+    assert (status, mistakes) == (0, "") and "MiB free" not in plan
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
+    check_mistake(ask("ppo_sync.py", options, gpu_memory=24.0), "10 MiB free")
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5])
+def test_rate_that_is_low_for_adapters_is_noted(rate, ask, folder, monkeypatch):
+    monkeypatch.setattr(preflight, "ASK_VLLM", "")
+    options = cases.good_options(folder, "ppo_sync.py") | {"learning_rate": rate}
+    assert "ten times" not in ask("ppo_sync.py", options)[1]
+    answer = ask("ppo_sync.py", options | {"lora_rank": 8})
+    check_plan(answer, "adapters of policy and value model | policy, frozen")
+    note = f"--learning_rate {rate:g}: with adapters the rate is about ten times"
+    assert (note in answer[1]) == (rate == 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [(["pytorch_model.bin"], ".safetensors"), (["model-00001-of-00002.safetensors"], None)],
+)
+def test_files_on_the_hub_are_looked_at_for_adapters(files, words, ask, folder, monkeypatch):
+    monkeypatch.setattr(preflight, "ASK_VLLM", "")
+    monkeypatch.setattr(preflight, "is_local", lambda path: False)
+    monkeypatch.setattr(preflight, "hub_answers", functools.cache(lambda: True))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda path, revision: files)
+    options = cases.good_options(folder, "ppo_sync.py") | {"lora_rank": 8}
+    answer = ask("ppo_sync.py", options)
+    if words is None:
+        check_plan(answer, "adapters of policy")
+    else:
+        check_mistake(answer, words)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_vllm_is_asked_where_it_is(is_there, ask, folder, monkeypatch):
+    """A laptop may lack it."""
+    monkeypatch.setattr(preflight, "ASK_VLLM", "import sys; sys.exit(3)")
+    if not is_there:
+        monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    options = cases.good_options(folder, "ppo_sync.py")
+    check_plan(ask("ppo_sync.py", options), "weights of policy")  # it is not asked in vain
+    answer = ask("ppo_sync.py", options | {"lora_rank": 8})
+    if is_there:
+        check_mistake(answer, "--lora_rank | vLLM's Qwen2ForCausalLM takes no adapters")
+    else:
+        check_plan(answer, "adapters of policy")
+
+
 @pytest.mark.parametrize(("name", "script"), one_script_each(cases.SHARED_GPUS, lambda _: SCRIPTS))
 def test_gpu_that_cannot_be_shared_is_told(name, script, ask, folder, monkeypatch):
     """Nothing is wrong where vLLM has one of its own."""
@@ -307,11 +369,11 @@ def test_memory_is_the_sum_of_its_parts(ask, folder):
 def test_gradients_are_there_once_in_every_pass(file):
     """Also in those of models that are not trained, of which there are none."""
     run = fits.launch("ppo_sync", "0.6", 80, file, learners=2 if file == "ddp.yaml" else 1)
-    trained = sum(map(preflight.count_parameters, (run.model, run.value_model)))
+    trained = sum(map(plan.count_parameters, (run.model, run.value_model)))
     for rows in (1, 1000):
         changes = {"micro_batch_tokens": 0, "local_rollout_forward_batch_size": rows}
-        other = preflight.with_changes(run, changes)
-        name, parts = preflight.learner_memory(other)
+        other = plan.with_changes(run, changes)
+        name, parts = plan.learner_memory(other)
         assert ("reference policy" in name) == (rows > 1)
         assert parts["gradients"] == 4 * trained
 
@@ -319,7 +381,7 @@ def test_gradients_are_there_once_in_every_pass(file):
 @pytest.mark.parametrize(("gpu_memory", "chunk"), [(80, 2**27), (None, 2**25)])
 def test_logits_are_in_the_chunks_of_the_device(gpu_memory, chunk):
     run = fits.launch("grpo_vllm_async", "0.6", gpu_memory, "one_gpu.yaml")
-    assert preflight.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
+    assert plan.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
 
 
 def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
@@ -328,7 +390,7 @@ def test_mask_takes_memory_beyond_a_sliding_window_alone(monkeypatch):
     activations = []
     for window in (None, run.max_length(), 512):
         monkeypatch.setattr(config, "sliding_window", window)
-        parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+        parts = plan.pass_parts(run, run.value_model, 4, is_trained=False)
         activations.append(parts["activations"])
     without, at_most, beyond = activations
     assert without == at_most
@@ -343,7 +405,7 @@ def test_scores_take_memory_in_float32_with_fewer_key_heads(monkeypatch):
         monkeypatch.setattr(run.args, "dtype", dtype)
         for key_heads in (8, 16):
             monkeypatch.setattr(config, "num_key_value_heads", key_heads)
-            parts = preflight.pass_parts(run, run.value_model, 4, is_trained=False)
+            parts = plan.pass_parts(run, run.value_model, 4, is_trained=False)
             activations[dtype, key_heads] = parts["activations"]
     assert activations["bfloat16", 8] == activations["bfloat16", 16]
     # Of half a layer, as the mask
@@ -356,40 +418,40 @@ def test_shared_gpu_leaves_two_gib_to_cuda(share):
     """As set_per_process_memory_fraction in the scripts; one of its own has one context."""
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     run.args.vllm_gpu_memory_utilization = share
-    assert preflight.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
-    assert "CUDA" not in preflight.learner_memory(run)[1]
+    assert plan.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
+    assert "CUDA" not in plan.learner_memory(run)[1]
     run.args.vllm_gpus = (1,)
-    assert preflight.learner_room(run) == 24 * GIB
-    assert preflight.learner_memory(run)[1]["CUDA"] == GIB
+    assert plan.learner_room(run) == 24 * GIB
+    assert plan.learner_memory(run)[1]["CUDA"] == GIB
 
 
 def test_keys_and_values_have_the_head_size_of_the_config():
     """Which in Qwen3-0.6B is not the hidden size by the heads: 128, and not 64."""
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     of_token = 28 * 8 * 128 * 2 * 2  # layers, key-value heads, head size, keys and values, bytes
-    assert preflight.cache_memory(run) == of_token * run.max_length()
+    assert plan.cache_memory(run) == of_token * run.max_length()
 
 
 def test_share_is_proposed_where_few_responses_are_sampled_at_once():
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
-    assert 25 <= preflight.responses_at_once(run) <= 40
-    share, words = preflight.propose_share(run), preflight.room_for_responses(run)
-    other = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
-    more = preflight.responses_at_once(other)
-    assert more > preflight.responses_at_once(run)
+    assert 25 <= plan.responses_at_once(run) <= 40
+    share, words = plan.propose_share(run), preflight.room_for_responses(run)
+    other = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    more = plan.responses_at_once(other)
+    assert more > plan.responses_at_once(run)
     assert words.endswith(f": few; with {share:g} there is room for {more}")
     preflight.check_memory(other)
     # A hundredth more would take what the learner is to keep
-    assert preflight.learner_room(other) - 1.1 * preflight.learner_needs(other) < 0.24 * GIB
+    assert plan.learner_room(other) - 1.1 * plan.learner_needs(other) < 0.24 * GIB
 
 
 def test_share_is_not_larger_than_all_responses_need():
     run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
     run.args.local_rollout_batch_size = 4  # of 8 responses
-    share = preflight.propose_share(run)
-    enough = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share})
-    fewer = preflight.with_changes(run, {"vllm_gpu_memory_utilization": share - 0.01})
-    assert preflight.responses_at_once(enough) == 32 > preflight.responses_at_once(fewer)
+    share = plan.propose_share(run)
+    enough = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
+    fewer = plan.with_changes(run, {"vllm_gpu_memory_utilization": share - 0.01})
+    assert plan.responses_at_once(enough) == 32 > plan.responses_at_once(fewer)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +461,113 @@ def test_share_is_not_larger_than_all_responses_need():
 def test_no_share_is_proposed_without_need_or_room(name, gpu_memory, end):
     run = fits.launch(name, "0.6", gpu_memory, "one_gpu.yaml")
     assert preflight.room_for_responses(run).endswith(end)
+
+
+# What is launched, on which GPUs: (script, size, GiB, launch, GPUs of a machine)
+TOO_LARGE = {
+    "a GPU": ("ppo_vllm_async", "0.6", 24, {"file": "one_gpu.yaml"}, 1),
+    "one of eight": ("ppo_vllm_async", "8", 80, {"file": "one_gpu.yaml"}, 8),
+    "eight": ("grpo_vllm_async", "4", 40, {"file": "ddp.yaml", "learners": 8}, 8),
+    "eight, shared out": ("ppo_vllm_async", "14", 40, {"file": "fsdp2.yaml", "learners": 8}, 8),
+    "two nodes": ("ppo_vllm_async", "8", 40, {"file": "ddp.yaml", "learners": 4, "nodes": 2}, 4),
+}
+
+
+def too_large(name):
+    script, size, gpu_memory, launch, num_gpus = TOO_LARGE[name]
+    run = fits.launch(script, size, gpu_memory, **launch)
+    run.options.num_gpus = num_gpus
+    return run
+
+
+def words_to_launch(flags):
+    """What the flags of a measure change in arguments, and in the launch."""
+    launch = {name: flags[name] for name in ("num_processes", "num_machines") if name in flags}
+    if "config_file" in flags:
+        launch["variables"] = {"ACCELERATE_USE_FSDP": "true"}
+    known = {*launch, "config_file"}
+    arguments = {name: value for name, value in flags.items() if name not in known}
+    if "vllm_gpus" in arguments:
+        arguments["vllm_gpus"] = tuple(map(int, arguments["vllm_gpus"].split()))
+    return arguments, launch
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_is_named_fits_and_has_no_flag_too_many(name):
+    run = too_large(name)
+    assert not plan.fits(run)
+    found = plan.what_fits(run)
+    assert found
+    assert [len(flags) for flags, _ in found] == sorted(len(flags) for flags, _ in found)
+    for flags, changed in found:
+        arguments, launch = words_to_launch(flags)
+        again = plan.with_changes(run, arguments, **launch)
+        assert plan.fits(changed) and plan.fits(again), flags
+        assert plan.learner_needs(again) == plan.learner_needs(changed)
+        for flag in arguments.keys() - {"vllm_gpus"}:
+            fewer = {key: value for key, value in arguments.items() if key != flag}
+            assert not plan.fits(plan.with_changes(run, fewer, **launch)), (flags, flag)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_only_gpus_that_are_there_are_named(name):
+    run = too_large(name)
+    machines, num_gpus = run.options.num_machines, run.options.num_gpus
+    for flags, changed in plan.what_fits(run):
+        own = changed.args.vllm_gpus
+        assert changed.options.num_machines == machines
+        assert changed.options.local_processes() + len(own) <= num_gpus, flags
+        assert all(changed.options.local_processes() <= gpu < num_gpus for gpu in own)
+
+
+@pytest.mark.parametrize("name", ["one of eight", "eight", "two nodes"])
+def test_gpus_that_are_there_are_shared_out(name):
+    run = too_large(name)
+    changed = [changed for _, changed in plan.what_fits(run) if changed.options.num_shards()]
+    whole = run.options.num_machines * run.options.num_gpus
+    assert whole in [each.options.num_shards() for each in changed]
+
+
+def test_newcomer_with_a_gpu_of_24_gb_is_told_what_fits(monkeypatch):
+    """Adapters, and what needs no adapters but less of vLLM."""
+    monkeypatch.setattr(fits, "RESPONSE", 64)
+    monkeypatch.setattr(fits, "PROMPT", 64)
+    run = fits.launch("ppo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    run = plan.with_changes(run, {"micro_batch_tokens": 128})
+    with pytest.raises(preflight.Mistake) as raised:
+        preflight.check_memory(run)
+    message = preflight.one_line(raised.value)
+    assert "this fits: --lora_rank 16: " in message
+    assert re.search(r"; --beta 0 --vllm_gpu_memory_utilization 0\.1\d?: [\d.]+ GiB of", message)
+    assert "num_processes" not in message and "vllm_gpus" not in message
+
+
+@pytest.mark.parametrize(("share", "is_larger"), [(0.05, True), (0.8, False)])
+def test_share_of_vllm_is_named_where_it_alone_is_wrong(share, is_larger):
+    """A learner would fit, or the engine; with the share that is named both do."""
+    run = fits.launch("grpo_vllm_async", "0.6", 24, "one_gpu.yaml")
+    run.args.vllm_gpu_memory_utilization = share
+    flags, changed = plan.what_fits(run)[0]
+    assert list(flags) == ["vllm_gpu_memory_utilization"]
+    assert (flags["vllm_gpu_memory_utilization"] > share) == is_larger
+    assert plan.engine_needs(changed) <= plan.engine_room(changed)
+
+
+def test_engine_that_its_own_gpu_is_too_small_for_gets_two():
+    run = fits.launch(
+        "grpo_vllm_async", "14", 24, "fsdp2.yaml", learners=6, vllm_gpus=(6, 7), rank=16
+    )
+    assert plan.what_fits(run)[0][0] == {"vllm_tensor_parallel_size": 2}
+
+
+def test_largest_model_that_fits_is_named_where_no_flags_help():
+    run = fits.launch("ppo_vllm_async", "4", 24, "one_gpu.yaml")
+    with pytest.raises(preflight.Mistake, match=r"no flags .*Qwen3-1\.7B, with --lora_rank 16: "):
+        preflight.check_memory(run)
+    assert plan.fits(fits.launch("ppo_vllm_async", "1.7", 24, "one_gpu.yaml", rank=16))
+    run.options.gpu_memory = 2
+    with pytest.raises(preflight.Mistake, match=r"no flags .*; it takes a smaller model"):
+        preflight.check_memory(run)
 
 
 ADVICE = [
@@ -413,26 +582,164 @@ def test_advice_on_memory_is_what_the_plan_says_then(
     script, options, launch, ask, folder, monkeypatch
 ):
     monkeypatch.setattr(preflight, "in_words", lambda count: f"{round(count)} bytes")
+    monkeypatch.setattr(preflight, "ASK_VLLM", "")
     launch = launch | {"num_gpus": 16, "gpu_memory": 1.5}
     options = cases.good_options(folder, script) | options | {"response_length": 500}
     options["vllm_gpu_memory_utilization"] = 0.9
     _, _, mistakes = ask(script, options, **launch)
-    _, _, advice = mistakes.partition("what helps: ")
+    _, _, advice = mistakes.partition("this fits: ")
     advice = re.findall(r"(--[^:]*): (\d+ bytes) of (\d+ bytes)", advice)
-    assert len(advice) >= 3, mistakes
-    lacks = [int(need.split()[0]) - int(room.split()[0]) for _, need, room in advice]
-    assert lacks == sorted(lacks)
+    assert advice, mistakes
     for flags, need, room in advice:
         words = dict(re.findall(r"--(\w+)((?: [^-\s]\S*)*)", flags))
         words = {name: value.strip() or True for name, value in words.items()}
         changes = {}
-        if "num_processes" in words:
-            changes["num_processes"], *more = words.pop("num_processes").split()
-            changes["num_machines"] = 2 if "twice" in more else 1
-        if "config_file" in words:
-            changes["config_file"] = REPO / words.pop("config_file")
-        _, plan, _ = ask(script, options | words, **launch | changes)
-        assert f"of a learner: about {need}, of the {room}" in plan, flags
+        for name in ("num_processes", "config_file"):
+            if name in words:
+                changes[name] = words.pop(name)
+        answer = ask(script, options | words, **launch | changes)
+        check_plan(answer, f"of a learner: about {need}, of the {room}")
+
+
+def adapted(name, size, gpu_memory, file="one_gpu.yaml", **numbers):
+    return fits.launch(name, size, gpu_memory, file, rank=16, **numbers)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_trained_parameters_are_those_that_peft_trains(rank, monkeypatch):
+    shape = (64, 2, 4, 2, 128, True)
+    run = fits.launch("ppo_vllm_async", "0.6", 24, "one_gpu.yaml", rank=rank)
+    for model in plan.build(transformers.Qwen2Config, shape, vocab_size=50):
+        expected = plan.count_trained(run, model)
+        if rank:
+            model.requires_grad_(False)
+            config = peft.LoraConfig(
+                r=rank,
+                target_modules="all-linear",
+                exclude_modules=["score"],
+                task_type="CAUSAL_LM",
+            )
+            peft.inject_adapter_in_model(config, model)
+            if hasattr(model, "score"):
+                model.score.requires_grad_(True)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+
+
+def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
+    run = adapted("ppo_vllm_async", "0.6", 24)
+    # Queries, keys and values, output; gate and up, down: of 28 layers
+    features = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024) + 3 * (1024 + 3072)
+    trained = 2 * 16 * 28 * features + 1024  # with the value head
+    _, parts = plan.learner_memory(run)
+    assert parts["adapters of policy and value model"] == parts["gradients"] == 4 * trained
+    assert parts["AdamW's moments"] == 8 * trained
+    assert parts["policy, frozen"] == 2 * plan.count_parameters(run.model)
+    assert parts["value model, frozen"] == 2 * plan.count_parameters(run.value_model)
+    assert plan.checkpoints_on_disk(run)[1] == 12 * trained
+    own = (trained - 1024) // 2
+    assert plan.final_model(run) == 4 * (plan.count_parameters(run.model) + own)
+
+
+def test_reference_policy_is_the_policy_without_its_adapter():
+    run = adapted("grpo_vllm_async", "0.6", 24)
+    without = plan.with_changes(run, {"beta": 0.0})
+    with_one = plan.with_changes(run, {"beta": 0.1})
+    assert plan.learner_memory(with_one) == plan.learner_memory(without)
+    # It has a pass of its own, with more rows
+    rows = {"beta": 0.1, "micro_batch_tokens": 0, "local_rollout_forward_batch_size": 1000}
+    name, parts = plan.learner_memory(plan.with_changes(run, rows))
+    assert "passes of the reference policy" in name and "reference policy, frozen" not in parts
+
+
+def test_frozen_head_has_a_copy_in_float32_and_no_gradient():
+    run = adapted("grpo_vllm_async", "8", 80)
+    parts = plan.pass_parts(run, run.model, 2, is_trained=True)
+    assert parts["float32 copy of the head"] == 4 * 151_936 * 4096
+    assert "gradients of embedding and head" not in parts
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.05), ("float32", 1.15)])
+def test_activations_of_adapters_are_what_pytorch_keeps(dtype, most, monkeypatch):
+    """The difference of four layers and two, by what autograd saves on a CPU."""
+    monkeypatch.setattr(fits, "PROMPT", 64)
+    monkeypatch.setattr(fits, "RESPONSE", 64)
+    run = fits.launch("grpo_vllm_async", "0.6", None, "one_gpu.yaml", rank=4)
+    run = plan.with_changes(run, {"dtype": dtype, "gradient_checkpointing": False})
+    kept, planned = [], []
+    for layers in (2, 4):
+        shape = (64, layers, 4, 4, 192, True)
+        planned.append(
+            plan.pass_parts(run, plan.build(transformers.Qwen2Config, shape, 50)[0], 2, True)
+        )
+        config = transformers.Qwen2Config(
+            vocab_size=50,
+            hidden_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=192,
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+        model.requires_grad_(False)
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        peft.inject_adapter_in_model(adapters, model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        kept.append(saved_bytes(model.train(), dtype))
+    measured = kept[1] - kept[0]
+    expected = sum(planned[1].values()) - sum(planned[0].values())
+    assert 0.95 * measured <= expected <= most * measured
+
+
+def saved_bytes(model, dtype):
+    """Bytes that autograd keeps of a forward pass over two rows of 128 tokens, but weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # which keeps it
+        return tensor
+
+    token_ids = torch.zeros(2, 128, dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+    ):
+        hidden = model.base_model(token_ids, use_cache=False).last_hidden_state
+    assert hidden.dtype == getattr(torch, dtype)  # the residual stream
+    return sum(size for size, _ in saved.values())
+
+
+def test_adapters_are_shared_out_with_the_rest():
+    run = adapted("ppo_vllm_async", "8", 80, "fsdp2.yaml", learners=8)
+    alone = adapted("ppo_vllm_async", "8", 80)
+    _, parts = plan.learner_memory(run)
+    _, whole = plan.learner_memory(alone)
+    for part in ("policy, frozen", "adapters of policy and value model", "AdamW's moments"):
+        assert 8 * parts[part] == pytest.approx(whole[part])
+    # Gathered in bfloat16 and without gradients: less than of weights that are trained
+    full = fits.launch("ppo_vllm_async", "8", 80, "fsdp2.yaml", learners=8)
+    assert parts["gathered by FSDP2"] < plan.learner_memory(full)[1]["gathered by FSDP2"] / 2
+
+
+@pytest.mark.parametrize("gpu_memory", [80, None])
+def test_merged_model_is_in_the_memory_of_the_machine(gpu_memory):
+    """Which without GPUs is the learner's."""
+    run = adapted("grpo_vllm_async", "8", gpu_memory)
+    name, parts = plan.learner_memory(run)
+    assert ("merged" in name) == (gpu_memory is None)
+    merged = 4 * plan.count_parameters(run.model)
+    assert parts.get("merged model, float32", merged) == merged
+
+
+def test_vllm_has_two_versions_of_an_adapter():
+    run = adapted("grpo_vllm_async", "0.6", 24)
+    without = plan.with_changes(run, {"lora_rank": 0})
+    more = plan.engine_memory(run) - plan.engine_memory(without)
+    assert more == 2 * 2 * plan.count_trained(run, run.model)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import datasets
+import plan
 import preflight
 import pytest
 import torch
@@ -35,11 +36,12 @@ RECIPES = sorted(
     if path.parent.name not in BY_OTHERS
 )
 NODES = {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "localhost"}
+FOR_NODES = [recipe for recipe in RECIPES if "MACHINE_RANK" in (TRAIN / recipe).read_text()]
 # How each is run: variables of the environment
 RUNS = [
     pytest.param(recipe, env, id=f"{recipe} {' '.join(env.values())}".strip())
     for recipe in RECIPES
-    for env in ([NODES] if "tulu3" in recipe else [{}, {"GPUS": "8"}])
+    for env in ([NODES] if recipe in FOR_NODES else [{}, {"GPUS": "8"}])
 ]
 NOTE = """#!{python} -SE
 import json, os, sys
@@ -59,6 +61,15 @@ QWEN_05B = transformers.Qwen2Config(
     num_attention_heads=14,
     num_key_value_heads=2,
     intermediate_size=4864,
+    tie_word_embeddings=True,
+)
+QWEN_3B = transformers.Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=36,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    intermediate_size=11_008,
     tie_word_embeddings=True,
 )
 QWEN_15B = transformers.Qwen2Config(
@@ -90,6 +101,7 @@ PYTHIA_1B = transformers.GPTNeoXConfig(
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN_05B,
     "Qwen/Qwen2.5-1.5B-Instruct": QWEN_15B,
+    "Qwen/Qwen2.5-3B-Instruct": QWEN_3B,
     "allenai/Llama-3.1-Tulu-3-8B-DPO": LLAMA_8B,
     "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": PYTHIA_1B,
 }
@@ -233,6 +245,7 @@ def test_what_a_recipe_launches_passes_the_preflight(
         rows = ROWS[kind] * (60 if kind == "tulu3" else 1)
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
     env = env | {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
+    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
     folder = tmp_path / "copy"
     notes = notes_of(recipe, folder, **env)
     monkeypatch.chdir(folder)
@@ -318,10 +331,12 @@ def planned(options, script, gpu_memory):
 PUBLISHED = {
     "gsm8k/ppo.sh": (256, 64, 435),
     "gsm8k/grpo.sh": (5120, 1280, 140),
+    "gsm8k/grpo_lora.sh": (320, 320, 116),
     "math/grpo.sh": (320, 320, 117),
     "rm/ppo_hh.sh": (256, 64, 400),
     "tldr/ppo_1b.sh": (512, 512, 1953),
     "tulu3/ppo_8b.sh": (192, 192, 10_416),
+    "tulu3/ppo_8b_lora.sh": (192, 192, 500),
     "tulu3/grpo_8b.sh": (768, 384, 2604),
 }
 
@@ -338,8 +353,8 @@ def test_memory_and_batches_are_what_a_recipe_says(recipe, tmp_path):
     for words, (needed, room, gpu_memory) in zip(launches, said, strict=True):
         with modules.put_back(LOADED):
             run = planned(*split_words(words[1:]), int(gpu_memory))
-        assert round(preflight.learner_needs(run) / preflight.GIB) == int(needed)
-        assert int(preflight.learner_room(run) / preflight.GIB) == int(room)
+        assert round(plan.learner_needs(run) / plan.GIB) == int(needed)
+        assert int(plan.learner_room(run) / plan.GIB) == int(room)
         args = run.args
         if not run.trains_reward_model():
             batches = (args.episodes_per_step, args.mini_batch_size, args.num_training_steps)
@@ -350,15 +365,11 @@ def test_memory_and_batches_are_what_a_recipe_says(recipe, tmp_path):
     ("recipe", "env", "said"),
     [
         *(
-            (recipe, {"GPUS": "3"}, "GPUS=3 must divide")
+            (recipe, {"GPUS": "5"}, "GPUS=5 must divide")
             for recipe in RECIPES
-            if recipe[:4] != "tulu"
+            if recipe not in FOR_NODES
         ),
-        *(
-            (recipe, {"MACHINE_RANK": "0"}, "MAIN_PROCESS_IP: ")
-            for recipe in RECIPES
-            if recipe[:4] == "tulu"
-        ),
+        *((recipe, {"MACHINE_RANK": "0"}, "MAIN_PROCESS_IP: ") for recipe in FOR_NODES),
     ],
 )
 def test_what_would_be_another_run_is_refused(recipe, env, said, tmp_path):

@@ -1,12 +1,15 @@
-"""Which model fits on which GPUs: the table of docs/scaling.md, by the functions of preflight.py.
+"""Which model fits on which GPUs: the tables of docs/scaling.md, by the functions of plan.py.
 
     python scripts/benchmark/fits.py
 
-A cell has what a learner needs, in GiB of memory of its GPU; "no" where it has less, or where vLLM
-has. Computed, not measured: for the shapes of Qwen3, prompts of 512 tokens, responses of 1,024,
+A cell has what a learner needs, in GiB of memory of its GPU; beside it the share of a shared GPU
+(--vllm_gpu_memory_utilization) that vLLM is to have, where its default of 0.3 does not do; "no":
+none does, so that learner and vLLM have what they need, with room for 8 responses at once.
+Computed, not measured: for the shapes of Qwen3, prompts of 512 tokens, responses of 1,024,
 --micro_batch_tokens 4096, and otherwise the defaults.
 """
 
+import functools
 import importlib
 import sys
 from dataclasses import dataclass
@@ -14,18 +17,12 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
+import plan
 import preflight
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
+from transformers import Qwen3Config
 
 PROMPT, RESPONSE = 512, 1024
-# Parameters in billions: hidden size, layers, attention heads, inner size, whether the head is tied
-SHAPES = {
-    "0.6": (1024, 28, 16, 3072, True),
-    "1.7": (2048, 28, 16, 6144, True),
-    "4": (2560, 36, 32, 9728, True),
-    "8": (4096, 36, 32, 12288, False),
-}
+SHAPES = {name.removeprefix("Qwen3-")[:-1]: s for name, s in plan.FAMILIES["qwen3"].items()}
 
 
 @dataclass
@@ -36,34 +33,13 @@ class Run(preflight.Run):
         return PROMPT + RESPONSE
 
 
-def build(auto_class, shape):
-    """A model without memory for its weights."""
-    hidden_size, layers, heads, inner_size, is_tied = shape
-    config = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=inner_size,
-        tie_word_embeddings=is_tied,
-        num_labels=1,
-    )
-    with torch.device("meta"):
-        return auto_class.from_config(config)
+@functools.cache
+def models_of(size):
+    """A policy and a value model, without memory for their weights."""
+    return plan.build(Qwen3Config, SHAPES[size], vocab_size=151_936)
 
 
-MODELS = {
-    name: (
-        build(AutoModelForCausalLM, shape),
-        build(AutoModelForSequenceClassification, shape),
-    )
-    for name, shape in SHAPES.items()
-}
-
-
-def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=()):
+def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank=0):
     """A Run of the model of this size; learners and vllm_gpus are those of a node."""
     script = importlib.import_module(name)
     options = preflight.Options(
@@ -78,18 +54,18 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=()):
         micro_batch_tokens=4096,
         vllm_gpus=vllm_gpus,
         vllm_gpu_memory_utilization=0.9 if vllm_gpus else 0.3,
+        lora_rank=rank,
     )
-    model, value_model = MODELS[size]
+    model, value_model = models_of(size)
     return Run(script, options, args, True, model=model, value_model=value_model)
 
 
 def cell(run):
-    needed = preflight.learner_needs(run) / preflight.GIB
-    try:
-        preflight.check_memory(run)
-    except preflight.Mistake:
-        return f"no, {needed:.0f}"
-    return f"{needed:.0f}"
+    words = f"{plan.learner_needs(run) / plan.GIB:.0f}"
+    solved = plan.with_share(run)
+    if solved is None:
+        return f"no, {words}"
+    return f"{words}{''.join(f', at {share:g}' for share in solved[0].values())}"
 
 
 SHARED, SPLIT = {"learners": 8}, {"learners": 6, "vllm_gpus": (6, 7)}
@@ -102,17 +78,25 @@ LAUNCHES = {
     "16 x 80 GB, FSDP2, shared": (80, "fsdp2_two_nodes.yaml", SHARED | {"nodes": 2}),
     "16 x 80 GB, FSDP2, 12 + 4 for vLLM": (80, "fsdp2_two_nodes.yaml", SPLIT | {"nodes": 2}),
 }
-COLUMNS = [(name, size) for name in ("grpo_vllm_async", "ppo_vllm_async") for size in SHAPES]
+
+
+def print_table(launches, sizes, rank):
+    columns = [(name, size) for name in ("grpo_vllm_async", "ppo_vllm_async") for size in sizes]
+    titles = [f"{name.split('_')[0].upper()} {size} B" for name, size in columns]
+    print(f"| GPUs | a learner has | {' | '.join(titles)} |")
+    print("|---" * (len(titles) + 2) + "|")
+    for words in launches:
+        gpu_memory, file, numbers = LAUNCHES[words]
+        runs = [launch(*column, gpu_memory, file, rank=rank, **numbers) for column in columns]
+        room = plan.learner_room(runs[0]) / plan.GIB
+        print(f"| {words} | {room:.0f} | {' | '.join(map(cell, runs))} |")
 
 
 def main():
-    titles = [f"{name.split('_')[0].upper()} {size} B" for name, size in COLUMNS]
-    print(f"| GPUs | a learner has | {' | '.join(titles)} |")
-    print("|---" * (len(titles) + 2) + "|")
-    for words, (gpu_memory, file, numbers) in LAUNCHES.items():
-        runs = [launch(*column, gpu_memory, file, **numbers) for column in COLUMNS]
-        room = preflight.learner_room(runs[0]) / preflight.GIB
-        print(f"| {words} | {room:.0f} | {' | '.join(map(cell, runs))} |")
+    print("All weights are trained:\n")
+    print_table(LAUNCHES, ["0.6", "1.7", "4", "8"], rank=0)
+    print("\nAdapters are trained (--lora_rank 16):\n")
+    print_table([words for words in LAUNCHES if words[:2] != "16"], SHAPES, rank=16)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def note_before(module, name, prepare):
     setattr(module, name, noted)
 
 
+def import_peft():
+    """Which a script does that has loaded a model to add adapters to."""
+    importlib.import_module("peft")
+
+
 def import_vllm():
     importlib.import_module("vllm").LLM  # noqa: B018
 
@@ -57,7 +62,7 @@ def import_vllm():
 if "NOTES" in os.environ:  # in a rank, or in vLLM's process, which imports this file as well
     sys.path[:0] = [str(REPO), str(REPO / "tests")]
     script = importlib.import_module(os.environ["SCRIPT"])
-    note_before(script, "load_model", lambda: None)
+    note_before(script, "load_model", import_peft)
     note_before(script, "start_llm", import_vllm)
 
 
@@ -92,7 +97,7 @@ def look_on(process, notes):
 def planned(path, flags, ranks, is_fsdp2):
     """Bytes by the preflight: of all learners together, of all engines together."""
     sys.path[:0] = [str(REPO), str(REPO / "scripts")]
-    preflight = importlib.import_module("preflight")
+    preflight, plan = map(importlib.import_module, ("preflight", "plan"))
     file = str(REPO / "scripts/accelerate/fsdp2.yaml") if is_fsdp2 else None
     options = preflight.Options(num_processes=ranks, num_gpus=0, config_file=file)
     preflight.read_config_file(options)
@@ -102,7 +107,7 @@ def planned(path, flags, ranks, is_fsdp2):
     for mistake in preflight.check(run):
         sys.exit(preflight.one_line(mistake))
     engines = len(args.vllm_gpus) or ranks
-    return ranks * preflight.learner_needs(run), engines * preflight.engine_memory(run)
+    return ranks * plan.learner_needs(run), engines * plan.engine_memory(run)
 
 
 def main():

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Set-up, then asynchronous GRPO with adapters (LoRA) on one GPU of 24 GB: Qwen2.5-3B-Instruct on GSM8K, with the setting of
+# a run that verl has published. By the plan it is the largest Qwen2.5 that fits there: for one of 7 B, learner, vLLM and
+# CUDA would need 37 GiB.
+#   bash scripts/train/gsm8k/grpo_lora.sh           one GPU
+#   GPUS=8 bash scripts/train/gsm8k/grpo_lora.sh    eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 64)
+#   MODEL=path/to/model DATA=path/to/rows           a folder with the model, a folder with the dataset's rows: no hub
+# Further flags go to the script.
+#
+# Needs, by scripts/preflight.py:
+#   GPUS=1: 10 GiB for a learner, of the 11 that it may take of a GPU of 24
+#   GPUS=8: 10 GiB for a learner, of the 11 that it may take of a GPU of 24
+# Hours: verl's log has 116 steps of about 80 s on two GPUs of 80 GB, which is 2.5 hours, without its evaluations. Here: not
+# known; this has not run on a GPU.
+#
+# Expect: verl's score on the test set ended at .8613 (github.com/eric-haibin-lin/verl-data, branch experiments,
+# gsm8k/Qwen2.5-3B-bsz64_2-prompt512-resp1024-lorarank32-score0.861.log). Its grader is strict, as
+# eval/verifiable_correct_rate is here. verl generates and trains in turns, as this script does with --no-async_mode, and the
+# prompt words the request otherwise.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+gpus=${GPUS:-1}
+((64 % gpus == 0)) || { echo "GPUS=$gpus must divide 64" >&2; exit 2; }
+bash scripts/setup.sh
+.venv/bin/python scripts/data_preprocess/gsm8k.py --local_save_dir data/gsm8k ${DATA:+--local_dataset_path "$DATA"}
+flags=(
+  --exp_name gsm8k_grpo_lora
+  --dataset data/gsm8k/train.parquet --eval_dataset data/gsm8k/test.parquet
+  # The score is strict; the lenient grade is a metric
+  --reward_fn scripts/rewards/gsm8k.py:strict
+  --max_prompt_token_length 512 --response_length 1024
+  # 116 steps of 64 prompts, five responses each, one update a step: a pass over the 7,473 prompts
+  --total_episodes 37120 --local_rollout_batch_size $((64 / gpus)) --number_samples_per_prompt 5
+  --local_mini_batch_size $((320 / gpus))
+  # Thirty times the rate of grpo.sh. Ten times is the rule of "LoRA Without Regret" (Thinking Machines, 2025)
+  --lora_rank 32 --lora_alpha 32 --learning_rate 3e-5 --lr_scheduler_type constant
+  # verl's KL term, by the same estimator (its entropy bonus of 0.001 has no flag here). The reference policy is the policy
+  # without its adapter, and takes no memory
+  --beta 0.001 --kl_estimator kl3
+  # What the learner leaves vLLM, less a gibibyte: room for 70 longest responses at once
+  --vllm_gpu_memory_utilization 0.45
+  # Two longest rows
+  --micro_batch_tokens 4096
+  # All 1,319 test prompts, about every 10 steps
+  --num_evals 12 --eval_prompts 0
+  --save_freq 10 --keep_last_n 1
+)
+config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
+launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
+run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-Qwen/Qwen2.5-3B-Instruct}" "${flags[@]}" "$@")
+.venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
+exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
