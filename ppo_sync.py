@@ -412,7 +412,7 @@ class Rollout:
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
-    times: dict[str, float]  # seconds that generate_rollout took, by part
+    times: dict[str, float]  # metrics: seconds that its parts took
 
 
 @dataclass
@@ -453,14 +453,14 @@ def stable_hash(*parts):
 
 
 @contextlib.contextmanager
-def timed(times, name):
-    """Notes the seconds spent inside as times[name]."""
+def timed(metrics, name):
+    """Notes the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
     # Kernels run behind the Python code. Only the main thread starts any, so only it waits for them
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
-    times[name] = time.perf_counter() - start
+    metrics[f"time/{name}"] = time.perf_counter() - start
 
 
 process_groups = []  # of vLLM and of the reward workers
@@ -868,9 +868,8 @@ def add_adapter(model, args):
     """
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(args.seed)
-        inject_adapter_in_model(adapter_config(args), model.base_model)
+    torch.manual_seed(args.seed)
+    inject_adapter_in_model(adapter_config(args), model.base_model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -1392,21 +1391,21 @@ def call_llm(method, *args, **kwargs):
     return getattr(llm, method)(*args, **kwargs)
 
 
-def sample_responses(prompt_ids, seeds, temperature, max_tokens, version, args):
-    """Samples a response to each prompt: [(its token ids with the stop token, their logprobs)].
+def sample_responses(prompts, seeds, temperature, version, args):
+    """Samples a Response to each Prompt.
 
-    Each response is a request of its own with its own seed, so that a run can be repeated.
+    Each is a request of its own with its own seed, so that a run can be repeated.
     version: of the policy; its adapter is in the folder of that name.
     """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
+    requests = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
     sampling = [
         SamplingParams(
             seed=seed,
             temperature=temperature,
-            max_tokens=max_tokens,
+            max_tokens=args.response_length,
             stop_token_ids=args.stop_token_ids,
             ignore_eos=True,  # the end tokens are those in stop_token_ids, and no others
             logprobs=0,  # of the sampled token alone
@@ -1416,14 +1415,16 @@ def sample_responses(prompt_ids, seeds, temperature, max_tokens, version, args):
         for seed in seeds
     ]
     adapter = None
-    if args.lora_rank > 0:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
+    if args.lora_rank:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
         adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
     outputs = llm.generate(requests, sampling, lora_request=adapter, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        (np.array(c.token_ids, np.int32), np.array(c.logprobs.logprobs, np.float32))
-        for c in completions
-    ]
+    responses = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        token_ids = np.array(output.outputs[0].token_ids, np.int32)
+        logprobs = np.array(output.outputs[0].logprobs.logprobs, np.float32)
+        stopped = token_ids[-1] in args.stop_token_ids
+        responses.append(Response(prompt, token_ids, logprobs, stopped))
+    return responses
 
 
 # All that follows runs in the learner's process.
@@ -1569,31 +1570,24 @@ class VLLM:
         """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
+    def sample(self, prompts, seeds, temperature, num_samples):
         """Samples the Responses to this engine's share of some Prompts.
 
-        num_samples: samples of a prompt; equal prompts are adjacent; max_tokens: of a response, if
-        not response_length.
+        num_samples: samples of a prompt; equal prompts are adjacent.
         """
         share = share_of(len(prompts), self.index, self.count, num_samples)
-        prompts, seeds = prompts[share], seeds[share]
-        prompt_ids = [prompt.token_ids for prompt in prompts]
-        max_tokens = max_tokens or self.args.response_length
-        options = temperature, max_tokens, self.policy_version, self.args
-        samples = self.submit(sample_responses, prompt_ids, seeds, *options).result()
-        return [
-            Response(prompt, token_ids, logprobs, token_ids[-1] in self.args.stop_token_ids)
-            for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
-        ]
+        options = temperature, self.policy_version, self.args
+        return self.submit(sample_responses, prompts[share], seeds[share], *options).result()
 
     def sync_weights(self, weights, version):
         """Gives vLLM weights, of which it reads all; it must be idle.
 
-        weights: as from gather_weights; version: of the policy. An adapter goes with the requests
-        instead: vLLM reads it from a folder of the version's name.
+        weights: as from gather_weights; version: of the policy. An adapter is written to a folder,
+        which the requests name.
         """
-        if self.args.lora_rank > 0:
-            self.write_adapter(weights, version)
+        if self.args.lora_rank:
+            shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
+            save_adapter(dict(weights), Path(self.folder, f"version_{version}"), self.args)
         elif self.gpus:
             self.send_weights(weights)
         else:
@@ -1604,15 +1598,6 @@ class VLLM:
         was_idle = self.sync_call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
-
-    def write_adapter(self, weights, version):
-        """Writes an adapter to a folder of the version's name, and removes that of the last one."""
-        if version == self.policy_version:  # an asynchronous script sends version 0 twice
-            return
-        unfinished = Path(self.folder, "unfinished")
-        save_adapter(dict(weights), unfinished, self.args)
-        unfinished.rename(f"{self.folder}/version_{version}")
-        shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
 
     def send_weights(self, weights):
         """Sends weights by the protocol of vLLM's workers.
@@ -1936,22 +1921,21 @@ def check_adapter(vllm, policy, model, prompt, args):
     pass check_sampler. model: that in the policy; prompt: any.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
-    generator = torch.Generator(model.device).manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same noise on all ranks
     for matrix in matrices:
-        local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
         # What the adapter adds is about half of what a layer gives, whatever rank and alpha are
-        local.normal_(std=math.sqrt(args.lora_rank) / args.lora_alpha, generator=generator)
+        matrix.normal_(std=math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)
     token_ids = prompt.token_ids  # of a rank without an engine, which only takes part
     if vllm is not None:
-        prompts, seeds = [prompt] * vllm.count, range(vllm.count)  # one for each engine
-        (response,) = vllm.sample(prompts, seeds, args.temperature, 1, max_tokens=32)
+        options = args.temperature, -1, replace(args, response_length=32)
+        (response,) = vllm.submit(sample_responses, [prompt], [args.seed], *options).result()
         token_ids = response.token_ids
     input_ids, mask, _ = collate([(prompt.token_ids, token_ids)], model.device)
     logprobs, _ = policy(input_ids, mask)
     if vllm is not None:
-        sampler_logprobs = torch.tensor(response.logprobs, device=model.device)
-        check_sampler(logprobs[mask.bool()], sampler_logprobs, mask[mask.bool()], args)
+        sampler_logprobs = to_rows(torch.tensor(response.logprobs, device=model.device), mask)
+        check_sampler(logprobs, sampler_logprobs, mask, args)
     for matrix in matrices:
         matrix.zero_()
 
@@ -2070,16 +2054,6 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
     metrics = score_metrics("eval", responses, args)
-    if is_rank_0():
-        tqdm.write(
-            f"Held-out prompts, policy version {rollout.policy_version}: "
-            f"mean score {metrics.get('eval/scores', math.nan):.3g}"
-        )
-        for prompt, response, score, *_ in cells[:3]:
-            tqdm.write(
-                f"{prompt[-100:]!r}\n"
-                f"  {score if score is None else round(score, 3)}: {response[:100]!r}"
-            )
     return metrics | {"eval/policy_version": rollout.policy_version}
 
 
@@ -2090,21 +2064,20 @@ def run_program(name, run_dir):
         subprocess.run([sys.executable, path, run_dir])
 
 
-def write_metrics(accelerator, metrics, run_dir, args):
+def write_metrics(accelerator, metrics, run_dir):
     """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them.
 
     With an evaluation among them the curves are drawn, too.
     """
     metrics = {name: float(value) for name, value in metrics.items()}
-    step = round(metrics["training_step"])
     accelerator.log(metrics)
     append_lines(run_dir / "metrics.jsonl", [metrics])
     if "eval/policy_version" in metrics:
         run_program("plot_runs.py", run_dir)
-    if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        shown = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/sequence_lengths")
-        figures = [f"  {name} {metrics[name]:.3g}" for name in shown if name in metrics]
-        tqdm.write(f"step {step}/{args.num_training_steps}" + "".join(figures))
+    if is_rank_0():
+        shown = ("training_step", "eval/scores", "objective/scores", "objective/kl")
+        figures = [f"{name} {metrics[name]:.5g}" for name in shown if name in metrics]
+        tqdm.write("  ".join(figures))
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2330,12 +2303,10 @@ def find_stop_tokens(args, tokenizer, model):
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = model.generation_config.eos_token_id
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
-    if args.stop_token is not None:
-        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        vocabulary = tokenizer.get_vocab()
-        if stop_token not in vocabulary:
-            raise ValueError(f"--stop_token {args.stop_token!r} is no token of the tokenizer")
-        stop_ids.add(vocabulary[stop_token])
+    if args.stop_token == "eos":
+        stop_ids.add(tokenizer.eos_token_id)
+    elif args.stop_token:
+        stop_ids.add(tokenizer.get_vocab()[args.stop_token])
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(f"stop tokens {stop_ids}: see --stop_token, --stop_token_id and the model")
@@ -2491,9 +2462,9 @@ def main(args):
         load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that ended in its first step may have left them, and so may steps made again
-        for name in ("rollouts", "samples"):
-            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
+        # A run that ended in its first step may have left some, and so may steps made again
+        for path in run_dir.glob("*.jsonl"):
+            path.unlink()
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2518,7 +2489,6 @@ def main(args):
     steps = range(first_step, args.num_training_steps + 1)
     for training_step in tqdm(steps, disable=None if is_rank_0() else True):
         step_start = time.perf_counter()
-        times = {}
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
         metrics = {}
@@ -2531,12 +2501,12 @@ def main(args):
                 "beta": beta,
                 "seconds": time.time() - start_time,
             }
-            with timed(times, "checkpoint"):
+            with timed(metrics, "checkpoint"):
                 save_models(trained, run_dir / "checkpoints/unfinished")
                 finish_checkpoint(accelerator, run_dir, version, state, args)
 
         # 2. The current weights go to vLLM
-        with timed(times, "weight_sync"):
+        with timed(metrics, "weight_sync"):
             sync_weights(vllm, model, version, args)
 
         # 3. It samples the responses to this step's prompts
@@ -2544,7 +2514,7 @@ def main(args):
 
         # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, those of its responses too
-        with timed(times, "reward_model"):
+        with timed(metrics, "reward_model"):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
@@ -2571,7 +2541,7 @@ def main(args):
         all_rows = list(range(len(responses)))
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
-        with timed(times, "forward"):
+        with timed(metrics, "forward"):
             size = args.per_device_train_batch_size
             logprobs, values = (
                 forward_all(accelerator, model, epochs[0], input_ids, mask, lengths, size, args)
@@ -2625,7 +2595,7 @@ def main(args):
         sums = Counter()  # whose update() adds, where a dict's would replace
         grad_norms = Counter()  # means over the updates
         lr = 0.0  # of the policy, while only the value model learns
-        with timed(times, "update"):
+        with timed(metrics, "update"):
             # Updates are counted over the run, so not from 0
             for update, mini_batch in enumerate(
                 itertools.chain(*epochs), version * updates_per_step
@@ -2648,15 +2618,12 @@ def main(args):
                     grad_norms["optim/grad_norm"] += norm / updates_per_step
 
         # 9. Metrics
-        num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
         seconds = time.perf_counter() - step_start
         metrics |= update_metrics(accelerator, sums)
-        if trains_policy:
-            metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
         metrics |= batch_metrics(batch, beta, args)
         metrics |= score_metrics("objective", responses, args)
-        metrics |= {f"time/{part}": value for part, value in (rollout.times | times).items()}
+        metrics |= rollout.times
         metrics |= grad_norms
         metrics |= {
             "training_step": training_step,
@@ -2664,8 +2631,6 @@ def main(args):
             "epoch": training_step * args.rollout_batch_size / len(train_prompts),
             "lr": lr,
             "objective/kl_coef": beta,
-            "val/num_stop_token_ids": num_stopped,
-            "val/stop_rate": num_stopped / len(responses),
             "time/training": seconds,
             "time/from_scratch": time.time() - start_time,
             "perf/memory_gib": memory / 2**30,
@@ -2690,7 +2655,7 @@ def main(args):
                 sync_weights(vllm, model, training_step, args)
                 last = generate(training_step + 1)  # without training prompts
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
-        write_metrics(accelerator, metrics, run_dir, args)
+        write_metrics(accelerator, metrics, run_dir)
 
     # ---- The end: pictures, a summary and the upload, by programs beside this script
     end_children()
