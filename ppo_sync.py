@@ -96,7 +96,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -128,7 +127,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -193,7 +191,7 @@ class Args:
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: far less memory, a third slower"""
     lora_rank: int = 0
-    """rank of adapters (2106.09685), trained in place of the model's own weights; 0: none"""
+    """rank of adapters (2106.09685), trained in the weights' place: 8, 16, 32, ...; 0: none"""
     lora_alpha: int = 32
     """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
@@ -544,19 +542,24 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
             ground_truth = rule.get("ground_truth")
     # Rows without a ground truth may stand among the others where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("there is no `ground_truth`, which the reward needs")
+        raise ValueError(f"{name} has no `ground_truth`, which the reward needs")
     # Held-out prompts are always scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
-    if ground_truth is not None and args.reward_fn is None:
+    if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
     text, token_ids = tokenize_prompt(content, tokenizer)
     reward_model_token_ids = token_ids
     if reward_tokenizer is not tokenizer:
         _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
-    extra_info = row.get("extra_info")
     return Prompt(
-        name, text, token_ids, reward_model_token_ids, data_source, ground_truth, extra_info
+        name,
+        text,
+        token_ids,
+        reward_model_token_ids,
+        data_source,
+        ground_truth,
+        row.get("extra_info"),
     )
 
 
@@ -565,12 +568,9 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
     rows = load_rows(path, split)
     prompts, lost = [], set()
     for index, row in enumerate(rows):
-        name = f"{path}, row {index}"
-        try:
-            prompt = read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval)
-        except Exception as error:
-            error.add_note(f"in {name}, whose columns are {', '.join(row)}")
-            raise
+        prompt = read_prompt(
+            row, f"{path}, row {index}", tokenizer, reward_tokenizer, args, is_eval
+        )
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
@@ -582,7 +582,7 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
     if is_rank_0():
         print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
         if lost_characters:
-            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
+            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!a}")
     return prompts
 
 
@@ -667,11 +667,12 @@ def read_score(result):
     """
     if not isinstance(result, dict):
         return float(result), {}
-    numbers = {
-        name: float(value) for name, value in result.items() if isinstance(value, int | float)
+    metrics = {
+        name: float(value)
+        for name, value in result.items()
+        if name != "score" and isinstance(value, int | float)
     }
-    numbers.pop("score", None)
-    return float(result["score"]), numbers
+    return float(result["score"]), metrics
 
 
 # The next three functions run in the process of a reward worker.
@@ -802,13 +803,8 @@ def has_r1_format(response):
 
 
 def score_responses(accelerator, reward_model, responses, args):
-    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty.
-
-    reward_model: a ValueModel, or None.
-    """
-    model_scores = [None] * len(responses)
-    if reward_model is not None:
-        model_scores = reward_model_scores(accelerator, reward_model, responses, args)
+    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty."""
+    model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
         too_short = len(response.token_ids) < args.min_response_length
@@ -819,17 +815,17 @@ def score_responses(accelerator, reward_model, responses, args):
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if args.apply_verifiable_reward and response.failure is not None:
+        if args.apply_verifiable_reward and response.failure:
             score = None  # not known, which is not the same as wrong
         if args.non_stop_penalty and (too_short or not response.stopped):
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
-    failed = [response for response in responses if response.failure is not None]
+    failed = [response for response in responses if response.failure]
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.row}: {failed[0].failure}"
+            f"{failed[0].prompt.row}: {failed[0].failure!a}"
         )
     return with_scores
 
@@ -839,11 +835,10 @@ def score_responses(accelerator, reward_model, responses, args):
 
 def revision_of(path, args):
     """The revision of a model on the hub."""
-    revisions = {
+    return {
         args.reward_model_path: args.reward_model_revision,
         args.model_name_or_path: args.model_revision,
-    }
-    return revisions.get(path)
+    }.get(path)
 
 
 def adapter_config(args):
@@ -893,7 +888,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     its head, which then is zeros, so that the first advantages are rewards to come; with random
     values they would be noise.
     """
-    has_adapter = trained and args.lora_rank > 0
+    is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
     for name, value in vars(config).items():
@@ -903,15 +898,15 @@ def load_model(auto_class, path, args, trained, **config_options):
         path,
         config=config,
         revision=revision,
-        dtype=torch.float32 if trained and not has_adapter else getattr(torch, args.dtype),
+        dtype=torch.float32 if is_trained_whole else getattr(torch, args.dtype),
         attn_implementation=args.attn_implementation,
         output_loading_info=True,
     )
-    missing = report["missing_keys"]
-    if missing and not (trained and set(missing) == {"score.weight"}):
-        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
-    if missing:
+    missing = set(report["missing_keys"])
+    if trained and missing == {"score.weight"}:
         model.score.weight.data.zero_()
+    elif missing:
+        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
         # A head that the checkpoint has of its own is not tied, even if its config says so. vLLM
         # starts from this config
@@ -920,8 +915,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Dropout is off by the config
-    model.train(trained).requires_grad_(trained and not has_adapter)
-    if has_adapter:
+    model.train(trained).requires_grad_(is_trained_whole)
+    if trained and args.lora_rank:
         add_adapter(model, args)
     return model
 
@@ -956,7 +951,7 @@ def head_logits(hidden, head, soft_cap):
     hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
     """
     logits = hidden @ head.T
-    if soft_cap is None:
+    if not soft_cap:
         return logits
     return soft_cap * torch.tanh(logits / soft_cap)
 
@@ -1002,7 +997,7 @@ class ChunkedHead(torch.autograd.Function):
                     logprobs = torch.log_softmax(logits, dim=-1)
                     slope = logprobs.exp() * (logprobs + entropies[part, None])
                     logits_grad -= entropies_grad[part, None] * slope
-                if ctx.soft_cap is not None:
+                if ctx.soft_cap:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
                 if head_grad is not None:
@@ -1035,7 +1030,7 @@ class PolicyModel(nn.Module):
         # With s = scale, limited logits are s * cap * tanh(x / cap). forward gives s * x, so this
         # cap has to be s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
-        if self.soft_cap is not None:
+        if self.soft_cap:
             self.soft_cap *= self.scale
 
     def forward(self, input_ids, mask):
@@ -1273,7 +1268,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """
     log_ratios = (old_logprobs - sampler_logprobs) * mask
     weights = mask
-    if args.tis_cap > 0:
+    if args.tis_cap:
         weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
         log_ratios = sequence_mean(log_ratios, mask)
@@ -1305,7 +1300,7 @@ def policy_loss(
     clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
     loss = torch.max(plain_loss, clipped_loss)
     clipped = clipped_loss > plain_loss
-    if dual_clip > 0:
+    if dual_clip:
         largest_loss = -advantages * dual_clip
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
@@ -1420,8 +1415,9 @@ def sample_responses(prompts, seeds, temperature, version, args):
     outputs = llm.generate(requests, sampling, lora_request=adapter, use_tqdm=False)
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        token_ids = np.array(output.outputs[0].token_ids, np.int32)
-        logprobs = np.array(output.outputs[0].logprobs.logprobs, np.float32)
+        completion = output.outputs[0]
+        token_ids = np.array(completion.token_ids, np.int32)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32)
         stopped = token_ids[-1] in args.stop_token_ids
         responses.append(Response(prompt, token_ids, logprobs, stopped))
     return responses
@@ -1450,7 +1446,7 @@ def place_engine(rank, num_gpus, args):
     engines_per_node = len(gpus) // size
     if local_rank >= engines_per_node:
         return None
-    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus > 0 else ()
+    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
     count = args.world_size // args.local_world_size * engines_per_node
     return node * engines_per_node + local_rank, count, own_gpus
 
@@ -1483,6 +1479,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
+        "PYTHONWARNINGS": "ignore",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
@@ -1505,7 +1502,7 @@ def vllm_settings(gpus, folder, max_length, args):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        if args.lora_rank == 0:
+        if not args.lora_rank:
             options["load_format"] = "dummy"  # random
             options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
@@ -1516,23 +1513,21 @@ def vllm_settings(gpus, folder, max_length, args):
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
-    if args.lora_rank > 0:
+    if args.lora_rank:
         # vLLM loads the checkpoint, but by the config in the engine's folder
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
             "hf_config_path": ".",
             "enable_lora": True,
-            # vLLM knows powers of two from 8 to 512
-            "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
-            "max_loras": 2,  # the last version's, and this one's
+            "max_lora_rank": max(8, args.lora_rank),  # vLLM takes powers of two from 8 to 512
         }
     return environment, options
 
 
 def end_if_failed(call):
     """Ends this process where a call of vLLM's process has failed, or the process has died."""
-    if call.exception() is not None:
+    if call.exception():
         end_at_once(call.exception())
 
 
@@ -1576,8 +1571,14 @@ class VLLM:
         num_samples: samples of a prompt; equal prompts are adjacent.
         """
         share = share_of(len(prompts), self.index, self.count, num_samples)
-        options = temperature, self.policy_version, self.args
-        return self.submit(sample_responses, prompts[share], seeds[share], *options).result()
+        return self.submit(
+            sample_responses,
+            prompts[share],
+            seeds[share],
+            temperature,
+            self.policy_version,
+            self.args,
+        ).result()
 
     def sync_weights(self, weights, version):
         """Gives vLLM weights, of which it reads all; it must be idle.
@@ -1593,7 +1594,7 @@ class VLLM:
         else:
             # Clones, for tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, f"{self.folder}/model.safetensors", metadata={"format": "pt"})
+            save_file(weights, f"{self.folder}/model.safetensors")
             self.sync_call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
         was_idle = self.sync_call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
@@ -1615,11 +1616,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype],
                 "shapes": [list(tensor.shape)],
             }
-            if self.nccl is None:
+            if not self.nccl:
                 gpu = torch.cuda.get_device_properties()
                 info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.nccl is not None:
+            if self.nccl:
                 self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
         self.sync_call("finish_weight_update")
@@ -1681,7 +1682,7 @@ def sync_weights(vllm, model, version, args):
     model: that in the policy; vllm: None where this rank owns no engine.
     """
     weights = gather_weights(model, args)
-    if vllm is not None:
+    if vllm:
         vllm.sync_weights(weights, version)
     # Gathering is collective. A rank without an engine has read none yet: it takes part, too
     for _ in weights:
@@ -1693,20 +1694,20 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
 
     vllm: None where this rank owns no engine; then there is no share: None.
     """
-    if vllm is None:
+    if not vllm:
         return None
-    rollout = Rollout(vllm.policy_version, [], [], {})
-    with timed(rollout.times, "generation"):
+    times = {}
+    with timed(times, "generation"):
         responses = vllm.sample(
             request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
         )
-    with timed(rollout.times, "reward"):
-        rollout.responses = grade_responses(responses, tokenizer, workers, args)
-    with timed(rollout.times, "evaluation"):
+    with timed(times, "reward"):
+        responses = grade_responses(responses, tokenizer, workers, args)
+    with timed(times, "evaluation"):
         seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
-        rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
-    return rollout
+        answers = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
+        answers = grade_responses(answers, tokenizer, workers, args)
+    return Rollout(vllm.policy_version, responses, answers, times)
 
 
 def gather_rollout(share, cpu_group):
@@ -1715,16 +1716,15 @@ def gather_rollout(share, cpu_group):
     cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
     share after the other is in the order of the request.
     """
-    if cpu_group is None:
+    if not cpu_group:
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    shares = list(filter(None, shares))
-    return replace(
-        shares[0],  # rank 0 owns an engine
-        responses=[response for share in shares for response in share.responses],
-        eval_responses=[response for share in shares for response in share.eval_responses],
-    )
+    rollout, *others = filter(None, shares)  # rank 0 owns an engine
+    for other in others:
+        rollout.responses += other.responses
+        rollout.eval_responses += other.eval_responses
+    return rollout
 
 
 # --------------------------------------------------------------------------- forward and backward
@@ -1767,7 +1767,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     for start in range(0, len(in_order), num_ranks):
         next_rows = in_order[start : start + num_ranks]  # one for each rank, the last the longest
         most = size
-        if args.micro_batch_tokens > 0:
+        if args.micro_batch_tokens:
             most = max(1, args.micro_batch_tokens // lengths[next_rows[-1]])
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
@@ -1794,7 +1794,12 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
-    """Collective. The reward model's scores at the last token of each response, as floats."""
+    """Collective. The reward model's scores at the last token of each response, as floats.
+
+    reward_model: a ValueModel; None: there is none, and so are the scores.
+    """
+    if not reward_model:
+        return [None] * len(responses)
     sequences = [(r.prompt.reward_model_token_ids, r.token_ids.tolist()) for r in responses]
     # As many for each rank: of held-out prompts there may be any number
     sequences += sequences[:1] * (-len(sequences) % accelerator.num_processes)
@@ -1927,13 +1932,15 @@ def check_adapter(vllm, policy, model, prompt, args):
         matrix.normal_(std=math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)
     token_ids = prompt.token_ids  # of a rank without an engine, which only takes part
-    if vllm is not None:
-        options = args.temperature, -1, replace(args, response_length=32)
-        (response,) = vllm.submit(sample_responses, [prompt], [args.seed], *options).result()
+    if vllm:
+        short = replace(args, response_length=32)
+        (response,) = vllm.submit(
+            sample_responses, [prompt], [args.seed], args.temperature, -1, short
+        ).result()
         token_ids = response.token_ids
     input_ids, mask, _ = collate([(prompt.token_ids, token_ids)], model.device)
     logprobs, _ = policy(input_ids, mask)
-    if vllm is not None:
+    if vllm:
         sampler_logprobs = to_rows(torch.tensor(response.logprobs, device=model.device), mask)
         check_sampler(logprobs, sampler_logprobs, mask, args)
     for matrix in matrices:
@@ -1972,7 +1979,6 @@ def batch_metrics(batch, beta, args):
     metrics = {
         "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
         "objective/entropy": (-batch.logprobs * mask).sum(1).mean(),
-        "val/sequence_lengths": mask.sum(1).mean(),
         "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
@@ -1982,7 +1988,7 @@ def batch_metrics(batch, beta, args):
         "mismatch/tis_clipfrac": (ratios > cap).float().mean(),
         "mismatch/masked": masked_mean(weights == 0, mask),
     }
-    if args.beta > 0:
+    if args.beta:
         kl1 = (batch.logprobs - batch.ref_logprobs) * mask
         kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
         non_score_reward = (-beta * kl).sum(1).mean()
@@ -2024,11 +2030,11 @@ def score_metrics(group, responses, args):
     return metrics
 
 
-def append_lines(path, lines):
-    """Appends lines to a .jsonl file, on rank 0."""
+def append_line(path, line):
+    """Appends a line to a .jsonl file, on rank 0."""
     if is_rank_0():
         with open(path, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.write(json.dumps(line) + "\n")
 
 
 def describe(response, policy_version):
@@ -2049,9 +2055,10 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     """Collective. Scores a rollout's responses to held-out prompts, writes them, returns eval/*."""
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
-    append_lines(run_dir / "samples.jsonl", samples)
-    cells = [list(sample.values()) for sample in samples]
+    for sample in samples:
+        append_line(run_dir / "samples.jsonl", sample)
     for tracker in accelerator.trackers:
+        cells = [list(sample.values()) for sample in samples]
         tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
     metrics = score_metrics("eval", responses, args)
     return metrics | {"eval/policy_version": rollout.policy_version}
@@ -2071,13 +2078,13 @@ def write_metrics(accelerator, metrics, run_dir):
     """
     metrics = {name: float(value) for name, value in metrics.items()}
     accelerator.log(metrics)
-    append_lines(run_dir / "metrics.jsonl", [metrics])
+    append_line(run_dir / "metrics.jsonl", metrics)
     if "eval/policy_version" in metrics:
         run_program("plot_runs.py", run_dir)
     if is_rank_0():
         shown = ("training_step", "eval/scores", "objective/scores", "objective/kl")
         figures = [f"{name} {metrics[name]:.5g}" for name in shown if name in metrics]
-        tqdm.write("  ".join(figures))
+        print(*figures, sep="  ", flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2090,7 +2097,7 @@ def save_model(accelerator, model, tokenizer, path, args):
     weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
     if not accelerator.is_main_process:
         return
-    if args.lora_rank > 0:
+    if args.lora_rank:
         from peft import PeftModel
 
         folder = path.with_name("adapter")
@@ -2107,8 +2114,8 @@ def save_model(accelerator, model, tokenizer, path, args):
     unfinished = path.with_name("model.unfinished")
     model.save_pretrained(unfinished, state_dict=weights)
     tokenizer.save_pretrained(unfinished)
-    (unfinished / "generation_config.json").write_text(
-        generation_config.to_json_string(keys_to_pop=["compile_config"])
+    generation_config.to_json_file(
+        unfinished / "generation_config.json", keys_to_pop=["compile_config"]
     )
     shutil.rmtree(path, ignore_errors=True)  # of a run that had come to its end, and was resumed
     unfinished.rename(path)
@@ -2136,41 +2143,36 @@ def remove_checkpoints(checkpoints):
         shutil.rmtree(unfinished)
 
 
-def trained_weights(model):
-    """The trained parameters of a model, by the names that they have without DDP."""
-    return {
-        name.removeprefix("module."): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+def checkpoint_parts(trained, folder):
+    """Collective. What a checkpoint has of models and optimizers: (state dict, its folder).
+
+    trained: {name: (model, its optimizer)}. State dicts are of the models' own tensors. They say
+    nothing of DDP, FSDP2 or the number of ranks: a run can be resumed under others.
+    """
+    for name, (model, optimizer) in trained.items():
+        weights = {
+            key.removeprefix("module."): parameter.detach()
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        yield weights, folder / name
+        # While PPO's value model warms up the policy's optimizer has no state. Where a checkpoint
+        # has one, torch makes a state for it by a step with a rate of 0
+        path = folder / f"{name}_optimizer"
+        if optimizer.state or path.exists():
+            yield get_optimizer_state_dict(model, optimizer)["state"], path
 
 
 def save_models(trained, folder):
-    """Collective. Writes models and optimizers to a folder that all nodes share.
-
-    trained: {name: (model, its optimizer)}. Each rank writes a part. The files say nothing of DDP,
-    FSDP2 or the number of ranks: a run can be resumed under others.
-    """
-    for name, (model, optimizer) in trained.items():
-        checkpoint.save(trained_weights(model), checkpoint_id=folder / name)
-        # It is empty while PPO's value model warms up: torch would make one by a step of its own
-        if optimizer.state:
-            state = get_optimizer_state_dict(model, optimizer)["state"]
-            checkpoint.save(state, checkpoint_id=folder / f"{name}_optimizer")
+    """Collective. Writes models and optimizers to a folder that all nodes share, a part by rank."""
+    for state, path in checkpoint_parts(trained, folder):
+        checkpoint.save(state, checkpoint_id=path)
 
 
 def load_models(trained, folder):
-    """Collective. Reads what save_models has written into models and optimizers.
-
-    Their state dicts are their own tensors, which checkpoint.load fills. That of a new optimizer is
-    made by a step with a rate of 0.
-    """
-    for name, (model, optimizer) in trained.items():
-        checkpoint.load(trained_weights(model), checkpoint_id=folder / name)
-        path = folder / f"{name}_optimizer"
-        if path.exists():
-            state = get_optimizer_state_dict(model, optimizer)["state"]
-            checkpoint.load(state, checkpoint_id=path)
+    """Collective. Reads what save_models has written into models and optimizers."""
+    for state, path in checkpoint_parts(trained, folder):
+        checkpoint.load(state, checkpoint_id=path)
 
 
 def finish_checkpoint(accelerator, run_dir, step, state, args):
@@ -2186,7 +2188,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
+    if args.keep_last_n:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
@@ -2194,10 +2196,7 @@ def find_run(args):
     """The folder of the run, and the checkpoint to resume; None: the run begins."""
     run_dir = Path(args.output_dir, args.run_name)
     if args.resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(run_dir)
-        if not checkpoints:
-            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
+        return run_dir, list_checkpoints(run_dir)[-1]
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint)
         return checkpoint_dir.parents[1], checkpoint_dir
@@ -2236,7 +2235,7 @@ def fill_in(args, world_size):
     if world_size < local_world_size:
         raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
-    if args.run_name is None:
+    if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
     # Batches
@@ -2264,17 +2263,17 @@ def fill_in(args, world_size):
     # GPUs and CPU cores
     gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
     num_engines = len(gpus) // size
-    are_free = all(gpu >= local_world_size for gpu in gpus)
+    are_free = gpus.isdisjoint(range(local_world_size))
     fit = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
-    if not are_free or not fit or (size > 1 and not gpus):
+    if not are_free or not fit:
         raise ValueError(
             f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
             f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
             f"engine, and no more engines than learners"
         )
-    if args.reward_workers is None:
+    if not args.reward_workers:
         args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
-    if args.vllm_gpu_memory_utilization is None:
+    if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
 
@@ -2289,10 +2288,10 @@ def load_tokenizers(args):
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     path = args.reward_model_path
-    if path is None:
+    if not path:
         return tokenizer, tokenizer
     reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-    if reward_tokenizer.chat_template is None:
+    if not reward_tokenizer.chat_template:
         reward_tokenizer.chat_template = tokenizer.chat_template
     if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
         raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
@@ -2320,14 +2319,8 @@ def main(args):
     """Sets all up, and then loops; on every rank."""
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    # Warnings of checkpoints by one process, of FSDP2's outputs that are views (which nobody may
-    # change in place), and of broadcast_buffers
-    warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
     # torch 2.13 prefers cuDNN's attention on new GPUs. It may give gradients of NaN (pytorch issue
     # 196678), and prepares itself for each shape, for up to a second
@@ -2375,13 +2368,19 @@ def main(args):
         )
 
     # ---- Data and models
-    tokenizers = load_tokenizers(args)
-    tokenizer = tokenizers[0]
-    train_prompts = load_prompts(args.dataset, args.dataset_split, *tokenizers, args, is_eval=False)
+    tokenizer, reward_tokenizer = load_tokenizers(args)
+    train_prompts = load_prompts(
+        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args, is_eval=False
+    )
     eval_prompts = []
     if args.eval_dataset:
         eval_prompts = load_prompts(
-            args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
+            args.eval_dataset,
+            args.eval_dataset_split,
+            tokenizer,
+            reward_tokenizer,
+            args,
+            is_eval=True,
         )
         if 0 < args.eval_prompts < len(eval_prompts):
             drawn = draw_prompts(len(eval_prompts), 0, args.eval_prompts, seed=0)
@@ -2393,7 +2392,7 @@ def main(args):
     args.data_hash = stable_hash([stable_hash(replace(prompt, row="")) for prompt in all_prompts])
     first_step = 1
     state = {"beta": args.beta, "seconds": 0.0, "wandb_id": os.urandom(8).hex()}
-    if checkpoint_dir is not None:
+    if checkpoint_dir:
         first_step = step_of(checkpoint_dir) + 1
         state = json.loads((checkpoint_dir / "state.json").read_text())
         # Under other arguments or data the steps until the checkpoint would have been others
@@ -2424,7 +2423,7 @@ def main(args):
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
     ref_policy = policy  # with an adapter
-    if args.beta > 0 and args.lora_rank == 0:
+    if args.beta and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
@@ -2442,13 +2441,13 @@ def main(args):
     # ---- Reward workers and vLLM
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
     workers, vllm = queue.Queue(), None
-    if placement is not None:
+    if placement:
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
         accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
         vllm = VLLM(placement, model.config, max_length, args)
-    if args.lora_rank > 0:
+    if args.lora_rank:
         check_adapter(vllm, policy, model, train_prompts[0], args)
 
     def generate(training_step):
@@ -2458,26 +2457,29 @@ def main(args):
         return gather_rollout(share, cpu_group)
 
     # ---- The run's folder
-    if checkpoint_dir is not None:
+    if checkpoint_dir:
         load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that ended in its first step may have left some, and so may steps made again
         for path in run_dir.glob("*.jsonl"):
             path.unlink()
-        if checkpoint_dir is not None:
+        if checkpoint_dir:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
         run_program("provenance.py", run_dir)  # commit and versions, for args.json
         wandb_run = {
-            "config": json.loads((run_dir / "args.json").read_text()),
             "name": args.run_name,
             "entity": args.wandb_entity,
             "id": state["wandb_id"],
             "resume": "allow",
         }
-        accelerator.init_trackers(args.wandb_project_name, None, {"wandb": wandb_run})
+        accelerator.init_trackers(
+            args.wandb_project_name,
+            json.loads((run_dir / "args.json").read_text()),
+            {"wandb": wandb_run},
+        )
         if args.with_tracking:
             import wandb
 
@@ -2486,8 +2488,7 @@ def main(args):
     beta = state["beta"]  # with kl_target it changes
 
     # ---- The loop
-    steps = range(first_step, args.num_training_steps + 1)
-    for training_step in tqdm(steps, disable=None if is_rank_0() else True):
+    for training_step in range(first_step, args.num_training_steps + 1):
         step_start = time.perf_counter()
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
@@ -2495,8 +2496,7 @@ def main(args):
 
         # 1. Every save_freq steps a checkpoint of the models after the previous step. The first
         # step of a process saves none: its models are the initial ones, or those of a checkpoint.
-        is_due = args.save_freq > 0 and version % args.save_freq == 0
-        if is_due and training_step > first_step:
+        if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state |= {
                 "beta": beta,
                 "seconds": time.time() - start_time,
@@ -2518,22 +2518,20 @@ def main(args):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
-        if all(response.failure is not None for response in responses):
-            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
         # A failed reward does not mean a wrong answer: the response is left out of the loss, and
         # the 0.0 in place of its score counts nowhere
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
+        if not scored.any():
+            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
         input_ids, mask, lengths = collate(
             [(response.prompt.token_ids, response.token_ids) for response in responses], device
         )
         loss_mask = mask * scored[:, None]
-        # As in the other tensors, zeros stand for the prompt
-        sampler_logprobs = pad(
-            np.pad(response.logprobs, (len(response.prompt.token_ids), 0)) for response in responses
-        ).to(device)
+        sampled = np.concatenate([response.logprobs for response in responses])  # (tokens,)
+        sampler_logprobs = to_rows(torch.tensor(sampled, device=device), mask)
 
         # Log-probabilities and values before any update, (episodes, length). For the policy and the
         # value model the batch is cut as it will be in the first epoch: other shapes would change
@@ -2549,7 +2547,7 @@ def main(args):
             )
             # The value before a token is what is read at the token before it
             values = values.roll(1, dims=1) * mask
-            if args.beta > 0:
+            if args.beta:
                 size = args.local_rollout_forward_batch_size
                 # An adapter's policy without the adapter is the reference policy
                 scale_adapter(ref_policy, 0.0)
@@ -2561,7 +2559,7 @@ def main(args):
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = torch.zeros_like(mask)
-        if args.beta > 0:
+        if args.beta:
             rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         rewards[all_rows, lengths - 1] += scores
         if args.whiten_rewards:
@@ -2638,14 +2636,13 @@ def main(args):
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
         for response, row, is_response in zip(responses[:4], advantages, mask.bool(), strict=False):
-            sample = describe(response, rollout.policy_version)
-            sample |= {
+            sample = describe(response, rollout.policy_version) | {
                 "training_step": training_step,
                 "token_ids": response.token_ids.tolist(),
                 "advantages": row[is_response].tolist(),
             }
-            append_lines(run_dir / "rollouts.jsonl", [sample])
-        if args.kl_target > 0 and trains_policy:
+            append_line(run_dir / "rollouts.jsonl", sample)
+        if args.kl_target and trains_policy:
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
         # 10. After the last update the model is saved, and then comes the last evaluation

@@ -1327,7 +1327,7 @@ def check_checkpoint(run):
     if hasattr(script, "load_rollout"):
         needed.append("policy_version")
         must_agree = [*MUST_AGREE, "num_evals", "eval_temperature"]  # it may have an evaluation
-        expected += ["next_rollout.json", "next_rollout.safetensors"]
+        expected.append("next_rollout.json")
     run.args.data_hash = saved.get("data_hash")
     if run.train_rows is not None and run.eval_rows is not None:
         run.args.data_hash = hash_data(run)

@@ -511,7 +511,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
+    if args.keep_last_n:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
@@ -519,10 +519,7 @@ def find_run(args):
     """The folder of the run, and the checkpoint to resume; None: the run begins."""
     run_dir = Path(args.output_dir, args.run_name)
     if args.resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(run_dir)
-        if not checkpoints:
-            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
+        return run_dir, list_checkpoints(run_dir)[-1]
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint)
         return checkpoint_dir.parents[1], checkpoint_dir

@@ -817,7 +817,7 @@ def nothing(run_dir):
 
 
 LATEST = {"resume_from_checkpoint": "latest"}
-ROLLOUT, TOKENS = "next_rollout.json", "next_rollout.safetensors"
+ROLLOUT = "next_rollout.json"
 SAVED, OF_TRAINER = "policy/__0_0.distcp", "model.safetensors"
 SEVERAL = {"seed": 2, "beta": 0.5}
 BATCH = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32}
@@ -864,8 +864,6 @@ CHECKPOINTS = {
     "no rollout": (at(ROLLOUT, unlink), {}, ROLLOUT, ASYNC),
     "rollout cut off": (at(ROLLOUT, cut), {}, f"{ROLLOUT} | older", ASYNC),
     "rollout of zeros": (at(ROLLOUT, zeros), {}, f"{ROLLOUT} | older", ASYNC),
-    "tokens cut off": (at(TOKENS, cut), {}, f"{TOKENS} | older", ASYNC),
-    "no tokens": (at(TOKENS, unlink), {}, f"lacks {TOKENS} | older", ASYNC),
     "metrics cut off": (at("metrics.jsonl", cut), {}, "metrics.jsonl | older", EVERY),
     "no arguments": (arguments(unlink), {}, "args.json", EVERY),
     "arguments cut off": (arguments(cut), {}, "args.json", EVERY),

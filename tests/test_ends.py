@@ -15,7 +15,6 @@ from helpers import SCRIPTS
 from helpers.endings import check_end, new_mark
 from helpers.files import write_text
 from helpers.processes import CPU, STUB, TWO_RANKS
-from safetensors.numpy import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.slow
@@ -59,7 +58,6 @@ def check_checkpoint(path, script, ranks):
     assert json.loads((path / "state.json").read_text())["seconds"] > 0
     if script != SYNC:
         assert len(json.loads((path / "next_rollout.json").read_text())) == 32
-        assert len(load_file(path / "next_rollout.safetensors")) == 64
     for name in ["policy"] if script == GRPO else ["policy", "value_model"]:
         weights, states = (
             FileSystemReader(path / folder).read_metadata().state_dict_metadata

@@ -288,7 +288,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, 
     ],
 )
 def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
-    metrics = [line | {"val/stop_rate": 1.0} for line in evaluations([0.459, 1.0], scores)]
+    metrics = [line | {"objective/stop_rate": 1.0} for line in evaluations([0.459, 1.0], scores)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
     monkeypatch.setattr(sys, "argv", ["summarize_run.py", str(tmp_path)])
     summarize_run.main()

@@ -4,18 +4,18 @@ At the end a run of two ranks, from whose checkpoint others go on. vLLM is stub_
 test_runs.py has two ranks with the real one.
 """
 
+import copy
+import json
 import queue
 import shutil
 import socket
 import time
 
-import numpy as np
 import pytest
 import torch
 from helpers.processes import CPU, STUB, TWO_RANKS, finish
 from helpers.rollouts import plain, response_of
 from helpers.runs import batch_of, check_equal_to_the_bit, response_tokens
-from safetensors.numpy import load_file
 
 import ppo_vllm_async as script
 from ppo_vllm_async import Args, Prompt
@@ -72,12 +72,11 @@ class Engine(script.VLLM):
         self.index, self.count, self.policy_version = index, count, 4
         self.args = Args(stop_token_ids=(2,))
 
-    def submit(self, function, prompt_ids, seeds, temperature, args):
-        assert function is script.sample_responses
-        pairs = zip(prompt_ids, seeds, strict=True)
+    def submit(self, function, prompts, seeds, temperature, version, args):
+        assert function is script.sample_responses and version == 4
         self.answer = [
-            (np.array([ids[0], seed], np.int32), np.array([temperature, -0.5], np.float32))
-            for ids, seed in pairs
+            response_of(prompt, [prompt.token_ids[0], seed], [temperature, -0.5], stopped=seed == 2)
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return self
 
@@ -105,7 +104,7 @@ class Group:
 
     def gather(self, shares, mine, group):
         assert group is self and any(mine is share for share in self.shares)
-        shares[:] = self.shares
+        shares[:] = copy.deepcopy(self.shares)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -129,7 +128,7 @@ def test_shares_of_all_ranks_are_what_one_engine_answers(count, without_rewards,
             for i, prompt in enumerate(REQUEST.eval_prompts)
         ]
         assert plain(rollout.eval_responses) == plain(expected)
-        assert set(rollout.times) == {"generation", "reward", "evaluation"}
+        assert set(rollout.times) == {"time/generation", "time/reward", "time/evaluation"}
     assert script.gather_rollout(shares[0], None) is shares[0]
 
 
@@ -143,7 +142,7 @@ def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewa
     rollouts, (error,) = list(response_Q.queue), errors
     assert [len(rollout.responses) for rollout in rollouts] == [10, 4]
     assert [len(rollout.eval_responses) for rollout in rollouts] == [3, 0]
-    assert all("wait_for_prompts" in rollout.times for rollout in rollouts)
+    assert all("time/wait_for_prompts" in rollout.times for rollout in rollouts)
     assert isinstance(error, AttributeError)
 
 
@@ -213,19 +212,17 @@ def resume(two_ranks, start_script, small_eval, tmp_path):
 
 
 @pytest.mark.slow
-def test_responses_travel_and_are_saved_as_arrays(two_ranks):
-    """Lists would be pickled number by number, and a checkpoint would have to be trusted."""
+def test_responses_are_saved_to_the_bit_and_nothing_is_pickled(two_ranks):
+    """Of a pickle a checkpoint would have to be trusted."""
     batch = batch_of(two_ranks, 3)
-    saved = load_file(two_ranks.run_dir / "checkpoints/step_2/next_rollout.safetensors")
+    saved = json.loads((two_ranks.run_dir / "checkpoints/step_2/next_rollout.json").read_text())
     logprobs = response_tokens(batch["mask"], batch["sampler_logprobs"])
     for i, ids in enumerate(batch["responses"]):
-        assert saved[f"token_ids {i}"].dtype == np.int32
-        assert saved[f"logprobs {i}"].dtype == np.float32
-        assert saved[f"token_ids {i}"].tolist() == ids
-        assert saved[f"logprobs {i}"].tolist() == logprobs[i].tolist()
+        assert saved[i]["token_ids"] == ids
+        assert saved[i]["logprobs"] == logprobs[i].tolist()
     files = {path.suffix or path.name for path in two_ranks.run_dir.glob("checkpoints/*/**/*")}
     folders = {"policy", "policy_optimizer", "value_model", "value_model_optimizer"}
-    assert files == {".json", ".jsonl", ".safetensors", ".distcp", ".metadata", *folders}
+    assert files == {".json", ".jsonl", ".distcp", ".metadata", *folders}
 
 
 @pytest.mark.slow
