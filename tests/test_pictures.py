@@ -90,7 +90,9 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
 
 def test_noise_is_not_blown_up_and_shares_are_of_one():
     lines = steps(
-        val__sequence_lengths=[6.0, 6.04], mismatch__ess=[1, 0.99], policy__entropy_avg=[0.4, 0.1]
+        objective__sequence_lengths=[6.0, 6.04],
+        mismatch__ess=[1, 0.99],
+        policy__entropy_avg=[0.4, 0.1],
     )
     panels = draw({"run": [lines]})
     limits = {title: axes.get_ylim() for title, axes in panels.items()}
