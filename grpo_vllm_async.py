@@ -1471,8 +1471,7 @@ def vllm_settings(gpus, folder, max_length, args):
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
         # Each learner has an engine, and wants some threads for itself, too
-        threads = os.cpu_count() // (2 * args.local_world_size) or 1
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
@@ -1615,11 +1614,11 @@ def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
     Under FSDP2 each rank has a part of a weight. It makes that args.dtype, and all ranks exchange
-    theirs. Without it nothing is copied but by the change of dtype. What is frozen is left out.
+    theirs. Without it nothing is copied but by the change of dtype. With adapters they alone go.
     """
     # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
-        if not parameter.requires_grad:
+        if args.lora_rank and not parameter.requires_grad:
             continue
         weight = parameter.detach().to(getattr(torch, args.dtype))
         if isinstance(weight, DTensor):
