@@ -138,7 +138,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -424,7 +423,7 @@ class Rollout:
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
-    times: dict[str, float]  # seconds that generate_rollout took, by part
+    times: dict[str, float]  # metrics: seconds that its parts took
 
 
 @dataclass
@@ -465,14 +464,14 @@ def stable_hash(*parts):
 
 
 @contextlib.contextmanager
-def timed(times, name):
-    """Notes the seconds spent inside as times[name]."""
+def timed(metrics, name):
+    """Notes the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
     # Kernels run behind the Python code. Only the main thread starts any, so only it waits for them
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
-    times[name] = time.perf_counter() - start
+    metrics[f"time/{name}"] = time.perf_counter() - start
 
 
 process_groups = []  # of vLLM and of the reward workers
@@ -556,19 +555,24 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
             ground_truth = rule.get("ground_truth")
     # Rows without a ground truth may stand among the others where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("there is no `ground_truth`, which the reward needs")
+        raise ValueError(f"{name} has no `ground_truth`, which the reward needs")
     # Held-out prompts are always scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
-    if ground_truth is not None and args.reward_fn is None:
+    if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
     text, token_ids = tokenize_prompt(content, tokenizer)
     reward_model_token_ids = token_ids
     if reward_tokenizer is not tokenizer:
         _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
-    extra_info = row.get("extra_info")
     return Prompt(
-        name, text, token_ids, reward_model_token_ids, data_source, ground_truth, extra_info
+        name,
+        text,
+        token_ids,
+        reward_model_token_ids,
+        data_source,
+        ground_truth,
+        row.get("extra_info"),
     )
 
 
@@ -577,12 +581,9 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
     rows = load_rows(path, split)
     prompts, lost = [], set()
     for index, row in enumerate(rows):
-        name = f"{path}, row {index}"
-        try:
-            prompt = read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval)
-        except Exception as error:
-            error.add_note(f"in {name}, whose columns are {', '.join(row)}")
-            raise
+        prompt = read_prompt(
+            row, f"{path}, row {index}", tokenizer, reward_tokenizer, args, is_eval
+        )
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
@@ -627,8 +628,8 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         count = 0  # there is only an evaluation then
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
-    first_episode = steps_before * args.episodes_per_step
-    seeds = [stable_hash(args.seed, "episode", first_episode + i) for i in range(len(prompts))]
+    first = steps_before * args.episodes_per_step  # number of an episode in the run
+    seeds = [stable_hash(args.seed, "episode", first + i) for i in range(len(prompts))]
     if steps_before not in (*args.eval_steps, args.num_training_steps):
         eval_prompts = []
     return Request(prompts, seeds, eval_prompts)
@@ -679,11 +680,12 @@ def read_score(result):
     """
     if not isinstance(result, dict):
         return float(result), {}
-    numbers = {
-        name: float(value) for name, value in result.items() if isinstance(value, int | float)
+    metrics = {
+        name: float(value)
+        for name, value in result.items()
+        if name != "score" and isinstance(value, int | float)
     }
-    numbers.pop("score", None)
-    return float(result["score"]), numbers
+    return float(result["score"]), metrics
 
 
 # The next three functions run in the process of a reward worker.
@@ -733,9 +735,8 @@ def call_reward_fn(reward_fn, response):
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         answer = score, metrics, None
-    except BaseException as error:  # sys.exit() raises no Exception
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        answer = None, {}, f"{error!r} ({frame.filename}, line {frame.lineno})"
+    except BaseException:  # sys.exit() raises no Exception
+        answer = None, {}, traceback.format_exc(limit=-1)
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
     return answer
@@ -814,13 +815,8 @@ def has_r1_format(response):
 
 
 def score_responses(accelerator, reward_model, responses, args):
-    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty.
-
-    reward_model: a ValueModel, or None.
-    """
-    model_scores = [None] * len(responses)
-    if reward_model is not None:
-        model_scores = reward_model_scores(accelerator, reward_model, responses, args)
+    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty."""
+    model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
         too_short = len(response.token_ids) < args.min_response_length
@@ -831,13 +827,13 @@ def score_responses(accelerator, reward_model, responses, args):
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if args.apply_verifiable_reward and response.failure is not None:
+        if args.apply_verifiable_reward and response.failure:
             score = None  # not known, which is not the same as wrong
         if args.non_stop_penalty and (too_short or not response.stopped):
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
-    failed = [response for response in responses if response.failure is not None]
+    failed = [response for response in responses if response.failure]
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
@@ -851,11 +847,10 @@ def score_responses(accelerator, reward_model, responses, args):
 
 def revision_of(path, args):
     """The revision of a model on the hub."""
-    revisions = {
+    return {
         args.reward_model_path: args.reward_model_revision,
         args.model_name_or_path: args.model_revision,
-    }
-    return revisions.get(path)
+    }.get(path)
 
 
 def adapter_config(args):
@@ -880,9 +875,8 @@ def add_adapter(model, args):
     """
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(args.seed)
-        inject_adapter_in_model(adapter_config(args), model.base_model)
+    torch.manual_seed(args.seed)
+    inject_adapter_in_model(adapter_config(args), model.base_model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -906,7 +900,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     its head, which then is zeros, so that the first advantages are rewards to come; with random
     values they would be noise.
     """
-    has_adapter = trained and args.lora_rank > 0
+    is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
     for name, value in vars(config).items():
@@ -916,15 +910,15 @@ def load_model(auto_class, path, args, trained, **config_options):
         path,
         config=config,
         revision=revision,
-        dtype=torch.float32 if trained and not has_adapter else getattr(torch, args.dtype),
+        dtype=torch.float32 if is_trained_whole else getattr(torch, args.dtype),
         attn_implementation=args.attn_implementation,
         output_loading_info=True,
     )
-    missing = report["missing_keys"]
-    if missing and not (trained and set(missing) == {"score.weight"}):
-        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
-    if missing:
+    missing = set(report["missing_keys"])
+    if trained and missing == {"score.weight"}:
         model.score.weight.data.zero_()
+    elif missing:
+        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
         # A head that the checkpoint has of its own is not tied, even if its config says so. vLLM
         # starts from this config
@@ -933,8 +927,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Dropout is off by the config
-    model.train(trained).requires_grad_(trained and not has_adapter)
-    if has_adapter:
+    model.train(trained).requires_grad_(is_trained_whole)
+    if trained and args.lora_rank:
         add_adapter(model, args)
     return model
 
@@ -969,7 +963,7 @@ def head_logits(hidden, head, soft_cap):
     hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
     """
     logits = hidden @ head.T
-    if soft_cap is None:
+    if not soft_cap:
         return logits
     return soft_cap * torch.tanh(logits / soft_cap)
 
@@ -1015,7 +1009,7 @@ class ChunkedHead(torch.autograd.Function):
                     logprobs = torch.log_softmax(logits, dim=-1)
                     slope = logprobs.exp() * (logprobs + entropies[part, None])
                     logits_grad -= entropies_grad[part, None] * slope
-                if ctx.soft_cap is not None:
+                if ctx.soft_cap:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
                 if head_grad is not None:
@@ -1048,7 +1042,7 @@ class PolicyModel(nn.Module):
         # With s = scale, limited logits are s * cap * tanh(x / cap). forward gives s * x, so this
         # cap has to be s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
-        if self.soft_cap is not None:
+        if self.soft_cap:
             self.soft_cap *= self.scale
 
     def forward(self, input_ids, mask):
@@ -1113,16 +1107,9 @@ def place_model(accelerator, model, args):
 def load_classifier(accelerator, path, args, trained):
     """Collective. A value model (trained) or a reward model (frozen).
 
-    Its head is float32: in bfloat16 many scores would be equal. ValueError: it is an encoder.
+    Its head is float32: in bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    # Padding must not reach the tokens before it: the first token's state is the same, whatever
-    # follows it. Flash attention would not run on the CPU, where the model is
-    model.set_attn_implementation("eager")
-    hidden = model.base_model(torch.tensor([[0] * 8, range(8)])).last_hidden_state
-    model.set_attn_implementation(args.attn_implementation)
-    if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
-        raise ValueError(f"{path} attends to later tokens; it must be a causal model")
     model.score.float().requires_grad_(trained)
     return place_model(accelerator, ValueModel(model, args), args)
 
@@ -1154,6 +1141,15 @@ def collate(sequences, device):
     mask = pad([0.0] * len(prompt) + [1.0] * len(response) for prompt, response in sequences)
     lengths = torch.tensor([len(row) for row in rows])
     return pad(rows).to(device), mask.to(device), lengths.to(device)
+
+
+def collate_responses(responses, device):
+    """What collate makes of Responses, and the sampler's log-probabilities: (episodes, length)."""
+    input_ids, mask, lengths = collate(
+        [(response.prompt.token_ids, response.token_ids) for response in responses], device
+    )
+    sampled = np.concatenate([response.logprobs for response in responses])  # (tokens,)
+    return input_ids, mask, lengths, to_rows(torch.tensor(sampled, device=device), mask)
 
 
 def to_rows(values, mask):
@@ -1286,7 +1282,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """
     log_ratios = (old_logprobs - sampler_logprobs) * mask
     weights = mask
-    if args.tis_cap > 0:
+    if args.tis_cap:
         weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
         log_ratios = sequence_mean(log_ratios, mask)
@@ -1318,7 +1314,7 @@ def policy_loss(
     clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
     loss = torch.max(plain_loss, clipped_loss)
     clipped = clipped_loss > plain_loss
-    if dual_clip > 0:
+    if dual_clip:
         largest_loss = -advantages * dual_clip
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
@@ -1355,8 +1351,7 @@ def lr_multiplier(update, num_updates, args):
     """
     if update < args.warm_up_steps:
         return (update + 1) / args.warm_up_steps
-    updates_left = max(1, num_updates - args.warm_up_steps)
-    done = (update - args.warm_up_steps) / updates_left  # in [0, 1)
+    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
     if args.lr_scheduler_type == "linear":
         return 1 - done
     if args.lr_scheduler_type == "cosine":
@@ -1404,21 +1399,21 @@ def call_llm(method, *args, **kwargs):
     return getattr(llm, method)(*args, **kwargs)
 
 
-def sample_responses(prompt_ids, seeds, temperature, max_tokens, version, args):
-    """Samples a response to each prompt: [(its token ids with the stop token, their logprobs)].
+def sample_responses(prompts, seeds, temperature, version, args):
+    """Samples a Response to each Prompt.
 
-    Each response is a request of its own with its own seed, so that a run can be repeated.
+    Each is a request of its own with its own seed, so that a run can be repeated.
     version: of the policy; its adapter is in the folder of that name.
     """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
+    requests = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
     sampling = [
         SamplingParams(
             seed=seed,
             temperature=temperature,
-            max_tokens=max_tokens,
+            max_tokens=args.response_length,
             stop_token_ids=args.stop_token_ids,
             ignore_eos=True,  # the end tokens are those in stop_token_ids, and no others
             logprobs=0,  # of the sampled token alone
@@ -1428,14 +1423,18 @@ def sample_responses(prompt_ids, seeds, temperature, max_tokens, version, args):
         for seed in seeds
     ]
     adapter = None
-    if args.lora_rank > 0:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
+    if args.lora_rank:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
         adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
     outputs = llm.generate(requests, sampling, lora_request=adapter, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        (np.array(c.token_ids, np.int32), np.array(c.logprobs.logprobs, np.float32))
-        for c in completions
-    ]
+    responses = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        token_ids = np.array(completion.token_ids, np.int32)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32)
+        responses.append(
+            Response(prompt, token_ids, logprobs, token_ids[-1] in args.stop_token_ids)
+        )
+    return responses
 
 
 # All that follows runs in the learner's process.
@@ -1461,7 +1460,7 @@ def place_engine(rank, num_gpus, args):
     engines_per_node = len(gpus) // size
     if local_rank >= engines_per_node:
         return None
-    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus > 0 else ()
+    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
     count = args.world_size // args.local_world_size * engines_per_node
     return node * engines_per_node + local_rank, count, own_gpus
 
@@ -1516,25 +1515,24 @@ def vllm_settings(gpus, folder, max_length, args):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        if args.lora_rank == 0:
+        if not args.lora_rank:
             options["load_format"] = "dummy"  # random
             options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
         # Each learner has an engine, and wants some threads for itself, too
-        threads = os.cpu_count() // (2 * args.local_world_size) or 1
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
-    if args.lora_rank > 0:
+    if args.lora_rank:
         # vLLM loads the checkpoint, but by the config in the engine's folder
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
             "hf_config_path": ".",
             "enable_lora": True,
-            # vLLM knows powers of two from 8 to 512
+            # vLLM takes powers of two from 8 to 512
             "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
             "max_loras": 2,  # the last version's, and this one's
         }
@@ -1543,7 +1541,7 @@ def vllm_settings(gpus, folder, max_length, args):
 
 def end_if_failed(call):
     """Ends this process where a call of vLLM's process has failed, or the process has died."""
-    if call.exception() is not None:
+    if call.exception():
         end_at_once(call.exception())
 
 
@@ -1581,50 +1579,40 @@ class VLLM:
         """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
+    def sample(self, prompts, seeds, temperature, num_samples):
         """Samples the Responses to this engine's share of some Prompts.
 
-        num_samples: samples of a prompt; equal prompts are adjacent; max_tokens: of a response, if
-        not response_length.
+        num_samples: samples of a prompt; equal prompts are adjacent.
         """
         share = share_of(len(prompts), self.index, self.count, num_samples)
-        prompts, seeds = prompts[share], seeds[share]
-        prompt_ids = [prompt.token_ids for prompt in prompts]
-        max_tokens = max_tokens or self.args.response_length
-        options = temperature, max_tokens, self.policy_version, self.args
-        samples = self.submit(sample_responses, prompt_ids, seeds, *options).result()
-        return [
-            Response(prompt, token_ids, logprobs, token_ids[-1] in self.args.stop_token_ids)
-            for prompt, (token_ids, logprobs) in zip(prompts, samples, strict=True)
-        ]
+        return self.submit(
+            sample_responses,
+            prompts[share],
+            seeds[share],
+            temperature,
+            self.policy_version,
+            self.args,
+        ).result()
 
     def sync_weights(self, weights, version):
         """Gives vLLM weights, of which it reads all; it must be idle.
 
-        weights: as from gather_weights; version: of the policy. An adapter goes with the requests
-        instead: vLLM reads it from a folder of the version's name.
+        weights: as from gather_weights; version: of the policy. An adapter is written to a folder,
+        which the requests name.
         """
-        if self.args.lora_rank > 0:
-            self.write_adapter(weights, version)
+        if self.args.lora_rank:
+            shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
+            save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
         elif self.gpus:
             self.send_weights(weights)
         else:
             # Clones, for tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, f"{self.folder}/model.safetensors", metadata={"format": "pt"})
+            save_file(weights, f"{self.folder}/model.safetensors")
             self.sync_call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
         was_idle = self.sync_call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
-
-    def write_adapter(self, weights, version):
-        """Writes an adapter to a folder of the version's name, and removes that of the last one."""
-        if version == self.policy_version:  # an asynchronous script sends version 0 twice
-            return
-        unfinished = Path(self.folder, "unfinished")
-        save_adapter(dict(weights), unfinished, self.args)
-        unfinished.rename(f"{self.folder}/version_{version}")
-        shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
 
     def send_weights(self, weights):
         """Sends weights by the protocol of vLLM's workers.
@@ -1642,11 +1630,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype],
                 "shapes": [list(tensor.shape)],
             }
-            if self.nccl is None:
+            if not self.nccl:
                 gpu = torch.cuda.get_device_properties()
                 info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.nccl is not None:
+            if self.nccl:
                 self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
         self.sync_call("finish_weight_update")
@@ -1657,8 +1645,7 @@ class VLLM:
         if not self.args.vllm_gpus:
             self.sync_call("init_weight_transfer_engine", {"init_info": {}})
             return
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
         port = get_free_port()
         world_size = 1 + len(self.gpus)  # this rank is number 0, vLLM's workers follow
@@ -1669,8 +1656,8 @@ class VLLM:
             "world_size": world_size,
         }
         joined = self.submit(call_llm, "init_weight_transfer_engine", {"init_info": info})
-        group = StatelessProcessGroup.create("127.0.0.1", port, rank=0, world_size=world_size)
-        self.nccl = PyNcclCommunicator(group, device=torch.cuda.current_device())
+        gpu = torch.cuda.current_device()
+        self.nccl = stateless_init_process_group("127.0.0.1", port, 0, world_size, gpu)
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
@@ -1678,12 +1665,11 @@ def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
     Under FSDP2 each rank has a part of a weight. It makes that args.dtype, and all ranks exchange
-    theirs. Without it nothing is copied but by the change of dtype. What is frozen is left out.
+    theirs. Without it nothing is copied but by the change of dtype. With adapters they alone go.
     """
     # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
-    is_on_gpu = model.device.type == "cuda"
-    for name, parameter in model.named_parameters(remove_duplicate=is_on_gpu):
-        if not parameter.requires_grad:
+    for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
+        if args.lora_rank and not parameter.requires_grad:
             continue
         weight = parameter.detach().to(getattr(torch, args.dtype))
         if isinstance(weight, DTensor):
@@ -1699,7 +1685,7 @@ def save_adapter(weights, folder, args):
         for name, weight in weights.items()
         if ".lora_" in name
     }
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, f"{folder}/adapter_model.safetensors")
 
 
 def sync_weights(vllm, model, version, args):
@@ -1708,7 +1694,7 @@ def sync_weights(vllm, model, version, args):
     model: that in the policy; vllm: None where this rank owns no engine.
     """
     weights = gather_weights(model, args)
-    if vllm is not None:
+    if vllm:
         vllm.sync_weights(weights, version)
     # Gathering is collective. A rank without an engine has read none yet: it takes part, too
     for _ in weights:
@@ -1720,20 +1706,20 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
 
     vllm: None where this rank owns no engine; then there is no share: None.
     """
-    if vllm is None:
+    if not vllm:
         return None
-    rollout = Rollout(vllm.policy_version, [], [], {})
-    with timed(rollout.times, "generation"):
+    times = {}
+    with timed(times, "generation"):
         responses = vllm.sample(
             request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
         )
-    with timed(rollout.times, "reward"):
-        rollout.responses = grade_responses(responses, tokenizer, workers, args)
-    with timed(rollout.times, "evaluation"):
+    with timed(times, "reward"):
+        responses = grade_responses(responses, tokenizer, workers, args)
+    with timed(times, "evaluation"):
         seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        responses = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
-        rollout.eval_responses = grade_responses(responses, tokenizer, workers, args)
-    return rollout
+        answers = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
+        answers = grade_responses(answers, tokenizer, workers, args)
+    return Rollout(vllm.policy_version, responses, answers, times)
 
 
 def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
@@ -1748,7 +1734,7 @@ def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
             with timed(times, "wait_for_prompts"):
                 request = prompts_Q.get()
             rollout = generate_rollout(vllm, workers, tokenizer, request, args)
-            if rollout is not None:
+            if rollout:
                 rollout.times |= times
             response_Q.put(rollout)
     except BaseException as error:  # Python would end the thread alone
@@ -1761,16 +1747,15 @@ def gather_rollout(share, cpu_group):
     cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
     share after the other is in the order of the request.
     """
-    if cpu_group is None:
+    if not cpu_group:
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    shares = list(filter(None, shares))
-    return replace(
-        shares[0],  # rank 0 owns an engine
-        responses=[response for share in shares for response in share.responses],
-        eval_responses=[response for share in shares for response in share.eval_responses],
-    )
+    rollout, *others = filter(None, shares)  # rank 0 owns an engine
+    for other in others:
+        rollout.responses += other.responses
+        rollout.eval_responses += other.eval_responses
+    return rollout
 
 
 # --------------------------------------------------------------------------- forward and backward
@@ -1781,8 +1766,7 @@ def draw_mini_batches(training_step, args):
 
     Each epoch is a permutation of its own; all ranks draw the same.
     """
-    seed = stable_hash(args.seed, "minibatches", training_step)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
     epochs = []
     for _ in range(args.num_epochs):
         permutation = torch.randperm(args.episodes_per_step, generator=generator)
@@ -1813,7 +1797,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     for start in range(0, len(in_order), num_ranks):
         next_rows = in_order[start : start + num_ranks]  # one for each rank, the last the longest
         most = size
-        if args.micro_batch_tokens > 0:
+        if args.micro_batch_tokens:
             most = max(1, args.micro_batch_tokens // lengths[next_rows[-1]])
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
@@ -1840,7 +1824,12 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
-    """Collective. The reward model's scores at the last token of each response, as floats."""
+    """Collective. The reward model's scores at the last token of each response, as floats.
+
+    reward_model: a ValueModel; None: there is none, and so are the scores.
+    """
+    if not reward_model:
+        return [None] * len(responses)
     sequences = [(r.prompt.reward_model_token_ids, r.token_ids.tolist()) for r in responses]
     # As many for each rank: of held-out prompts there may be any number
     sequences += sequences[:1] * (-len(sequences) % accelerator.num_processes)
@@ -1904,13 +1893,14 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             loss = (pg_loss * loss_mask).sum() / num_tokens
             (loss * accelerator.num_processes).backward()
             log_ratio = log_ratio.detach()
+            ratio = log_ratio.exp()
             per_token |= {
                 "loss/policy_avg": pg_loss,
                 "policy/approxkl_avg": log_ratio**2 / 2,
                 "policy/clipfrac_avg": pg_clipped,
                 "policy/entropy_avg": entropies,
-                "val/ratio": log_ratio.exp(),
-                "val/ratio_squared": log_ratio.exp() ** 2,
+                "val/ratio": ratio,
+                "val/ratio_squared": ratio**2,
             }
 
         with torch.no_grad():
@@ -1967,22 +1957,22 @@ def check_adapter(vllm, policy, model, prompt, args):
     pass check_sampler. model: that in the policy; prompt: any.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
-    generator = torch.Generator(model.device).manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same noise on all ranks
     for matrix in matrices:
-        local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-        # What the adapter adds is about half of what a layer gives, whatever rank and alpha are
-        local.normal_(std=math.sqrt(args.lora_rank) / args.lora_alpha, generator=generator)
+        # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha
+        matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)
-    token_ids = prompt.token_ids  # of a rank without an engine, which only takes part
-    if vllm is not None:
-        prompts, seeds = [prompt] * vllm.count, range(vllm.count)  # one for each engine
-        (response,) = vllm.sample(prompts, seeds, args.temperature, 1, max_tokens=32)
-        token_ids = response.token_ids
-    input_ids, mask, _ = collate([(prompt.token_ids, token_ids)], model.device)
+    # A rank without an engine takes part in the forward pass, too
+    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
+    if vllm:
+        short = replace(args, response_length=16)
+        responses = vllm.submit(
+            sample_responses, [prompt] * 8, range(8), args.temperature, -1, short
+        ).result()
+    input_ids, mask, _, sampler_logprobs = collate_responses(responses, model.device)
     logprobs, _ = policy(input_ids, mask)
-    if vllm is not None:
-        sampler_logprobs = torch.tensor(response.logprobs, device=model.device)
-        check_sampler(logprobs[mask.bool()], sampler_logprobs, mask[mask.bool()], args)
+    if vllm:
+        check_sampler(logprobs, sampler_logprobs, mask, args)
     for matrix in matrices:
         matrix.zero_()
 
@@ -2015,21 +2005,19 @@ def batch_metrics(batch, beta, args):
     mismatch_kl = kl_penalty(-mismatch, 0.0, "kl3")
     ratios = mismatch.exp()[mask.bool()]  # (tokens,)
     weights = importance_weights(batch.logprobs, batch.sampler_logprobs, mask, args)
-    cap = args.tis_cap or math.inf
     metrics = {
         "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
         "objective/entropy": (-batch.logprobs * mask).sum(1).mean(),
-        "val/sequence_lengths": mask.sum(1).mean(),
         "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         "mismatch/kl": masked_mean(mismatch_kl, mask),
         # The effective sample size, as a share of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
-        "mismatch/tis_clipfrac": (ratios > cap).float().mean(),
+        "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
         "mismatch/masked": masked_mean(weights == 0, mask),
     }
-    if args.beta > 0:
+    if args.beta:
         kl1 = (batch.logprobs - batch.ref_logprobs) * mask
         kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
         non_score_reward = (-beta * kl).sum(1).mean()
@@ -2071,11 +2059,11 @@ def score_metrics(group, responses, args):
     return metrics
 
 
-def append_lines(path, lines):
-    """Appends lines to a .jsonl file, on rank 0."""
+def append_line(path, line):
+    """Appends a line to a .jsonl file, on rank 0."""
     if is_rank_0():
         with open(path, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.write(json.dumps(line) + "\n")
 
 
 def describe(response, policy_version):
@@ -2096,22 +2084,12 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     """Collective. Scores a rollout's responses to held-out prompts, writes them, returns eval/*."""
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
-    append_lines(run_dir / "samples.jsonl", samples)
-    cells = [list(sample.values()) for sample in samples]
+    for sample in samples:
+        append_line(run_dir / "samples.jsonl", sample)
     for tracker in accelerator.trackers:
+        cells = [list(sample.values()) for sample in samples]
         tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
-    metrics = score_metrics("eval", responses, args)
-    if is_rank_0():
-        tqdm.write(
-            f"Held-out prompts, policy version {rollout.policy_version}: "
-            f"mean score {metrics.get('eval/scores', math.nan):.3g}"
-        )
-        for prompt, response, score, *_ in cells[:3]:
-            tqdm.write(
-                f"{prompt[-100:]!r}\n"
-                f"  {score if score is None else round(score, 3)}: {response[:100]!r}"
-            )
-    return metrics | {"eval/policy_version": rollout.policy_version}
+    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
 def run_program(name, run_dir):
@@ -2121,21 +2099,20 @@ def run_program(name, run_dir):
         subprocess.run([sys.executable, path, run_dir])
 
 
-def write_metrics(accelerator, metrics, run_dir, args):
+def write_metrics(accelerator, metrics, run_dir):
     """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them.
 
     With an evaluation among them the curves are drawn, too.
     """
     metrics = {name: float(value) for name, value in metrics.items()}
-    step = round(metrics["training_step"])
     accelerator.log(metrics)
-    append_lines(run_dir / "metrics.jsonl", [metrics])
+    append_line(run_dir / "metrics.jsonl", metrics)
     if "eval/policy_version" in metrics:
         run_program("plot_runs.py", run_dir)
-    if is_rank_0() and step % max(1, args.num_training_steps // 20) == 0:
-        shown = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/sequence_lengths")
-        figures = [f"  {name} {metrics[name]:.3g}" for name in shown if name in metrics]
-        tqdm.write(f"step {step}/{args.num_training_steps}" + "".join(figures))
+    if is_rank_0():
+        shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
+        figures = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        print(*figures, sep="  ", flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2148,7 +2125,7 @@ def save_model(accelerator, model, tokenizer, path, args):
     weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
     if not accelerator.is_main_process:
         return
-    if args.lora_rank > 0:
+    if args.lora_rank:
         from peft import PeftModel
 
         folder = path.with_name("adapter")
@@ -2165,8 +2142,8 @@ def save_model(accelerator, model, tokenizer, path, args):
     unfinished = path.with_name("model.unfinished")
     model.save_pretrained(unfinished, state_dict=weights)
     tokenizer.save_pretrained(unfinished)
-    (unfinished / "generation_config.json").write_text(
-        generation_config.to_json_string(keys_to_pop=["compile_config"])
+    generation_config.to_json_file(
+        unfinished / "generation_config.json", keys_to_pop=["compile_config"]
     )
     shutil.rmtree(path, ignore_errors=True)  # of a run that had come to its end, and was resumed
     unfinished.rename(path)
@@ -2194,41 +2171,36 @@ def remove_checkpoints(checkpoints):
         shutil.rmtree(unfinished)
 
 
-def trained_weights(model):
-    """The trained parameters of a model, by the names that they have without DDP."""
-    return {
-        name.removeprefix("module."): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+def checkpoint_parts(trained, folder):
+    """Collective. What a checkpoint has of models and optimizers: (state dict, its folder).
+
+    trained: {name: (model, its optimizer)}. State dicts are of the models' own tensors. They say
+    nothing of DDP, FSDP2 or the number of ranks: a run can be resumed under others.
+    """
+    for name, (model, optimizer) in trained.items():
+        weights = {
+            key.removeprefix("module."): parameter.detach()
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        yield weights, folder / name
+        # While PPO's value model warms up the policy's optimizer has no state. Where a checkpoint
+        # has one, torch makes a state for it by a step with a rate of 0
+        path = folder / f"{name}_optimizer"
+        if optimizer.state or path.exists():
+            yield get_optimizer_state_dict(model, optimizer)["state"], path
 
 
 def save_models(trained, folder):
-    """Collective. Writes models and optimizers to a folder that all nodes share.
-
-    trained: {name: (model, its optimizer)}. Each rank writes a part. The files say nothing of DDP,
-    FSDP2 or the number of ranks: a run can be resumed under others.
-    """
-    for name, (model, optimizer) in trained.items():
-        checkpoint.save(trained_weights(model), checkpoint_id=folder / name)
-        # It is empty while PPO's value model warms up: torch would make one by a step of its own
-        if optimizer.state:
-            state = get_optimizer_state_dict(model, optimizer)["state"]
-            checkpoint.save(state, checkpoint_id=folder / f"{name}_optimizer")
+    """Collective. Writes models and optimizers to a folder that all nodes share, a part by rank."""
+    for state, path in checkpoint_parts(trained, folder):
+        checkpoint.save(state, checkpoint_id=path)
 
 
 def load_models(trained, folder):
-    """Collective. Reads what save_models has written into models and optimizers.
-
-    Their state dicts are their own tensors, which checkpoint.load fills. That of a new optimizer is
-    made by a step with a rate of 0.
-    """
-    for name, (model, optimizer) in trained.items():
-        checkpoint.load(trained_weights(model), checkpoint_id=folder / name)
-        path = folder / f"{name}_optimizer"
-        if path.exists():
-            state = get_optimizer_state_dict(model, optimizer)["state"]
-            checkpoint.load(state, checkpoint_id=path)
+    """Collective. Reads what save_models has written into models and optimizers."""
+    for state, path in checkpoint_parts(trained, folder):
+        checkpoint.load(state, checkpoint_id=path)
 
 
 def finish_checkpoint(accelerator, run_dir, step, state, args):
@@ -2244,17 +2216,19 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
+    if args.keep_last_n:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
 def save_rollout(run_dir, rollout):
-    """Adds the rollout of the step to come to checkpoints/unfinished, on rank 0."""
+    """Adds the rollout of the step to come to checkpoints/unfinished, on rank 0.
+
+    Prompts are drawn again on resume.
+    """
     folder = run_dir / "checkpoints/unfinished"
     rows, arrays = [], {}
     for i, response in enumerate(rollout.responses + rollout.eval_responses):
-        row = dict(vars(response))
-        del row["prompt"]  # on resume it is drawn again
+        row = vars(response) | {"prompt": None}
         for name in ("token_ids", "logprobs"):
             arrays[f"{name} {i}"] = row.pop(name)
         rows.append(row)
@@ -2272,11 +2246,12 @@ def load_rollout(checkpoint_dir, policy_version, request):
         return None
     rows = json.loads((checkpoint_dir / "next_rollout.json").read_text())
     arrays = load_arrays(checkpoint_dir / "next_rollout.safetensors")
-    prompts = request.prompts + request.eval_prompts
-    responses = [
-        Response(prompt, arrays[f"token_ids {i}"], arrays[f"logprobs {i}"], **row)
-        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
-    ]
+    responses = []
+    for i, prompt in enumerate(request.prompts + request.eval_prompts):
+        row = rows[i] | {"prompt": prompt}
+        for name in ("token_ids", "logprobs"):
+            row[name] = arrays[f"{name} {i}"]
+        responses.append(Response(**row))
     count = len(request.prompts)
     return Rollout(policy_version, responses[:count], responses[count:], {})
 
@@ -2327,7 +2302,7 @@ def fill_in(args, world_size):
     if world_size < local_world_size:
         raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
-    if args.run_name is None:
+    if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
     # Batches
@@ -2353,19 +2328,19 @@ def fill_in(args, world_size):
     args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
 
     # GPUs and CPU cores
-    gpus, size = set(args.vllm_gpus), args.vllm_tensor_parallel_size
+    gpus, size = args.vllm_gpus, args.vllm_tensor_parallel_size
     num_engines = len(gpus) // size
-    are_free = all(gpu >= local_world_size for gpu in gpus)
-    fit = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
-    if not are_free or not fit or (size > 1 and not gpus):
+    free_gpus = set(gpus) - set(range(local_world_size))
+    fit = len(free_gpus) == num_engines * size and num_engines <= local_world_size
+    if not fit or (size > 1 and not gpus):
         raise ValueError(
             f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
             f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
             f"engine, and no more engines than learners"
         )
-    if args.reward_workers is None:
+    if not args.reward_workers:
         args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
-    if args.vllm_gpu_memory_utilization is None:
+    if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
 
@@ -2380,10 +2355,10 @@ def load_tokenizers(args):
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     path = args.reward_model_path
-    if path is None:
+    if not path:
         return tokenizer, tokenizer
     reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-    if reward_tokenizer.chat_template is None:
+    if not reward_tokenizer.chat_template:
         reward_tokenizer.chat_template = tokenizer.chat_template
     if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
         raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
@@ -2394,15 +2369,16 @@ def find_stop_tokens(args, tokenizer, model):
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = model.generation_config.eos_token_id
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
-    if args.stop_token is not None:
-        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        vocabulary = tokenizer.get_vocab()
-        if stop_token not in vocabulary:
-            raise ValueError(f"--stop_token {args.stop_token!r} is no token of the tokenizer")
-        stop_ids.add(vocabulary[stop_token])
+    if args.stop_token == "eos":
+        stop_ids.add(tokenizer.eos_token_id)
+    elif args.stop_token:
+        stop_ids.add(tokenizer.get_vocab().get(args.stop_token, math.inf))  # inf: it is none
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
-        raise ValueError(f"stop tokens {stop_ids}: see --stop_token, --stop_token_id and the model")
+        raise ValueError(
+            f"stop tokens {stop_ids}: see --stop_token {args.stop_token}, --stop_token_id and the "
+            f"model; none is there, or one is no token of the model"
+        )
     return tuple(sorted(stop_ids))
 
 
@@ -2468,13 +2444,19 @@ def main(args):
         )
 
     # ---- Data and models
-    tokenizers = load_tokenizers(args)
-    tokenizer = tokenizers[0]
-    train_prompts = load_prompts(args.dataset, args.dataset_split, *tokenizers, args, is_eval=False)
+    tokenizer, reward_tokenizer = load_tokenizers(args)
+    train_prompts = load_prompts(
+        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args, is_eval=False
+    )
     eval_prompts = []
     if args.eval_dataset:
         eval_prompts = load_prompts(
-            args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
+            args.eval_dataset,
+            args.eval_dataset_split,
+            tokenizer,
+            reward_tokenizer,
+            args,
+            is_eval=True,
         )
         if 0 < args.eval_prompts < len(eval_prompts):
             drawn = draw_prompts(len(eval_prompts), 0, args.eval_prompts, seed=0)
@@ -2486,7 +2468,7 @@ def main(args):
     args.data_hash = stable_hash([stable_hash(replace(prompt, row="")) for prompt in all_prompts])
     first_step = 1
     state = {"beta": args.beta, "seconds": 0.0, "wandb_id": os.urandom(8).hex()}
-    if checkpoint_dir is not None:
+    if checkpoint_dir:
         first_step = step_of(checkpoint_dir) + 1
         state = json.loads((checkpoint_dir / "state.json").read_text())
         # Under other arguments or data the steps until the checkpoint would have been others
@@ -2519,7 +2501,7 @@ def main(args):
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
     ref_policy = policy  # with an adapter
-    if args.beta > 0 and args.lora_rank == 0:
+    if args.beta and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
@@ -2537,13 +2519,13 @@ def main(args):
     # ---- Reward workers and vLLM
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
     workers, vllm = queue.Queue(), None
-    if placement is not None:
+    if placement:
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
         accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
         vllm = VLLM(placement, model.config, max_length, args)
-    if args.lora_rank > 0:
+    if args.lora_rank:
         check_adapter(vllm, policy, model, train_prompts[0], args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
@@ -2561,26 +2543,29 @@ def main(args):
     ).start()
 
     # ---- The run's folder, and the first batch
-    if checkpoint_dir is not None:
+    if checkpoint_dir:
         load_models(trained, checkpoint_dir)
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that ended in its first step may have left them, and so may steps made again
         for name in ("rollouts", "samples"):
             (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
-        if checkpoint_dir is not None:
+        if checkpoint_dir:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
         run_program("provenance.py", run_dir)  # commit and versions, for args.json
         wandb_run = {
-            "config": json.loads((run_dir / "args.json").read_text()),
             "name": args.run_name,
             "entity": args.wandb_entity,
             "id": state["wandb_id"],
             "resume": "allow",
         }
-        accelerator.init_trackers(args.wandb_project_name, None, {"wandb": wandb_run})
+        accelerator.init_trackers(
+            args.wandb_project_name,
+            json.loads((run_dir / "args.json").read_text()),
+            {"wandb": wandb_run},
+        )
         if args.with_tracking:
             import wandb
 
@@ -2596,62 +2581,53 @@ def main(args):
         response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
 
     # ---- The loop
-    steps = range(first_step, args.num_training_steps + 1)
-    for training_step in tqdm(steps, disable=None if is_rank_0() else True):
+    for training_step in range(first_step, args.num_training_steps + 1):
         step_start = time.perf_counter()
-        times = {}
         version = training_step - 1  # of the policy, until this step's updates
         is_last = training_step == args.num_training_steps
         metrics = {"queue/prompts": prompts_Q.qsize(), "queue/responses": response_Q.qsize()}
 
         # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
-        with timed(times, "wait_for_generation"):
+        with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
 
         # 2. The current weights, in step 1 unchanged, and then the next prompts go to vLLM,
         # which generates while we train.
         if args.async_mode and not is_last:
-            with timed(times, "weight_sync"):
+            with timed(metrics, "weight_sync"):
                 send(version, training_step + 1)
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
         # responses, since the weights that sampled them may be gone. What vLLM samples meanwhile is
         # not in it: it would be sampled again, from these weights. The first step of a process
         # saves none: its models are the initial ones, or those of a checkpoint.
-        is_due = args.save_freq > 0 and version % args.save_freq == 0
-        if is_due and training_step > first_step:
+        if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state |= {
                 "beta": beta,
                 "seconds": time.time() - start_time,
                 "policy_version": rollout.policy_version,
             }
-            with timed(times, "checkpoint"):
+            with timed(metrics, "checkpoint"):
                 save_models(trained, run_dir / "checkpoints/unfinished")
                 save_rollout(run_dir, rollout)
                 finish_checkpoint(accelerator, run_dir, version, state, args)
 
         # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, those of its responses too
-        with timed(times, "reward_model"):
+        with timed(metrics, "reward_model"):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
-        if all(response.failure is not None for response in responses):
-            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
         # A failed reward does not mean a wrong answer: the response is left out of the loss, and
         # the 0.0 in place of its score counts nowhere
         scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
+        if all(response.failure for response in responses):
+            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
-        input_ids, mask, lengths = collate(
-            [(response.prompt.token_ids, response.token_ids) for response in responses], device
-        )
+        input_ids, mask, lengths, sampler_logprobs = collate_responses(responses, device)
         loss_mask = mask * scored[:, None]
-        # As in the other tensors, zeros stand for the prompt
-        sampler_logprobs = pad(
-            np.pad(response.logprobs, (len(response.prompt.token_ids), 0)) for response in responses
-        ).to(device)
 
         # Log-probabilities and values before any update, (episodes, length). For the policy and the
         # value model the batch is cut as it will be in the first epoch: other shapes would change
@@ -2659,7 +2635,7 @@ def main(args):
         all_rows = list(range(len(responses)))
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
-        with timed(times, "forward"):
+        with timed(metrics, "forward"):
             size = args.per_device_train_batch_size
             logprobs, values = (
                 forward_all(accelerator, model, epochs[0], input_ids, mask, lengths, size, args)
@@ -2667,7 +2643,7 @@ def main(args):
             )
             # The value before a token is what is read at the token before it
             values = values.roll(1, dims=1) * mask
-            if args.beta > 0:
+            if args.beta:
                 size = args.local_rollout_forward_batch_size
                 # An adapter's policy without the adapter is the reference policy
                 scale_adapter(ref_policy, 0.0)
@@ -2680,7 +2656,7 @@ def main(args):
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = torch.zeros_like(mask)
-        if args.beta > 0:
+        if args.beta:
             rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         rewards[all_rows, lengths - 1] += scores
         if args.whiten_rewards:
@@ -2714,7 +2690,7 @@ def main(args):
         sums = Counter()  # whose update() adds, where a dict's would replace
         grad_norms = Counter()  # means over the updates
         lr = 0.0  # of the policy, while only the value model learns
-        with timed(times, "update"):
+        with timed(metrics, "update"):
             # Updates are counted over the run, so not from 0
             for update, mini_batch in enumerate(
                 itertools.chain(*epochs), version * updates_per_step
@@ -2738,19 +2714,16 @@ def main(args):
 
         # With --no-async_mode this is the moment for weights and prompts
         if not args.async_mode and not is_last:
-            with timed(times, "weight_sync"):
+            with timed(metrics, "weight_sync"):
                 send(training_step, training_step + 1)
 
         # 9. Metrics
-        num_stopped = sum(response.stopped for response in responses)
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
         seconds = time.perf_counter() - step_start
         metrics |= update_metrics(accelerator, sums)
-        if trains_policy:
-            metrics["objective/loss"] = metrics["loss/policy_avg"] + metrics["loss/value_avg"]
         metrics |= batch_metrics(batch, beta, args)
         metrics |= score_metrics("objective", responses, args)
-        metrics |= {f"time/{part}": value for part, value in (rollout.times | times).items()}
+        metrics |= rollout.times
         metrics |= grad_norms
         metrics |= {
             "training_step": training_step,
@@ -2760,8 +2733,6 @@ def main(args):
             "objective/kl_coef": beta,
             "policy/version": version,
             "policy/staleness": version - rollout.policy_version,
-            "val/num_stop_token_ids": num_stopped,
-            "val/stop_rate": num_stopped / len(responses),
             "time/training": seconds,
             "time/from_scratch": time.time() - start_time,
             "perf/memory_gib": memory / 2**30,
@@ -2769,14 +2740,13 @@ def main(args):
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
         for response, row, is_response in zip(responses[:4], advantages, mask.bool(), strict=False):
-            sample = describe(response, rollout.policy_version)
-            sample |= {
+            sample = describe(response, rollout.policy_version) | {
                 "training_step": training_step,
                 "token_ids": response.token_ids.tolist(),
                 "advantages": row[is_response].tolist(),
             }
-            append_lines(run_dir / "rollouts.jsonl", [sample])
-        if args.kl_target > 0 and trains_policy:
+            append_line(run_dir / "rollouts.jsonl", sample)
+        if args.kl_target and trains_policy:
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
         # 10. After the last update the model is saved, and then comes the last evaluation
@@ -2786,7 +2756,7 @@ def main(args):
                 send(training_step, training_step + 1)  # that request has no training prompts
                 last = gather_rollout(response_Q.get(), cpu_group)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
-        write_metrics(accelerator, metrics, run_dir, args)
+        write_metrics(accelerator, metrics, run_dir)
 
     # ---- The end: pictures, a summary and the upload, by programs beside this script
     end_children()

@@ -35,8 +35,8 @@ CURVES = [
     "eval/verifiable_correct_rate",
     "objective/kl",
     "policy/entropy_avg",
-    "val/sequence_lengths",
-    "val/stop_rate",
+    "objective/sequence_lengths",
+    "objective/stop_rate",
     "val/explained_variance",
     # of a reward model
     "objective/accuracy",

@@ -53,7 +53,7 @@ PANELS = [
     ),
     Panel("KL to the reference policy (nats per response)", ["objective/kl"], at_least=(0, 0.01)),
     Panel("Entropy (nats per token)", ["policy/entropy_avg"]),
-    Panel("Response length (tokens)", ["eval/sequence_lengths", "val/sequence_lengths"]),
+    Panel("Response length (tokens)", ["eval/sequence_lengths", "objective/sequence_lengths"]),
     Panel("Value model: explained variance", ["val/explained_variance"], (-1, 1), (-1, 1)),
     Panel("Share of tokens clipped", ["policy/clipfrac_avg"], at_least=(0, 0.05)),
     Panel(
@@ -85,7 +85,7 @@ COLUMNS = {
     "accuracy*": ("eval/accuracy", False),
     "accuracy": ("objective/accuracy", True),
     "KL": ("objective/kl", True),
-    "length": ("val/sequence_lengths", True),
+    "length": ("objective/sequence_lengths", True),
     "steps": ("training_step", False),
 }
 # Arguments in which the runs of one group may differ: what a seed changes, and names

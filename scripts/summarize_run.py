@@ -192,10 +192,10 @@ def describe_signal(metrics: list[dict]) -> str | None:
 def describe_cuts(metrics: list[dict]) -> str | None:
     """Whether many responses of the last step were cut, and what to do about it.
 
-    >>> describe_cuts([{"val/stop_rate": 0.25}])
+    >>> describe_cuts([{"objective/stop_rate": 0.25}])
     '75% of the last responses were cut: a longer --response_length or --non_stop_penalty helps'
     """
-    share = 1 - metrics[-1].get("val/stop_rate", 1)  # a reward trainer's run has none
+    share = 1 - metrics[-1].get("objective/stop_rate", 1)  # a reward trainer's run has none
     if share <= 0.2:
         return None
     advice = "a longer --response_length or --non_stop_penalty helps"

@@ -259,8 +259,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream, but in a model that is
-    trained without FSDP2: there it is float32.
+    right. Matrix products are in args.dtype, and so is the residual stream, but in a model of which
+    all weights are trained without FSDP2: there it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -361,8 +361,7 @@ def lr_multiplier(update, num_updates, args):
     """
     if update < args.warm_up_steps:
         return (update + 1) / args.warm_up_steps
-    updates_left = max(1, num_updates - args.warm_up_steps)
-    done = (update - args.warm_up_steps) / updates_left  # in [0, 1)
+    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
     if args.lr_scheduler_type == "linear":
         return 1 - done
     if args.lr_scheduler_type == "cosine":
@@ -511,7 +510,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
+    if args.keep_last_n:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 

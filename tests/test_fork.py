@@ -64,7 +64,7 @@ def test_rule_and_length_penalty_are_in_the_scores(run_fork, tmp_path):
     score = seen.script.compute_score
     assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
     for line in seen.metrics:
-        expected = line["objective/verifiable_score"] - 0.25 * line["val/sequence_lengths"]
+        expected = line["objective/verifiable_score"] - 0.25 * line["objective/sequence_lengths"]
         assert line["objective/scores"] == pytest.approx(expected)
 
 

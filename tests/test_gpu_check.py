@@ -181,7 +181,7 @@ def test_error_has_the_end_of_the_output_and_where_it_hung(last, limit, error, t
 @pytest.mark.parametrize("part", gpu_check.WITH_VLLM)
 def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
     """A stub of the run: the part itself must fit what the script takes and may leave out."""
-    step = {"time/training": 2.0, "time/from_scratch": 9.0, "val/sequence_lengths": 504.0}
+    step = {"time/training": 2.0, "time/from_scratch": 9.0, "objective/sequence_lengths": 504.0}
     commands, limits = [], []
 
     def run(command, time_limit=gpu_check.TIME_LIMIT):

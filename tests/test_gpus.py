@@ -174,21 +174,6 @@ def encoders(assets, tmp_path_factory):
 ENCODER = "attends to later tokens; it must be a causal model"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("trained", [True, False])
-def test_encoders_are_refused_and_no_others(trained, dtype, encoders, accelerator, tmp_path):
-    """The scores of an encoder would depend on the padding."""
-    args = tiny_args(dtype=dtype)
-    for path in encoders.values():
-        with pytest.raises(ValueError, match=ENCODER):
-            script.load_classifier(accelerator, str(path), args, trained)
-    for name, config in FAMILIES.items():
-        model = AutoModelForSequenceClassification.from_config(config)
-        model.save_pretrained(tmp_path / name)
-        loaded = script.load_classifier(accelerator, str(tmp_path / name), args, trained)
-        assert loaded.model.config._attn_implementation == "sdpa"
-
-
 def test_reward_trainer_refuses_an_encoder(encoders, tmp_path):
     """Before it trains one that nothing could use."""
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "5=", "chosen": "5", "rejected": "3"}])

@@ -387,7 +387,7 @@ def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
         raise OSError("the grader is out of paper")
 
     run = run_main(name, score, non_stop_penalty=False)
-    cause = r"the reward failed on all responses: OSError.*the grader is out of paper"
+    cause = r"(?s)the reward failed on all responses: .*OSError: the grader is out of paper"
     assert re.match(cause, str(run.error))
     assert run.weights == [] and not (run.run_dir / "model").exists()
 

@@ -90,7 +90,9 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
 
 def test_noise_is_not_blown_up_and_shares_are_of_one():
     lines = steps(
-        val__sequence_lengths=[6.0, 6.04], mismatch__ess=[1, 0.99], policy__entropy_avg=[0.4, 0.1]
+        objective__sequence_lengths=[6.0, 6.04],
+        mismatch__ess=[1, 0.99],
+        policy__entropy_avg=[0.4, 0.1],
     )
     panels = draw({"run": [lines]})
     limits = {title: axes.get_ylim() for title, axes in panels.items()}
@@ -288,7 +290,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, 
     ],
 )
 def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
-    metrics = [line | {"val/stop_rate": 1.0} for line in evaluations([0.459, 1.0], scores)]
+    metrics = [line | {"objective/stop_rate": 1.0} for line in evaluations([0.459, 1.0], scores)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
     monkeypatch.setattr(sys, "argv", ["summarize_run.py", str(tmp_path)])
     summarize_run.main()

@@ -4,6 +4,7 @@ At the end a run of two ranks, from whose checkpoint others go on. vLLM is stub_
 test_runs.py has two ranks with the real one.
 """
 
+import copy
 import queue
 import shutil
 import socket
@@ -72,13 +73,11 @@ class Engine(script.VLLM):
         self.index, self.count, self.policy_version = index, count, 4
         self.args = Args(stop_token_ids=(2,))
 
-    def submit(self, function, prompt_ids, seeds, temperature, max_tokens, version, args):
-        assert function is script.sample_responses
-        assert (max_tokens, version) == (args.response_length, 4)
-        pairs = zip(prompt_ids, seeds, strict=True)
+    def submit(self, function, prompts, seeds, temperature, version, args):
+        assert function is script.sample_responses and version == 4
         self.answer = [
-            (np.array([ids[0], seed], np.int32), np.array([temperature, -0.5], np.float32))
-            for ids, seed in pairs
+            response_of(prompt, [prompt.token_ids[0], seed], [temperature, -0.5], stopped=seed == 2)
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return self
 
@@ -106,7 +105,7 @@ class Group:
 
     def gather(self, shares, mine, group):
         assert group is self and any(mine is share for share in self.shares)
-        shares[:] = self.shares
+        shares[:] = copy.deepcopy(self.shares)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -130,7 +129,7 @@ def test_shares_of_all_ranks_are_what_one_engine_answers(count, without_rewards,
             for i, prompt in enumerate(REQUEST.eval_prompts)
         ]
         assert plain(rollout.eval_responses) == plain(expected)
-        assert set(rollout.times) == {"generation", "reward", "evaluation"}
+        assert set(rollout.times) == {"time/generation", "time/reward", "time/evaluation"}
     assert script.gather_rollout(shares[0], None) is shares[0]
 
 
@@ -144,7 +143,7 @@ def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewa
     rollouts, (error,) = list(response_Q.queue), errors
     assert [len(rollout.responses) for rollout in rollouts] == [10, 4]
     assert [len(rollout.eval_responses) for rollout in rollouts] == [3, 0]
-    assert all("wait_for_prompts" in rollout.times for rollout in rollouts)
+    assert all("time/wait_for_prompts" in rollout.times for rollout in rollouts)
     assert isinstance(error, AttributeError)
 
 

@@ -250,7 +250,7 @@ def test_dictionary_without_a_score_costs_its_response(result, monkeypatch):
     monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: result)
     score, metrics, failure = script.call_reward_fn("", response())
     assert (score, metrics) == (None, {})
-    name = {"acc": "KeyError('score')", "score": "Error("}[next(iter(result))]
+    name = {"acc": "KeyError: 'score'", "score": "Error: "}[next(iter(result))]
     assert name in failure
 
 
@@ -360,11 +360,11 @@ DIED = "BrokenProcessPool"
 LATE = "TimeoutError: no answer"
 # What the function does: what the cause must hold
 WAYS_TO_FAIL = {
-    "raises": f"OSError('the grader is out of paper') (PATH, line {line_of('raises')})",
-    "unreadable": f"Unreadable('line 12') (PATH, line {line_of('unreadable')})",
+    "raises": f'File "PATH", line {line_of("raises")}, in raises',
+    "unreadable": f'File "PATH", line {line_of("unreadable")}, in unreadable',
     "unprintable": "",
-    "returns_nan": "ValueError('the reward is nan')",
-    "returns_none": "TypeError(",
+    "returns_nan": "ValueError: the reward is nan",
+    "returns_none": "TypeError: ",
     "sys_exit": "SystemExit",
     "os_exit": DIED,
     "reads_nowhere": DIED,

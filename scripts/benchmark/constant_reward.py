@@ -72,7 +72,7 @@ def lengths(seed, lam, learning_rate, steps):
         if run.returncode:
             sys.exit(run.stdout)
         lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["val/sequence_lengths"] for line in lines]
+        return [json.loads(line)["objective/sequence_lengths"] for line in lines]
 
 
 def main():

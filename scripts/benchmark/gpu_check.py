@@ -505,9 +505,9 @@ def check_size(size: str, script: str) -> dict:
     figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
     times = [name for name in steps[-1] if name.startswith("time/")]
     times.remove("time/from_scratch")
-    for metric in ("perf/response_tokens_per_second", "val/sequence_lengths", *times):
+    for metric in ("perf/response_tokens_per_second", "objective/sequence_lengths", *times):
         figures[metric] = median(steady(steps), metric)
-    response_tokens = RESPONSES * figures["val/sequence_lengths"]
+    response_tokens = RESPONSES * figures["objective/sequence_lengths"]
     tokens = response_tokens + RESPONSES * PROMPT_LENGTH
     figures |= rates | arithmetic(SHAPES[size], script, tokens, response_tokens, rates)
     # In the first step both sides have the same weights

@@ -85,10 +85,10 @@ def run(path, flags):
         return [replace(response, verifiable=choice.random()) for response in responses]
 
     @contextmanager
-    def timed(times, name):
+    def timed(metrics, name):
         start = time.process_time()
         yield
-        times[name] = time.process_time() - start
+        metrics[f"time/{name}"] = time.process_time() - start
 
     torch.set_num_threads(1)
     script.VLLM = StubVLLM
@@ -154,7 +154,7 @@ def measure(path, folder, updates, given):
         lines = Path(output_dir, "run/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     seconds = statistics.mean(step["time/forward"] + step["time/update"] for step in steps)
-    return seconds, statistics.mean(step["val/sequence_lengths"] for step in steps)
+    return seconds, statistics.mean(step["objective/sequence_lengths"] for step in steps)
 
 
 def main():

@@ -139,7 +139,9 @@ def run_trl(folder, settings):
                     "seconds": time.perf_counter() - self.start,
                 }
                 self.lines.append(
-                    json.dumps(line | {"val/sequence_lengths": logs["completions/mean_length"]})
+                    json.dumps(
+                        line | {"objective/sequence_lengths": logs["completions/mean_length"]}
+                    )
                 )
 
         def on_train_end(self, *_, **__):
@@ -343,7 +345,9 @@ def compare_throughput(args):
                     micro_batch = args.micro_batch if side == "tandem" else args.trl_micro_batch
                     run = settings | {"seed": pair, "micro_batch": micro_batch}
                     lines, peak = run_side(side, run, args.threads)
-                    tokens = PROMPTS * GROUP * sum(line["val/sequence_lengths"] for line in lines)
+                    tokens = (
+                        PROMPTS * GROUP * sum(line["objective/sequence_lengths"] for line in lines)
+                    )
                     found[side] = (speed(lines), peak, len(lines), tokens)
                 (ours, our_memory, *_), (theirs, their_memory, *_) = found["tandem"], found["trl"]
                 same = found["tandem"][2] == found["trl"][2] == args.steps

@@ -105,17 +105,12 @@ class Nccl:
         self.tensors = queue.Queue()
         self.receipts = queue.Queue()
         self.over = threading.Event()  # the test
-        group = SimpleNamespace(create=self.join)
-        pynccl = SimpleNamespace(PyNcclCommunicator=self.communicator)
-        put_item("vllm.distributed.utils", SimpleNamespace(StatelessProcessGroup=group))
-        put_item("vllm.distributed.device_communicators.pynccl", pynccl)
+        common = SimpleNamespace(stateless_init_process_group=self.join)
+        put_item("vllm.distributed.weight_transfer.nccl_common", common)
 
-    def join(self, host, port, rank, world_size):
+    def join(self, host, port, rank, world_size, device=None):
         self.members.append((host, port, rank, world_size))
-        return self
-
-    def communicator(self, group, device):
-        assert group is self and device == 2
+        assert rank > 0 or device == 2
         return self
 
     def broadcast(self, tensor, src, stream):

@@ -79,7 +79,7 @@ def make_stub(script):
             if version >= 0:  # else it is check_adapter's
                 self.order.append(f"weights {version}")
 
-        def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
+        def sample(self, prompts, seeds, temperature, num_samples):
             self.seeds += seeds
             if not prompts:
                 return []
@@ -95,6 +95,12 @@ def make_stub(script):
             logprobs = [np.array(row, np.float32) for row in logprobs]
             parts = zip(prompts, rows, logprobs, strict=True)
             return [script.Response(*part, stopped=STOP in part[1][-1:]) for part in parts]
+
+        def submit(self, function, prompts, seeds, temperature, version, args):
+            """Of check_adapter, which asks each engine for itself."""
+            assert function is script.sample_responses and version == self.policy_version == -1
+            responses = self.sample(prompts, list(seeds), temperature, len(prompts))
+            return SimpleNamespace(result=lambda: responses)
 
     return StubVLLM
 

@@ -23,7 +23,6 @@ VLLM_OPTIONS = {
 # Those that there are not in steps in which only the value model learns
 METRICS_OF_POLICY_UPDATES = {
     "loss/policy_avg",
-    "objective/loss",
     "optim/grad_norm",
     "policy/approxkl_avg",
     "policy/clipfrac_avg",

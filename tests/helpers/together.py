@@ -14,6 +14,7 @@ import sys
 import traceback
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
@@ -241,7 +242,11 @@ class StubVLLM:
     def sync_weights(self, weights, version):
         self.weights, self.policy_version = dict(weights), version
 
-    def sample(self, prompts, seeds, temperature, num_samples, max_tokens=None):
+    def submit(self, function, prompts, seeds, temperature, version, args):
+        responses = self.sample(prompts * self.count, [*seeds] * self.count, temperature, 8)
+        return SimpleNamespace(result=lambda: responses)
+
+    def sample(self, prompts, seeds, temperature, num_samples):
         share = ppo.share_of(len(prompts), self.index, self.count, num_samples)
         responses = []
         for prompt, seed in zip(prompts[share], seeds[share], strict=True):
