@@ -194,7 +194,8 @@ def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
     monkeypatch.setattr(gpu_check, "plan", lambda command: {"plan_gib": 12.5})
     monkeypatch.setattr(gpu_check, "make_random_model", lambda size, folder: None)
     figures = gpu_check.PARTS[part]()
-    programs = 2 * gpu_check.PROGRAM_LIMIT if part.startswith("size") else 0
+    kind = part.removeprefix("adapters_").partition("_")[0]
+    programs = 2 * gpu_check.PROGRAM_LIMIT if kind == "size" else 0
     assert sum(limits) + programs < 600
     for script, *words in commands:
         names = {field.name for field in fields(importlib.import_module(script[:-3]).Args)}
@@ -206,7 +207,8 @@ def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
         "size": {"learner_gib": None, "plan_gib": 12.5, "time/training": 2} | RATES,
         "overlap": {"ratio": 1},
     }
-    assert expected[part.partition("_")[0]].items() <= figures.items()
+    assert expected[kind].items() <= figures.items()
+    assert all(("--lora_rank" in words) == part.startswith("adapters") for words in commands)
 
 
 # ----------------------------------------------------------------------------- vLLM's model runner

@@ -24,6 +24,8 @@ size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
     take at the measured rates (arithmetic/...); peak memory (learner_gib) and the preflight's plan
     of it (plan_gib, which counts 1 GiB for the CUDA context). Weights are random, in the shapes of
     Qwen2.5.
+adapters_sync_ppo_float32, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
+    As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter.
 v1_sync_ppo_float32, ...
     The parts with vLLM once more, with VLLM_USE_V2_MODEL_RUNNER=0: on GPUs vLLM 0.32 takes its
     second model runner, on CPUs the first.
@@ -96,6 +98,7 @@ MEMORY_OPTIONS = {
     "0.5B": {},
     "1.5B": {"local_rollout_forward_batch_size": 8, "vllm_gpu_memory_utilization": 0.15},
 }
+ADAPTERS = {"lora_rank": 16, "learning_rate": 1e-3}
 # Attention of Qwen2.5-0.5B, and lengths of 64 modulo 128, where cuDNN fails; 640 is none of them
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE, LENGTHS = 14, 2, 64, (64, 192, 704, 640)
 # A step of the size parts, by responses. The prompts of the debug task have up to 8 tokens
@@ -409,9 +412,10 @@ PROGRAMS = {"attention": check_attention, "rates": measure_rates}
 # ------------------------------------------------------------------------------------------ parts
 
 
-def check_sync(script: str, dtype: str) -> dict:
+def check_sync(script: str, dtype: str, **options) -> dict:
     """Figures of each step."""
-    command = short_command(script, 5, dtype=dtype, async_mode=False, learning_rate=1e-4)
+    defaults = {"dtype": dtype, "async_mode": False, "learning_rate": 1e-4}
+    command = short_command(script, 5, **defaults | options)
     steps = run(command)
     figures = {"vllm/model_runner": steps[0].get("vllm/model_runner")}
     for metric in ("mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "mismatch/kl"):
@@ -484,7 +488,7 @@ def arithmetic(
     return {"arithmetic/forward": rounded(forward), "arithmetic/update": rounded(update)}
 
 
-def check_size(size: str, script: str) -> dict:
+def check_size(size: str, script: str, **options) -> dict:
     """Speed, as medians, beside the arithmetic, and memory, as peaks, beside the plan."""
     rates = run_program("rates")
     figures = {}
@@ -496,7 +500,7 @@ def check_size(size: str, script: str) -> dict:
             model_name_or_path=model,
             response_length=504,
             local_mini_batch_size=RESPONSES // UPDATES,
-            **MEMORY_OPTIONS[size],
+            **MEMORY_OPTIONS[size] | options,
         )
         figures |= plan(command)
         if "needs about" in figures.get("plan_refuses", ""):
@@ -539,6 +543,9 @@ WITH_VLLM: dict[str, Callable[[], dict]] = {
     "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
     "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
     "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
+    "adapters_sync_ppo_float32": partial(check_sync, PPO, "float32", **ADAPTERS),
+    "adapters_sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16", **ADAPTERS),
+    "adapters_size_1.5B_ppo": partial(check_size, "1.5B", PPO, **ADAPTERS),
 }
 AGAIN = {f"v1_{name}": partial(with_first_runner, part) for name, part in WITH_VLLM.items()}
 PARTS = WITHOUT_VLLM | WITH_VLLM | AGAIN
