@@ -42,6 +42,10 @@ Every rank holds the whole batch (token ids and a few floats per token: small). 
 for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
 backward passes are shared out.
 
+With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
+the adapter to a folder of its version, which each request names. The reference policy is the policy
+with its adapters turned off. The value model has adapters of its own, and trains its head whole.
+
 A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
 step's updates; and the new one, in an update. With beta there is a fourth, the reference policy's.
 All are of the distribution at the sampling temperature.
@@ -192,9 +196,9 @@ class Args:
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: far less memory, a third slower"""
     lora_rank: int = 0
-    """rank of adapters (2106.09685), trained in place of the model's own weights; 0: none"""
+    """rank of LoRA adapters (2106.09685): they train, the model's weights are frozen; 0: no LoRA"""
     lora_alpha: int = 32
-    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
+    """LoRA: what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
@@ -470,7 +474,7 @@ ending = threading.Lock()
 def end_children():
     """Ends vLLM and the reward workers, with all that they have started and written.
 
-    Folders first: if this process is killed meanwhile, vLLM's ends by itself.
+    Folders first: if this process is killed meanwhile, vLLM's process ends by itself.
     """
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -730,7 +734,7 @@ def call_reward_fn(reward_fn, response):
     return answer
 
 
-# The rest runs in the script's process.
+# The rest runs in the learner's process.
 
 
 def start_reward_worker(reward_fn):
@@ -841,8 +845,8 @@ def revision_of(path, args):
     }.get(path)
 
 
-def adapter_config(args):
-    """peft's configuration of an adapter."""
+def lora_config(args):
+    """peft's configuration of the adapters of policy and value model."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -859,21 +863,22 @@ def add_adapter(model, args):
     """Gives each linear layer of a frozen model, but its head, an adapter to train (2106.09685).
 
     A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
-    is 0, so at first the model is what it was. Both are float32.
+    is 0, so at first the model is what it was. Both are float32. Nothing else requires gradients
+    then, but for the head of a value model.
     """
     from peft import inject_adapter_in_model
 
     torch.manual_seed(args.seed)
-    inject_adapter_in_model(adapter_config(args), model.base_model)
+    inject_adapter_in_model(lora_config(args), model.base_model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
-def scale_adapter(model, scale):
-    """Multiplies what adapters add: by 0 a policy is the model that was loaded.
+def set_adapter_scale(model, scale):
+    """Sets a factor on what adapters add: with 0 a policy is the model that was loaded.
 
-    peft's own way to turn them off freezes them as well, and FSDP2 looks at that.
+    peft's disable_adapters would clear their requires_grad as well, which FSDP2 reads.
     """
     for module in model.modules():
         if hasattr(module, "set_scale"):
@@ -1009,8 +1014,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream, but in a model of which
-    all weights are trained without FSDP2: there it is float32.
+    right. Matrix products are in args.dtype, and so is the residual stream. Only where a model is
+    trained whole and without FSDP2, it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -1117,7 +1122,7 @@ def collate(sequences, device):
 
     sequences: (prompt, response) pairs of token ids. Returns the token ids and the mask of
     response tokens, each (episodes, length), and the number of tokens of each row, (episodes,). The
-    mask comes from lengths, so any id will do for padding. It is 0.
+    mask comes from lengths, so any id will do for padding: it is 0.
 
     >>> input_ids, mask, lengths = collate([([6, 7], [9]), ([5], [8])], device="cpu")
     >>> input_ids.tolist(), lengths.tolist()
@@ -1132,12 +1137,15 @@ def collate(sequences, device):
 
 
 def collate_responses(responses, device):
-    """What collate makes of Responses, and the sampler's log-probabilities: (episodes, length)."""
+    """Of Responses: input_ids, mask, lengths, as collate gives them, and sampler_logprobs.
+
+    The last are (episodes, length), too.
+    """
     input_ids, mask, lengths = collate(
         [(response.prompt.token_ids, response.token_ids) for response in responses], device
     )
-    sampled = np.concatenate([response.logprobs for response in responses])  # (tokens,)
-    return input_ids, mask, lengths, to_rows(torch.tensor(sampled, device=device), mask)
+    logprobs = np.concatenate([response.logprobs for response in responses])  # (tokens,)
+    return input_ids, mask, lengths, to_rows(torch.tensor(logprobs, device=device), mask)
 
 
 def to_rows(values, mask):
@@ -1373,7 +1381,7 @@ def start_llm(options, config, folder):
     # vLLM's cache of compiled code goes by the model's path: from in here that is "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
-    # vLLM 0.32 on a CPU cannot reload "dummy" weights
+    # Without GPU and LoRA: random ones, by file. vLLM 0.32 on a CPU cannot reload "dummy" weights
     if "load_format" not in options and "enable_lora" not in options:
         AutoModelForCausalLM.from_config(config).save_pretrained(".")
     from vllm import LLM
@@ -1391,12 +1399,12 @@ def sample_responses(prompts, seeds, temperature, version, args):
     """Samples a Response to each Prompt.
 
     Each is a request of its own with its own seed, so that a run can be repeated.
-    version: of the policy; its adapter is in the folder of that name.
+    version: of the policy. With LoRA its adapter is in the folder version_<version>.
     """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    requests = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+    inputs = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
     sampling = [
         SamplingParams(
             seed=seed,
@@ -1411,9 +1419,10 @@ def sample_responses(prompts, seeds, temperature, version, args):
         for seed in seeds
     ]
     adapter = None
-    if args.lora_rank:  # vLLM's numbers begin with 1, versions with the -1 of check_adapter
+    if args.lora_rank:
+        # A name, an id and a folder; ids start at 1, versions at the -1 of check_adapter
         adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
-    outputs = llm.generate(requests, sampling, lora_request=adapter, use_tqdm=False)
+    outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
@@ -1470,8 +1479,8 @@ def share_of(num_items, index, count, group):
 def vllm_settings(gpus, folder, max_length, args):
     """The environment of an engine's process, and the arguments of vLLM's LLM, as dictionaries.
 
-    It starts with random weights, so that a tensor that a weight sync leaves out shows at once; or,
-    if an adapter is trained, with those of the checkpoint.
+    The engine starts with random weights, so that a tensor that a weight sync leaves out shows at
+    once; with LoRA it starts with those of the checkpoint.
     """
     # The engine is a world of its own: the learners' RANK, MASTER_PORT, ... are not for it
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -1488,7 +1497,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
-        "model": ".",  # start_llm goes to the engine's folder
+        "model": ".",  # the engine's folder, to which start_llm goes; with LoRA see below
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -1514,13 +1523,13 @@ def vllm_settings(gpus, folder, max_length, args):
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
     if args.lora_rank:
-        # vLLM loads the checkpoint, but by the config in the engine's folder
+        # vLLM loads the checkpoint's weights, by our config: load_model may have untied the head
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
             "hf_config_path": ".",
             "enable_lora": True,
-            # vLLM takes powers of two from 8 to 512
+            # vLLM takes powers of two from 8 to 512: the next one
             "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
             "max_loras": 2,  # the last version's, and this one's
         }
@@ -1544,7 +1553,7 @@ class VLLM:
         """
         self.index, self.count, self.gpus = placement
         self.args = args
-        self.policy_version = None  # of the weights that it has; None: random ones
+        self.policy_version = None  # of the weights that were synced last; None: none yet
         self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
         # Weights are handed over in memory where there is no GPU
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
@@ -1583,10 +1592,10 @@ class VLLM:
         ).result()
 
     def sync_weights(self, weights, version):
-        """Gives vLLM weights, of which it reads all; it must be idle.
+        """Gives vLLM, which must be idle, the weights of a version of the policy.
 
-        weights: as from gather_weights; version: of the policy. An adapter is written to a folder,
-        which the requests name.
+        weights: as from gather_weights; all are read. With LoRA they are only written to a folder,
+        from which vLLM loads them with the first request that names it.
         """
         if self.args.lora_rank:
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
@@ -1652,8 +1661,8 @@ class VLLM:
 def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
-    Under FSDP2 each rank has a part of a weight. It makes that args.dtype, and all ranks exchange
-    theirs. Without it nothing is copied but by the change of dtype. With adapters they alone go.
+    With LoRA these are the adapters' alone. Under FSDP2 each rank casts its part of a tensor to
+    args.dtype, and all ranks exchange their parts. Without FSDP2 only the cast copies.
     """
     # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
@@ -1666,8 +1675,11 @@ def gather_weights(model, args):
 
 
 def save_adapter(weights, folder, args):
-    """Writes an adapter to a folder, in peft's form. weights: {name: tensor}, of a whole model."""
-    adapter_config(args).save_pretrained(folder)
+    """Writes an adapter to a folder, in peft's form.
+
+    weights: {name: whole tensor}, of the adapter and maybe of the rest of the model.
+    """
+    lora_config(args).save_pretrained(folder)
     tensors = {
         f"base_model.model.{name.replace('.default', '')}": weight
         for name, weight in weights.items()
@@ -1684,7 +1696,7 @@ def sync_weights(vllm, model, version, args):
     weights = gather_weights(model, args)
     if vllm:
         vllm.sync_weights(weights, version)
-    # Gathering is collective. A rank without an engine has read none yet: it takes part, too
+    # Gathering is collective: a rank without an engine must read all, too
     for _ in weights:
         pass
 
@@ -1720,7 +1732,7 @@ def gather_rollout(share, cpu_group):
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = filter(None, shares)  # rank 0 owns an engine
+    rollout, *others = filter(None, shares)  # rank 0 owns an engine; its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -1920,20 +1932,21 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
 
 @torch.no_grad()
 def check_adapter(vllm, policy, model, prompt, args):
-    """Collective. vLLM must apply an adapter as the learner does. To see that, B is noise in here.
+    """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
 
-    At version 0 it is 0. So an engine that ignores the adapter, or has another lora_alpha, would
-    pass check_sampler. model: that in the policy; prompt: any.
+    B starts at 0: there an engine that ignores the adapter, or has another lora_alpha, would pass
+    check_sampler. So B is noise in here, and 0 again afterwards. model: that in the policy; prompt:
+    any.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
     torch.manual_seed(args.seed)  # the same noise on all ranks
     for matrix in matrices:
         # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-    sync_weights(vllm, model, -1, args)
-    # A rank without an engine takes part in the forward pass, too
+    sync_weights(vllm, model, -1, args)  # a version before 0, which is never trained on
+    # A rank without an engine joins the forward pass, with a response that was not sampled
     responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
-    if vllm:
+    if vllm:  # each engine samples all of them; vllm.sample would give it a share
         short = replace(args, response_length=16)
         responses = vllm.submit(
             sample_responses, [prompt] * 8, range(8), args.temperature, -1, short
@@ -2080,16 +2093,17 @@ def write_metrics(accelerator, metrics, run_dir):
         run_program("plot_runs.py", run_dir)
     if is_rank_0():
         shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
-        figures = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
-        print(*figures, sep="  ", flush=True)
+        parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        print(*parts, sep="  ", flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
-    They get their name when they are whole. The generation config is the one that the model came
-    with, but for the end tokens, which are the run's. An adapter goes to the folder "adapter"
-    beside it, and is merged into the model: in float32, since rounding to bfloat16 would lose it.
+    The folder gets its name when it is whole. The generation config is the one that the model came
+    with, but for the end tokens, which are the run's. With LoRA the adapter is written, too, to the
+    folder "adapter" beside it, and is merged into the saved model, in float32: in bfloat16 small
+    changes would be rounded away.
     """
     weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
     if not accelerator.is_main_process:
@@ -2099,7 +2113,7 @@ def save_model(accelerator, model, tokenizer, path, args):
 
         folder = path.with_name("adapter")
         save_adapter(weights, folder, args)
-        # Its weights are rounded to args.dtype, as in training
+        # The base, rounded to args.dtype as in training
         base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
         weights = model.state_dict()
@@ -2141,10 +2155,11 @@ def remove_checkpoints(checkpoints):
 
 
 def checkpoint_parts(trained, folder):
-    """Collective. What a checkpoint has of models and optimizers: (state dict, its folder).
+    """Collective. What a checkpoint has of models and optimizers: (state dict, its folder) of each.
 
-    trained: {name: (model, its optimizer)}. State dicts are of the models' own tensors. They say
-    nothing of DDP, FSDP2 or the number of ranks: a run can be resumed under others.
+    trained: {name: (model, its optimizer)}. The tensors are those that train, so checkpoint.load
+    fills them in place; frozen ones are left out. Nothing says whether there was DDP or FSDP2, and
+    how many ranks: a run can be resumed under others.
     """
     for name, (model, optimizer) in trained.items():
         weights = {
@@ -2153,8 +2168,8 @@ def checkpoint_parts(trained, folder):
             if parameter.requires_grad
         }
         yield weights, folder / name
-        # While PPO's value model warms up the policy's optimizer has no state. Where a checkpoint
-        # has one, torch makes a state for it by a step with a rate of 0
+        # Until the policy's first update (--value_warmup_steps) its optimizer has no state to save.
+        # To load one, torch first makes it, by a step with a learning rate of 0
         path = folder / f"{name}_optimizer"
         if optimizer.state or path.exists():
             yield get_optimizer_state_dict(model, optimizer)["state"], path
@@ -2305,12 +2320,13 @@ def find_stop_tokens(args, tokenizer, model):
     if args.stop_token == "eos":
         stop_ids.add(tokenizer.eos_token_id)
     elif args.stop_token:
-        stop_ids.add(tokenizer.get_vocab().get(args.stop_token, math.inf))  # inf: it is none
+        # inf: not in the vocabulary, and refused below
+        stop_ids.add(tokenizer.get_vocab().get(args.stop_token, math.inf))
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
-            f"stop tokens {stop_ids}: see --stop_token {args.stop_token}, --stop_token_id and the "
-            f"model; none is there, or one is no token of the model"
+            f"stop tokens {stop_ids}: there are none, or one is not in the vocabulary; see "
+            f"--stop_token {args.stop_token}, --stop_token_id and the model's generation config"
         )
     return tuple(sorted(stop_ids))
 
@@ -2431,7 +2447,7 @@ def main(args):
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
-    ref_policy = policy  # with an adapter
+    ref_policy = policy  # with LoRA: its adapters are turned off for the reference
     if args.beta and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
@@ -2554,12 +2570,12 @@ def main(args):
             values = values.roll(1, dims=1) * mask
             if args.beta:
                 size = args.local_rollout_forward_batch_size
-                # An adapter's policy without the adapter is the reference policy
-                scale_adapter(ref_policy, 0.0)
+                # With LoRA the reference policy is the policy without its adapters
+                set_adapter_scale(ref_policy, 0.0)
                 ref_logprobs = forward_all(
                     accelerator, ref_policy, [all_rows], input_ids, mask, lengths, size, args
                 )
-                scale_adapter(ref_policy, 1.0)
+                set_adapter_scale(ref_policy, 1.0)
         check_sampler(logprobs, sampler_logprobs, mask, args)
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token

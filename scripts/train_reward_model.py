@@ -259,8 +259,8 @@ def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
     There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream, but in a model of which
-    all weights are trained without FSDP2: there it is float32.
+    right. Matrix products are in args.dtype, and so is the residual stream. Only where a model is
+    trained whole and without FSDP2, it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state

@@ -105,11 +105,11 @@ def test_policy_without_its_adapter_is_the_loaded_model_to_the_bit(dtype, saved_
     make_noise(model, 1)
     trained = logprobs_of(model, args)
     assert (trained - expected).abs().mean() > 0.05
-    script.scale_adapter(model, 0.0)
+    script.set_adapter_scale(model, 0.0)
     assert torch.equal(logprobs_of(model, args), expected)
     # FSDP2 looks at that in its first forward pass, which may be this one
     assert all(p.requires_grad for p in adapter_of(model).values())
-    script.scale_adapter(model, 1.0)
+    script.set_adapter_scale(model, 1.0)
     assert torch.equal(logprobs_of(model, args), trained)
 
 
@@ -407,9 +407,9 @@ def test_several_engines_and_the_base_without_an_adapter(system, monkeypatch):
         together += sample(engine, prompts, num_samples=2)
     assert close(differences(system, together), system)
     monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_rank=0))
-    script.scale_adapter(system.model, 0.0)
+    script.set_adapter_scale(system.model, 0.0)
     assert close(differences(system), system)
-    script.scale_adapter(system.model, 1.0)
+    script.set_adapter_scale(system.model, 1.0)
 
 
 @pytest.mark.slow

@@ -172,9 +172,9 @@ def look_at_units(model, input_ids, mask):
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
     with torch.no_grad():  # the reference policy's pass comes first
-        ppo.scale_adapter(model, 0.0)
+        ppo.set_adapter_scale(model, 0.0)
         model(input_ids, mask)
-        ppo.scale_adapter(model, 1.0)
+        ppo.set_adapter_scale(model, 1.0)
     outputs = model(input_ids, mask)
     outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     gradients = {}
