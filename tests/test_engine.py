@@ -190,10 +190,10 @@ def test_tensor_that_is_left_out_shows(system, monkeypatch):
     save_file = script.save_file
     for version, left_out in enumerate(names):
 
-        def save(weights, path, metadata, left_out=left_out):
+        def save(weights, path, left_out=left_out):
             kept = {name: weight for name, weight in weights.items() if name != left_out}
             assert len(kept) == len(weights) - 1
-            save_file(kept, path, metadata)
+            save_file(kept, path)
 
         sync(system, version)
         perturb(system.model, 10 + version)
