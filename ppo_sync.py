@@ -620,8 +620,10 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         count = 0  # there is only an evaluation then
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
-    first = steps_before * args.episodes_per_step  # number of an episode in the run
-    seeds = [stable_hash(args.seed, "episode", first + i) for i in range(len(prompts))]
+    seeds = [
+        stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
+        for i in range(len(prompts))
+    ]
     if steps_before not in (*args.eval_steps, args.num_training_steps):
         eval_prompts = []
     return Request(prompts, seeds, eval_prompts)
@@ -1278,7 +1280,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """
     log_ratios = (old_logprobs - sampler_logprobs) * mask
     weights = mask
-    if args.tis_cap:
+    if args.tis_cap > 0:
         weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
         log_ratios = sequence_mean(log_ratios, mask)
@@ -1310,7 +1312,7 @@ def policy_loss(
     clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
     loss = torch.max(plain_loss, clipped_loss)
     clipped = clipped_loss > plain_loss
-    if dual_clip:
+    if dual_clip > 0:
         largest_loss = -advantages * dual_clip
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
@@ -1425,7 +1427,7 @@ def sample_responses(prompts, seeds, temperature, version, args):
     outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
+        (completion,) = output.outputs
         token_ids = np.array(completion.token_ids, np.int32)
         logprobs = np.array(completion.logprobs.logprobs, np.float32)
         responses.append(
@@ -1778,7 +1780,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     for start in range(0, len(in_order), num_ranks):
         next_rows = in_order[start : start + num_ranks]  # one for each rank, the last the longest
         most = size
-        if args.micro_batch_tokens:
+        if args.micro_batch_tokens > 0:
             most = max(1, args.micro_batch_tokens // lengths[next_rows[-1]])
         if len(passes[-1]) >= most * num_ranks:
             passes.append([])
@@ -1939,7 +1941,6 @@ def check_adapter(vllm, policy, model, prompt, args):
     any.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
-    torch.manual_seed(args.seed)  # the same noise on all ranks
     for matrix in matrices:
         # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
@@ -1947,9 +1948,9 @@ def check_adapter(vllm, policy, model, prompt, args):
     # A rank without an engine joins the forward pass, with a response that was not sampled
     responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
     if vllm:  # each engine samples all of them; vllm.sample would give it a share
-        short = replace(args, response_length=16)
+        args = replace(args, response_length=16)
         responses = vllm.submit(
-            sample_responses, [prompt] * 8, range(8), args.temperature, -1, short
+            sample_responses, [prompt] * 8, range(8), args.temperature, -1, args
         ).result()
     input_ids, mask, _, sampler_logprobs = collate_responses(responses, model.device)
     logprobs, _ = policy(input_ids, mask)
@@ -1999,7 +2000,7 @@ def batch_metrics(batch, beta, args):
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
         "mismatch/masked": masked_mean(weights == 0, mask),
     }
-    if args.beta:
+    if args.beta > 0:
         kl1 = (batch.logprobs - batch.ref_logprobs) * mask
         kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
         non_score_reward = (-beta * kl).sum(1).mean()
@@ -2093,8 +2094,8 @@ def write_metrics(accelerator, metrics, run_dir):
         run_program("plot_runs.py", run_dir)
     if is_rank_0():
         shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
-        parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
-        print(*parts, sep="  ", flush=True)
+        parts = [f"{name}: {metrics[name]:.4g} " for name in shown if name in metrics]
+        print(*parts, flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2200,7 +2201,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n:
+    if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
@@ -2278,9 +2279,9 @@ def fill_in(args, world_size):
     # GPUs and CPU cores
     gpus, size = args.vllm_gpus, args.vllm_tensor_parallel_size
     num_engines = len(gpus) // size
-    free_gpus = set(gpus) - set(range(local_world_size))
-    fit = len(free_gpus) == num_engines * size and num_engines <= local_world_size
-    if not fit or (size > 1 and not gpus):
+    free_gpus = {gpu for gpu in gpus if gpu >= local_world_size}
+    are_free = len(free_gpus) == len(gpus) == num_engines * size
+    if not are_free or num_engines > local_world_size or (size > 1 and not gpus):
         raise ValueError(
             f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
             f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
@@ -2317,11 +2318,10 @@ def find_stop_tokens(args, tokenizer, model):
     """The ids that end a response: the end tokens of the model, and those of the flags."""
     eos = model.generation_config.eos_token_id
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
-    if args.stop_token == "eos":
-        stop_ids.add(tokenizer.eos_token_id)
-    elif args.stop_token:
+    if args.stop_token:
+        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         # inf: not in the vocabulary, and refused below
-        stop_ids.add(tokenizer.get_vocab().get(args.stop_token, math.inf))
+        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
@@ -2425,6 +2425,8 @@ def main(args):
         for name in (
             "seed",
             "model_name_or_path",
+            "value_model_path",
+            "reward_model_path",
             "lora_rank",
             "lora_alpha",
             "beta",
@@ -2448,7 +2450,7 @@ def main(args):
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
     ref_policy = policy  # with LoRA: its adapters are turned off for the reference
-    if args.beta and not args.lora_rank:
+    if args.beta > 0 and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
@@ -2521,7 +2523,7 @@ def main(args):
 
         # 1. Every save_freq steps a checkpoint of the models after the previous step. The first
         # step of a process saves none: its models are the initial ones, or those of a checkpoint.
-        if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
+        if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
             state |= {
                 "beta": beta,
                 "seconds": time.time() - start_time,
@@ -2568,7 +2570,7 @@ def main(args):
             )
             # The value before a token is what is read at the token before it
             values = values.roll(1, dims=1) * mask
-            if args.beta:
+            if args.beta > 0:
                 size = args.local_rollout_forward_batch_size
                 # With LoRA the reference policy is the policy without its adapters
                 set_adapter_scale(ref_policy, 0.0)
@@ -2580,7 +2582,7 @@ def main(args):
 
         # 6. Rewards per token: the KL penalty everywhere, and the score added on the last token
         rewards = torch.zeros_like(mask)
-        if args.beta:
+        if args.beta > 0:
             rewards = -beta * kl_penalty(logprobs, ref_logprobs, args.kl_estimator) * mask
         rewards[all_rows, lengths - 1] += scores
         if args.whiten_rewards:
@@ -2663,7 +2665,7 @@ def main(args):
                 "advantages": row[is_response].tolist(),
             }
             append_line(run_dir / "rollouts.jsonl", sample)
-        if args.kl_target and trains_policy:
+        if args.kl_target > 0 and trains_policy:
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
         # 10. After the last update the model is saved, and then comes the last evaluation
@@ -2680,7 +2682,7 @@ def main(args):
     # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
     # it waits for gloo's threads, which may need it
     accelerator.clear()
-    del policy, value_model, trained
+    del policy, ref_policy, value_model, trained
     accelerator.end_training()
     run_program("summarize_run.py", run_dir)
     if args.push_to_hub:

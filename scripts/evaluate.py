@@ -187,7 +187,6 @@ def read_arguments(script, options):
         args,
         world_size=1,
         local_world_size=1,
-        lora_rank=0,  # the model has its adapter merged
         vllm_gpus=(),
         vllm_tensor_parallel_size=1,
         vllm_gpu_memory_utilization=0.9,
@@ -257,6 +256,13 @@ def answer_prompts(script, tokenizer, prompts, args, options):
     """The Responses to some Prompts, the samples of a prompt side by side, with their scores."""
     model_path = str(options.model or options.run / "model")
     gpus = (0,) if script.torch.cuda.device_count() else ()
+    from safetensors.torch import load_file
+
+    adapter = options.run / "adapter" / "adapter_model.safetensors"
+    if options.model:
+        args = replace(args, lora_rank=0)
+    elif args.lora_rank:  # rounded to bfloat16 the merged model would lose a part of what it learnt
+        model_path = args.model_name_or_path
     # Only its weights are needed, which vLLM gets one by one: on a GPU there is never a second copy
     weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
     model = script.load_model(script.AutoModelForCausalLM, model_path, weights_alone, trained=False)
@@ -277,7 +283,13 @@ def answer_prompts(script, tokenizer, prompts, args, options):
         device = "cuda" if gpus else "cpu"
         # As the scripts send them: a tied head as well on a CPU, once on a GPU
         parameters = model.named_parameters(remove_duplicate=bool(gpus))
-        vllm.sync_weights(((name, weight.data.to(device)) for name, weight in parameters), 0)
+        weights = ((name, weight.data.to(device)) for name, weight in parameters)
+        if args.lora_rank:  # then vLLM has the model
+            weights = (
+                (name.removeprefix("base_model.model."), weight)
+                for name, weight in load_file(adapter).items()
+            )
+        vllm.sync_weights(weights, 0)
         print(f"Sampling {len(repeated):,} responses ...", flush=True)
         responses = vllm.sample(repeated, seeds, args.eval_temperature, options.samples)
         responses = script.grade_responses(responses, tokenizer, workers, args)

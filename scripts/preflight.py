@@ -954,16 +954,8 @@ def check_adapters(run):
         return
     if not plan.adapted_layers(run.model):
         raise Mistake(f"--lora_rank: {path} has no linear layers but its head to adapt")
-    files = []
-    if is_local(path):
-        files = os.listdir(path)
-    elif hub_answers():
-        files = huggingface_hub.list_repo_files(path, revision=args.model_revision)
-    if files and not any(name.endswith(".safetensors") for name in files):
-        raise Mistake(
-            f"--lora_rank: {path} has no .safetensors files, and vLLM reads its weights from them; "
-            f"load it and save it again (save_pretrained)"
-        )
+    if run.options.has_gpus() and args.dtype == "float32":
+        raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
     if importlib.util.find_spec("vllm") is not None:  # which a laptop may lack
         names = run.model.config.architectures or [type(run.model).__name__]
         # In a process of its own: vLLM starts threads, and this one is going to fork
@@ -1368,6 +1360,7 @@ def check_checkpoint(run):
     if hasattr(run.args, "value_learning_rate"):
         needed.append("beta")
         expected.append("value_model")
+        must_agree += ["value_model_path", "reward_model_path"]
     if hasattr(script, "load_rollout"):
         needed.append("policy_version")
         must_agree += ["num_evals", "eval_temperature"]  # it may have an evaluation

@@ -219,7 +219,9 @@ def next_steps(run_dir: Path) -> list[str]:
     model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
     if model.is_dir():
         lines.append(f'Use it:      transformers.AutoModelForCausalLM.from_pretrained("{model}")')
-        lines.append(f'             vllm.LLM("{model}")')
+        # vLLM would choose bfloat16, which rounds a part of a merged adapter's change away
+        dtype = ', dtype="float32"' if (run_dir / "adapter").is_dir() else ""
+        lines.append(f'             vllm.LLM("{model}"{dtype})')
     elif checkpoints:
         newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
         lines.append(f"Resume it:   its command with --resume_from_checkpoint {newest}")

@@ -510,7 +510,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
     folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n:
+    if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 

@@ -356,7 +356,6 @@ def pickle_weights(folder):
 
 
 ADAPTERS = given(lora_rank=8, learning_rate=1e-5)
-PICKLES = together(model(pickle_weights), ADAPTERS)
 GPT2 = together(model(architecture("GPT2LMHeadModel", eos_token_id=1)), ADAPTERS)
 STABLELM = together(model(architecture("StableLmForCausalLM")), ADAPTERS)
 
@@ -405,7 +404,6 @@ MODELS = {
     "code of its own": (model(OWN_CODE), "custom code", EVERY),
     "config that is a list": (model(content("config.json", b"[]")), "model_type", EVERY),
     "adapters of no linear layers": (GPT2, "--lora_rank | no linear layers"),
-    "adapters beside pickles": (PICKLES, "--lora_rank | .safetensors | save_pretrained"),
     "adapters without vLLM's": (STABLELM, "--lora_rank | vLLM's StableLmForCausalLM"),
     "unknown attention": (given(attn_implementation="none"), "none | eager", EVERY),
     "attention not installed": (given(attn_implementation="flash_attention_3"), "FlashAttention3"),

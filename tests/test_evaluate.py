@@ -51,12 +51,14 @@ class FakeVLLM:
     """Of the samples of a prompt the first is right, the others are empty."""
 
     asked: ClassVar = []  # (seeds, temperature) of each call
+    synced: ClassVar = []  # names of weights
+    ranks: ClassVar = []  # of adapters, for which each was made
 
-    def __init__(self, *_):
-        pass
+    def __init__(self, *rest):
+        self.ranks.append(rest[-1].lora_rank)
 
     def sync_weights(self, weights, version):
-        assert len(list(weights)) > 0
+        self.synced.append({name for name, _ in weights})
 
     def sample(self, prompts, seeds, temperature, num_samples):
         self.asked.append((seeds, temperature))
@@ -79,7 +81,8 @@ def faked_run(assets, small_eval, monkeypatch, tmp_path):
     write_text(tmp_path / "run" / "args.json", json.dumps(arguments))
     shutil.copytree(assets / "model", tmp_path / "run" / "model")
     monkeypatch.setattr(script, "VLLM", FakeVLLM)
-    monkeypatch.setattr(FakeVLLM, "asked", [])
+    for name in ("asked", "synced", "ranks"):
+        monkeypatch.setattr(FakeVLLM, name, [])
     return tmp_path / "run"
 
 
@@ -94,6 +97,23 @@ def call(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return call
+
+
+def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run, call, assets):
+    """Rounded to the bfloat16 of the run, the merged model would be another."""
+    path = faked_run / "args.json"
+    args = json.loads(path.read_text()) | {"lora_rank": 2}
+    path.write_text(json.dumps(args))
+    args = script.Args(model_name_or_path=args["model_name_or_path"], lora_rank=2)
+    model = script.load_model(script.AutoModelForCausalLM, args.model_name_or_path, args, True)
+    script.save_adapter(dict(script.gather_weights(model, args)), faked_run / "adapter", args)
+    call(faked_run)
+    call(faked_run, "--model", faked_run / "model")
+    assert FakeVLLM.ranks == [2, 0]
+    served, whole = FakeVLLM.synced
+    layer = "model.layers.0.mlp.up_proj"
+    assert f"{layer}.lora_A.weight" in served and all(".lora_" in name for name in served)
+    assert f"{layer}.weight" in whole and not any(".lora_" in name for name in whole)
 
 
 def evaluation_in(run_dir):

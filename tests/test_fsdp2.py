@@ -28,7 +28,7 @@ import ppo_vllm_async as ppo
 
 SHARED = ("ddp", "fsdp2")
 # What differs where the batch is cut in another way, or by the clock
-NOT_COMPARED = ("time/", "queue/", "perf/")
+NOT_COMPARED = ("time/", "perf/")
 
 
 def check_metrics(found, expected):

@@ -29,6 +29,7 @@ ROW = {
 # --------------------------------------------------------------------------------------- arguments
 
 # name: (arguments, fragments of the message)
+PAIR = {"vllm_tensor_parallel_size": 2}
 MISTAKES = {
     "a rest of responses": ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
     "no reward": (
@@ -46,6 +47,9 @@ MISTAKES = {
         {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
         ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
     ),
+    "a learner's among two": ({"vllm_gpus": (0, 6, 7), **PAIR}, ["without a learner"]),
+    "one twice among two": ({"vllm_gpus": (6, 6, 7), **PAIR}, ["each named once"]),
+    "the last, counted from behind": ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),
     "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
 }
@@ -160,6 +164,13 @@ def stop_tokens(tokenizer, eos=None, **changes):
         config=SimpleNamespace(get_text_config=lambda: text_config),
     )
     return script.find_stop_tokens(Args(**changes), tokenizer, model)
+
+
+def test_end_token_of_a_tokenizer_that_has_none_is_refused():
+    """Responses would end at the model's own, and the flag would say nothing."""
+    tokenizer = SimpleNamespace(eos_token=None, get_vocab=lambda: {"a": 0})
+    with pytest.raises(ValueError, match="--stop_token eos"):
+        stop_tokens(tokenizer, eos=1, stop_token="eos")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ tried with one of those that it is for, and the next case with the next.
 """
 
 import contextlib
-import functools
 import os
 import re
 import subprocess
@@ -222,21 +221,15 @@ def test_rate_that_is_low_for_adapters_is_noted(rate, ask, folder, monkeypatch):
     assert (note in answer[1]) == (rate == 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [(["pytorch_model.bin"], ".safetensors"), (["model-00001-of-00002.safetensors"], None)],
-)
-def test_files_on_the_hub_are_looked_at_for_adapters(files, words, ask, folder, monkeypatch):
+def test_adapters_in_float32_are_for_cpus(ask, folder, monkeypatch):
+    """vLLM's kernels on a GPU refuse them, when all models are loaded."""
     monkeypatch.setattr(preflight, "ASK_VLLM", "")
-    monkeypatch.setattr(preflight, "is_local", lambda path: False)
-    monkeypatch.setattr(preflight, "hub_answers", functools.cache(lambda: True))
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda path, revision: files)
-    options = cases.good_options(folder, "ppo_sync.py") | {"lora_rank": 8}
-    answer = ask("ppo_sync.py", options)
-    if words is None:
-        check_plan(answer, "adapters of policy")
-    else:
-        check_mistake(answer, words)
+    options = cases.good_options(folder, "ppo_sync.py") | {"lora_rank": 8, "dtype": "float32"}
+    check_plan(ask("ppo_sync.py", options), "adapters of policy")
+    on_gpu = {"num_gpus": 1, "gpu_memory": 24.0, "disk": 100.0}
+    check_mistake(ask("ppo_sync.py", options, **on_gpu), "--lora_rank | --dtype bfloat16")
+    options["dtype"] = "bfloat16"
+    check_plan(ask("ppo_sync.py", options, **on_gpu), "adapters of policy")
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -235,7 +235,9 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
     run_dir = broken(name).run_dir
     before = files_of(run_dir)
     options = {"output_dir": run_dir.parent, "resume_from_checkpoint": "latest"}
-    for argument, changes in OF_ANOTHER_RUN + OF_ANOTHER_EVALUATION * (name in ASYNC):
+    base = f"{REPO}/debug_assets/../debug_assets/model"
+    of_ppo = [("value_model_path", {"value_model_path": base})] * (name in PPO)
+    for argument, changes in OF_ANOTHER_RUN + of_ppo + OF_ANOTHER_EVALUATION * (name in ASYNC):
         paths = {k: few_prompts / v for k, v in changes.items() if str(v).endswith("parquet")}
         with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {argument} was"):
             six_steps(name, **options | changes | paths)
@@ -272,7 +274,8 @@ def save_fake_checkpoints(run_dir, steps, responses=(), **changes):
 
 
 @pytest.mark.parametrize(
-    ("keep", "kept"), [(2, {"step_9", "step_10"}), (0, {"step_8", "step_9", "step_10"})]
+    ("keep", "kept"),
+    [(2, {"step_9", "step_10"}), *((n, {"step_8", "step_9", "step_10"}) for n in (0, -1))],
 )
 def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     save_fake_checkpoints(tmp_path / "run", (8, 9, 10), keep_last_n=keep)

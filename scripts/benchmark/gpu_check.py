@@ -24,8 +24,9 @@ size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
     take at the measured rates (arithmetic/...); peak memory (learner_gib) and the preflight's plan
     of it (plan_gib, which counts 1 GiB for the CUDA context). Weights are random, in the shapes of
     Qwen2.5.
-adapters_sync_ppo_float32, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
-    As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter.
+adapters_sync_ppo_bfloat16, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
+    As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a GPU its
+    kernels for that need bfloat16.
 v1_sync_ppo_float32, ...
     The parts with vLLM once more, with VLLM_USE_V2_MODEL_RUNNER=0: on GPUs vLLM 0.32 takes its
     second model runner, on CPUs the first.
@@ -543,7 +544,7 @@ WITH_VLLM: dict[str, Callable[[], dict]] = {
     "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
     "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
     "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
-    "adapters_sync_ppo_float32": partial(check_sync, PPO, "float32", **ADAPTERS),
+    "adapters_sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16", **ADAPTERS),
     "adapters_sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16", **ADAPTERS),
     "adapters_size_1.5B_ppo": partial(check_size, "1.5B", PPO, **ADAPTERS),
 }

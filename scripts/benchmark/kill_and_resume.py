@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-OF_A_CLOCK = ("time/", "perf/", "queue/")
+OF_A_CLOCK = ("time/", "perf/")
 
 
 def start(script, folder, steps, flags):

@@ -31,7 +31,7 @@ METRICS_OF_POLICY_UPDATES = {
     "val/ratio_var",
 }
 # What a clock or a meter says: no two runs agree on it
-OF_A_CLOCK = ("time/", "queue/", "perf/episodes", "perf/response", "perf/memory")
+OF_A_CLOCK = ("time/", "perf/episodes", "perf/response", "perf/memory")
 
 
 def without_clock(line):
