@@ -36,11 +36,14 @@ one batch and the request for the next: vLLM is idle then, since its thread wait
 and the learner does not update, so nothing has to be locked. A version is the number of completed
 training steps, and batch g comes from the policy of version max(0, g - 2): from batch 2 on one step
 older than the policy that begins to train on it (2410.18252), and never more, since one request at
-a time is under way. With U updates a step that is U updates, and 2U - 1 at the last of them. Two
-things keep that sound. The learner itself computes the log-probabilities that the PPO ratio divides
-by; and a truncated importance weight accounts for the older policy that sampled. An evaluation
-travels with a request, so its policy is that of the batch; the last one has a request of its own.
-With --no-async_mode weights and prompts go out after the update, and every batch is on-policy.
+a time is under way. Counted in updates, of which a step has U, the sampler is U behind at a step's
+first update and 2U - 1 at its last. Two things keep that sound. The learner itself computes the
+log-probabilities that the PPO ratio divides by; and a truncated importance weight accounts for the
+older policy that sampled.
+
+An evaluation travels with a request, so its policy is that of the batch; the last one has a request
+of its own. With --no-async_mode weights and prompts go out after the update, and every batch is
+on-policy.
 
 A prompt and its response are one row, padded on the right. Every tensor with a number for
 each token has a row's coordinates; all but the ids are 0 outside responses. Models must be causal:
@@ -52,7 +55,8 @@ backward passes are shared out.
 
 There is no value model: each prompt is answered several times, and the advantage of a response is
 how much better it scored than the others of its group. The KL to the reference policy is a term of
-the loss, not of the reward.
+the loss, not of the reward. Two savings are not GRPO's: responses without a gradient are not
+computed, and the first update of a step computes its old log-probabilities itself.
 
 With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
 the adapter to a folder of its version, which each request names. The reference policy is the policy
@@ -71,8 +75,10 @@ Deliberate simplifications:
     it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
 
-Map of this file, section by section. Read the dataclasses, then main: it calls all the rest.
-    Args and dataclasses      what a run is told; the rows and tensors that travel    look up
+Map of this file, section by section. Read the dataclasses, then main: it calls all the rest. What
+is about lora_rank can be skipped at first.
+    Args                      what a run is told                                      look up
+    dataclasses               the rows and tensors that travel                        read
     small helpers             how a process ends                                      skim
     data, rewards             from a row of a dataset to a Request; to a score        skim
     models                    wrappers that give log-probabilities, values or scores  read
@@ -699,9 +705,9 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    The script must not leave it behind, whatever it does. Its parent is multiprocessing's fork
-    server: when that ends, the kernel kills this process. The fork server ends when nobody holds
-    the other end of its pipe any more. This process has inherited that end, and closes it.
+    The script must not leave it behind, whatever it does. A worker dies with its parent, which is
+    multiprocessing's fork server (PDEATHSIG). The fork server ends when the write end of its pipe
+    is closed everywhere. The worker has inherited that end, and closes it.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -1087,8 +1093,8 @@ class ValueModel(nn.Module):
 def place_model(accelerator, model, args):
     """Collective. Puts a PolicyModel or ValueModel, loaded by each rank, on the rank's device.
 
-    The rank gets a whole copy, in DDP if it is trained (in training mode); or by FSDP2 its part of
-    each parameter, and nothing of accelerate's FSDP settings matters.
+    Under FSDP2 the rank gets its part of each parameter; accelerate's other FSDP settings do not
+    matter. Without FSDP2 it gets a whole copy, inside DDP if the model is trained.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
@@ -1760,6 +1766,7 @@ def rows_to_compute(mini_batch, computed, num_ranks):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
+    The rows are sorted by length, and dealt to the ranks in turn, like cards.
     lengths: of all rows of the batch, (episodes,). Returns (rows, length) for each micro-batch: the
     length is that of its longest row on any rank. A micro-batch has `size` rows; or, if
     micro_batch_tokens is not 0, as many as stay within it on every rank, padding included, and one
@@ -2424,8 +2431,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 calls itself FSDP, too, and is refused for RAM-efficient loading alone, which would give
-    # zeros to ranks other than the first of a node
+    # accelerate calls FSDP2 "FSDP", too. It is fine, but not with RAM-efficient loading: all ranks but
+    # the first of a node would get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading

@@ -61,8 +61,10 @@ Deliberate simplifications:
  5. A response cut at `response_length` is scored like any other, and its last token is terminal: no
     value is expected after it.
 
-Map of this file, section by section. Read the dataclasses, then main: it calls all the rest.
-    Args and dataclasses      what a run is told; the rows and tensors that travel    look up
+Map of this file, section by section. Read the dataclasses, then main: it calls all the rest. What
+is about lora_rank can be skipped at first.
+    Args                      what a run is told                                      look up
+    dataclasses               the rows and tensors that travel                        read
     small helpers             how a process ends                                      skim
     data, rewards             from a row of a dataset to a Request; to a score        skim
     models                    wrappers that give log-probabilities, values or scores  read
@@ -696,9 +698,9 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    The script must not leave it behind, whatever it does. Its parent is multiprocessing's fork
-    server: when that ends, the kernel kills this process. The fork server ends when nobody holds
-    the other end of its pipe any more. This process has inherited that end, and closes it.
+    The script must not leave it behind, whatever it does. A worker dies with its parent, which is
+    multiprocessing's fork server (PDEATHSIG). The fork server ends when the write end of its pipe
+    is closed everywhere. The worker has inherited that end, and closes it.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -1084,8 +1086,8 @@ class ValueModel(nn.Module):
 def place_model(accelerator, model, args):
     """Collective. Puts a PolicyModel or ValueModel, loaded by each rank, on the rank's device.
 
-    The rank gets a whole copy, in DDP if it is trained (in training mode); or by FSDP2 its part of
-    each parameter, and nothing of accelerate's FSDP settings matters.
+    Under FSDP2 the rank gets its part of each parameter; accelerate's other FSDP settings do not
+    matter. Without FSDP2 it gets a whole copy, inside DDP if the model is trained.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
@@ -1760,6 +1762,7 @@ def draw_mini_batches(training_step, args):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
 
+    The rows are sorted by length, and dealt to the ranks in turn, like cards.
     lengths: of all rows of the batch, (episodes,). Returns (rows, length) for each micro-batch: the
     length is that of its longest row on any rank. A micro-batch has `size` rows; or, if
     micro_batch_tokens is not 0, as many as stay within it on every rank, padding included, and one
@@ -2366,8 +2369,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 calls itself FSDP, too, and is refused for RAM-efficient loading alone, which would give
-    # zeros to ranks other than the first of a node
+    # accelerate calls FSDP2 "FSDP", too. It is fine, but not with RAM-efficient loading: all ranks but
+    # the first of a node would get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
