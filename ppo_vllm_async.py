@@ -2439,8 +2439,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # accelerate calls FSDP2 "FSDP", too. It is fine, but not with RAM-efficient loading: all ranks but
-    # the first of a node would get zeros
+    # accelerate calls FSDP2 "FSDP", too. It is fine, but not with RAM-efficient loading, by which all
+    # ranks but the first of a node would get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
