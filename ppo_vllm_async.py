@@ -2439,7 +2439,7 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # accelerate calls FSDP2 "FSDP", too. It is fine, but not with RAM-efficient loading, by which all
+    # accelerate calls FSDP2 "FSDP", too. It is fine but for its RAM-efficient loading, by which all
     # ranks but the first of a node would get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
