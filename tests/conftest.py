@@ -25,6 +25,7 @@ Which file.
                         class VLLM and its process; weights by CUDA's ways, with a faked device
     test_gpus           what GPUs need, as far as a CPU shows it: attention, TF32, memory
     test_ranks          which engine is where, who answers what
+    test_adapters       LoRA: what is trained, what vLLM serves, what is saved
     test_fsdp2          models that ranks share, and copies of them, beside one process
     test_loop, test_resume
                         main(): its steps; a run that is resumed goes on as if never interrupted
@@ -85,6 +86,7 @@ LONG = [
     "test_ends",
     "test_fsdp2",
     "test_runs",
+    "test_adapters",
     "test_preflight",
     "test_rewards",
     "test_ranks",
