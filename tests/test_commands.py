@@ -137,7 +137,11 @@ def preflight_words(launcher, script):
             known += [option, value]
         if option == "--nproc_per_node":
             known += ["--num_processes", value]
-    return [*known, "--num_gpus", "16", "--gpu_memory", "80", *script]
+    # On a GPU adapters need bfloat16, which the debug commands have not
+    gpus = ["--num_gpus", "16", "--gpu_memory", "80"]
+    if "--lora_rank" in script and "float32" in script:
+        gpus = ["--num_gpus", "0"]
+    return [*known, *gpus, *script]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
