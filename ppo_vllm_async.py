@@ -1010,7 +1010,8 @@ class ChunkedHead(torch.autograd.Function):
         hidden, head, labels, entropies = ctx.saved_tensors
         has_entropy_bonus = entropies_grad.any()
         hidden_grad = torch.empty_like(hidden)
-        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # it is frozen
+        # None: the head is frozen
+        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
                 logits = head_logits(hidden[part], head, ctx.soft_cap)
@@ -1557,7 +1558,7 @@ def vllm_settings(gpus, folder, max_length, args):
 
 def end_if_failed(call):
     """Ends this process where a call of vLLM's process has failed, or the process has died."""
-    if call.exception():
+    if call.exception() is not None:
         end_at_once(call.exception())
 
 
@@ -1979,7 +1980,8 @@ def check_adapter(vllm, policy, model, prompt, args):
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
     for matrix in matrices:
-        # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha
+        # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha.
+        # add_adapter has seeded the generator
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)  # a version before 0, which is never trained on
     # A rank without an engine joins the forward pass, with a response that was not sampled
