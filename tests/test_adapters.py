@@ -445,6 +445,24 @@ def test_guard_finds_an_engine_that_serves_another_adapter(kind, system, monkeyp
         assert close(differences(system), system)
 
 
+@pytest.mark.slow
+def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
+    system, accelerator, assets, tmp_path
+):
+    make_noise(system.model, 11)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    script.save_model(accelerator, system.model, tokenizer, tmp_path / "model", system.args)
+    args = replace(system.args, lora_rank=0, model_name_or_path=str(tmp_path / "model"))
+    merged = load(tmp_path / "model", args, trained=False)
+    vllm = script.VLLM((0, 1, ()), merged.config, MAX_LENGTH, args)
+    vllm.sync_weights(script.gather_weights(merged, args), 0)
+    # The learner has the adapter, this engine the merged weights
+    served = SimpleNamespace(model=system.model, args=system.args, vllm=vllm)
+    assert close(differences(served), system)
+    make_noise(system.model, 12)
+    assert differences(served).mean() > 0.1
+
+
 # --------------------------------------------------------------------------------------- real runs
 
 OPTIONS = {
