@@ -34,46 +34,44 @@ Training step g, on every rank:
 A version is the number of completed training steps. The learner waits while vLLM samples, and vLLM
 while the learner trains. ppo_vllm_async.py has them work side by side.
 
-A prompt and its response are one row, padded on the right. Every tensor with a number for
-each token has a row's coordinates; all but the ids are 0 outside responses. Models must be causal:
-then no token knows of the padding after it, and no attention mask is needed.
+A prompt and its response are one row, padded on the right. Tensors with a number for each token
+have a row's coordinates; all but the ids are 0 outside responses. Models must be causal: no token
+sees the padding after it, so there is no attention mask.
 
-Every rank holds the whole batch (token ids and a few floats per token: small). So for one rank and
-for eight with the same batches over all ranks, advantages and minibatches are the same; forward and
-backward passes are shared out.
-
-With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
-the adapter to a folder of its version, which each request names. The reference policy is the policy
-with its adapters turned off. The value model has adapters of its own, and trains its head whole.
+Every rank holds the whole batch (ids and a few floats a token: small), so advantages and
+mini-batches do not depend on the number of ranks. Forward and backward passes are shared out.
 
 A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
 step's updates; and the new one, in an update. With beta there is a fourth, the reference policy's.
 All are of the distribution at the sampling temperature.
+
+With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
+the adapter to a folder of its version, which each request names. The reference policy is the policy
+with its adapters turned off.
+The value model has adapters of its own, and trains its head whole.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
  2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
-    Nothing is repaired while running: resume from the newest checkpoint. A vLLM that hangs while
-    it samples is waited for.
+    Resume from the newest checkpoint. A vLLM that hangs while it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
- 5. A response cut at `response_length` is scored like any other, and its last token is terminal: no
-    value is expected after it.
+ 5. A response cut at `response_length` is scored like any other, and its last token is terminal.
 
-Map of this file, section by section. Read the dataclasses, then main: it calls all the rest. What
-is about lora_rank can be skipped at first.
+Map, with the minutes that a first reading takes. Read the dataclasses, then main: it calls all the
+rest. What is about lora_rank can be skipped at first.
     Args                      what a run is told                                      look up
-    dataclasses               the rows and tensors that travel                        read
-    small helpers             how a process ends                                      skim
-    data, rewards             from a row of a dataset to a Request; to a score        skim
-    models                    wrappers that give log-probabilities, values or scores  read
-    mathematics               whitening, KL, GAE, losses, with examples               read
-    vLLM                      its process, weight sync, generation                    read
-    forward and backward      micro-batches; the gradient of one optimizer batch      read
+    dataclasses               the rows and tensors that travel                        read, 10
+    small helpers             how a process ends                                      skip at first
+    data, rewards             from a row of a dataset to a Request; to a score        skim, 25
+    models                    wrappers that give log-probabilities, values or scores  read, 30
+    mathematics               KL, advantages, losses, with examples                   read, 25
+    vLLM                      its process, weight sync, generation                    read, 35
+    forward and backward      micro-batches; the gradient of one optimizer batch      read, 20
     metrics, checkpoints      what is written                                         skip at first
     arguments                 what must fit together                                  skip at first
-    main                      set-up, then the loop: the algorithm, step by step      read
+    main                      set-up, then the loop: the algorithm, step by step      read, 30
 
 "Collective" in a docstring: every rank must call the function, in the same order.
 
@@ -85,7 +83,6 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
-import inspect
 import itertools
 import json
 import math
@@ -113,7 +110,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import datasets
-import numpy as np
 import psutil
 import torch
 import transformers
@@ -133,7 +129,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -144,8 +139,8 @@ from transformers.utils import cached_file
 
 FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
 
-# How many logits exist at once, by device: 128 and 512 MiB in float32, a few times over for softmax
-# and gradient. Each chunk reads the whole head; on a GPU small chunks would mostly wait for that
+# How many logits exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, some times over for
+# softmax and gradient. Each chunk reads the whole head; on a GPU small ones would wait for that
 LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 # The folder with programs that work on a run's folder; a copy of this script may be without
 PROGRAMS = Path(__file__).with_name("scripts")
@@ -156,7 +151,7 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 @dataclass
 class Args:
-    """PPO for language models."""
+    """What a run is told."""
 
     # -- The run
     exp_name: str = Path(__file__).stem
@@ -189,8 +184,6 @@ class Args:
     """tokenizer; None: the policy's"""
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
-    value_model_path: str | None = None
-    """what the value model starts from; None: the reward model, or else the policy"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """precision of forward passes and of vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
@@ -205,6 +198,8 @@ class Args:
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
     """revision of the reward model on the hub"""
+    value_model_path: str | None = None
+    """what the value model starts from; None: the reward model, or else the policy"""
 
     # -- Optimization
     learning_rate: float = 1e-6
@@ -230,11 +225,11 @@ class Args:
     total_episodes: int = 100_000
     """responses to train on in the whole run"""
     number_samples_per_prompt: int = 1
-    """responses sampled for each prompt"""
+    """responses sampled for each prompt: a group"""
     local_rollout_batch_size: int = 256
     """prompts per training step and rank"""
     local_mini_batch_size: int = 64
-    """responses per optimizer update and rank; by default a step has four updates"""
+    """responses per optimizer update and rank"""
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass (micro-batch) of a rank"""
     local_rollout_forward_batch_size: int = 32
@@ -245,7 +240,7 @@ class Args:
     """passes over each batch of responses"""
     num_evals: int = 10
     """evaluations of the run; the first is before any update. One more follows the last"""
-    eval_prompts: int = 500
+    num_eval_prompts: int = 500
     """held-out prompts of an evaluation, drawn once, the same for every seed; 0: all there are"""
     eval_temperature: float = 0.0
     """sampling temperature of evaluations; 0: greedy"""
@@ -292,7 +287,7 @@ class Args:
     min_response_length: int = 0
     """with non_stop_penalty: responses of fewer tokens are penalized as well"""
 
-    # -- PPO
+    # -- The algorithm
     beta: float = 0.001
     """weight of the KL penalty in the reward; 0: no reference policy. With kl_target: at first"""
     kl_target: float = 0.0
@@ -300,7 +295,7 @@ class Args:
     kl_horizon: int = 10_000
     """with kl_target: episodes in which beta changes by a fifth where the KL is far off"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
-    """estimator of the KL penalty; kl2 and kl3 in a reward give almost no gradient (2510.01555)"""
+    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
     whiten_rewards: bool = False
     """scale rewards to unit variance, keeping their mean"""
     cliprange: float = 0.2
@@ -357,13 +352,14 @@ class Args:
     """prompts per training step, over all ranks"""
     episodes_per_step: FilledIn[int] = 0
     """responses per training step, over all ranks"""
+    updates_per_step: FilledIn[int] = 0
+    """optimizer updates per training step"""
     num_training_steps: FilledIn[int] = 0
     """training steps of the run"""
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
     eval_steps: FilledIn[tuple[int, ...]] = ()
-    """N: an evaluation goes out with the request for step N + 1; the last one is a request of its
-    own"""
+    """steps whose request asks for an evaluation, too; that after the last step asks for no more"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -374,10 +370,9 @@ class Args:
 class Prompt:
     """A row of the dataset."""
 
-    row: str  # file and row number, for messages
+    origin: str  # file and row number, for messages
     text: str
     token_ids: list[int]
-    reward_model_token_ids: list[int]  # the same by the reward model's own chat template
     data_source: str | None  # chooses the verifiable reward
     ground_truth: Any  # None: there is no verifiable reward
     extra_info: dict | None  # for --reward_fn
@@ -388,8 +383,8 @@ class Response:
     """A sampled response: a row that travels from vLLM to the loss, and gains fields on its way."""
 
     prompt: Prompt
-    token_ids: np.ndarray  # (length,), as sampled; a stop token is the last one
-    logprobs: np.ndarray  # (length,), the sampler's
+    token_ids: list[int]  # as sampled; a stop token is the last one
+    logprobs: list[float]  # the sampler's
     stopped: bool  # whether it ends with a stop token; else it was cut
     # From generate_rollout
     text: str = ""
@@ -412,7 +407,7 @@ class Request:
 
 @dataclass
 class Rollout:
-    """What generation hands over: the responses to a Request, or a rank's share of them."""
+    """The responses to a Request, or one engine's share of them."""
 
     policy_version: int  # of the policy that sampled: the training steps before it
     responses: list[Response]  # (episodes,)
@@ -424,15 +419,15 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is that of the longest row. The fields after `mask` that have it are 0 where there is
-    no token of the response.
+    `length` is that of the longest row. The fields after `mask` that have it are 0 outside
+    responses.
     """
 
     input_ids: Tensor  # (episodes, length), token ids
     lengths: Tensor  # (episodes,), int64, tokens of a row without its padding
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where the score is not known
-    scored: Tensor  # (episodes,), 0.0 where the score is not known, else 1.0
+    has_score: Tensor  # (episodes,), 1.0 where the score is known, else 0.0
     loss_mask: Tensor  # (episodes, length), the mask without responses left out of the loss
     sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
     logprobs: Tensor  # (episodes, length), by the policy before this step's updates
@@ -462,7 +457,7 @@ def timed(metrics, name):
     """Notes the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
-    # Kernels run behind the Python code. Only the main thread starts any, so only it waits for them
+    # Kernels run behind the Python code. Only the main thread starts any
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
@@ -474,22 +469,16 @@ ending = threading.Lock()
 
 
 def end_children():
-    """Ends vLLM and the reward workers, with all that they have started and written.
-
-    Folders first: if this process is killed meanwhile, vLLM's process ends by itself.
-    """
+    """Ends vLLM and the reward workers, with all that they have started and written."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    for group in process_groups:
+    for process_group in process_groups:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(process_group, signal.SIGKILL)
 
 
 def end_at_once(error):
-    """Prints an error and ends this process, whatever its other threads wait for.
-
-    The launcher ends the other ranks.
-    """
+    """Prints an error and ends this process, whatever its other threads wait for."""
     ending.acquire()  # for good: the first error is the cause, and others wait here for the end
     try:
         traceback.print_exception(error)
@@ -533,7 +522,7 @@ def uses_reward_model(args):
     return args.reward_model_path is not None and args.reward_model_multiplier != 0
 
 
-def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
+def read_prompt(row, origin, tokenizer, args, is_eval):
     """A row of a dataset as a Prompt. ValueError: the row lacks what its reward needs.
 
     row: with verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
@@ -549,35 +538,22 @@ def read_prompt(row, name, tokenizer, reward_tokenizer, args, is_eval):
             ground_truth = rule.get("ground_truth")
     # Rows without a ground truth may stand among the others where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError(f"{name} has no `ground_truth`, which the reward needs")
+        raise ValueError(f"{origin} has no `ground_truth`, which the reward needs")
     # Held-out prompts are always scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
     text, token_ids = tokenize_prompt(content, tokenizer)
-    reward_model_token_ids = token_ids
-    if reward_tokenizer is not tokenizer:
-        _, reward_model_token_ids = tokenize_prompt(content, reward_tokenizer)
-    return Prompt(
-        name,
-        text,
-        token_ids,
-        reward_model_token_ids,
-        data_source,
-        ground_truth,
-        row.get("extra_info"),
-    )
+    return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
 
 
-def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
+def load_prompts(path, split, tokenizer, args, is_eval):
     """The prompts of a dataset. ValueError: all are empty, or too long."""
     rows = load_rows(path, split)
     prompts, lost = [], set()
     for index, row in enumerate(rows):
-        prompt = read_prompt(
-            row, f"{path}, row {index}", tokenizer, reward_tokenizer, args, is_eval
-        )
+        prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
@@ -585,11 +561,9 @@ def load_prompts(path, split, tokenizer, reward_tokenizer, args, is_eval):
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
-    lost_characters = "".join(sorted(lost)).strip()  # they are not in the vocabulary
     if is_rank_0():
         print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
-        if lost_characters:
-            print(f"Warning: in {path} the tokenizer loses {lost_characters[:20]!r}")
+        print(f"Characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}")
     return prompts
 
 
@@ -611,22 +585,22 @@ def draw_prompts(num_prompts, start, count, seed):
 
 
 def make_request(training_step, train_prompts, eval_prompts, args):
-    """The request for a training step, or after the last step for the last evaluation alone.
+    """The request for a training step; after the last step, for the last evaluation alone.
 
-    It is a function of the step alone. The samples of a prompt stand side by side. Each response
-    has a seed of its own, a hash: of sums, those of runs with neighbouring --seed would be equal.
+    It is a function of the step. The seeds of responses are hashes: with sums, two runs of
+    neighbouring --seed would have responses in common.
     """
     steps_before = training_step - 1
     count = args.rollout_batch_size
     if steps_before == args.num_training_steps:
-        count = 0  # there is only an evaluation then
+        count = 0
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
     seeds = [
         stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
         for i in range(len(prompts))
     ]
-    if steps_before not in (*args.eval_steps, args.num_training_steps):
+    if training_step not in args.eval_steps:
         eval_prompts = []
     return Request(prompts, seeds, eval_prompts)
 
@@ -698,9 +672,9 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares the process for calls. Returns its id, which is that of its process group, too.
 
-    The script must not leave it behind, whatever it does. A worker dies with its parent, which is
-    multiprocessing's fork server (PDEATHSIG). The fork server ends when the write end of its pipe
-    is closed everywhere. The worker has inherited that end, and closes it.
+    It must end with the script. It dies with its parent, multiprocessing's fork server
+    (PDEATHSIG). That one ends when the write end of its pipe is closed everywhere, so this
+    process closes the one that it inherited.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -710,32 +684,25 @@ def start_reward_process(reward_fn):
 
 
 def call_reward_fn(reward_fn, response):
-    """A response's score, a finite number; its metrics; and what went wrong, or None.
-
-    Where something did there is no score: None.
-    """
+    """A copy of a response with its verifiable reward and metrics, or with what went wrong."""
     pid, prompt = os.getpid(), response.prompt
+    about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        function = load_reward_fn(reward_fn)
-        offered = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
-        parameters = inspect.signature(function).parameters
-        asked_for = {name: offered[name] for name in offered if name in parameters}
-        result = function(
+        result = load_reward_fn(reward_fn)(
             prompt.data_source,
             response.text,
             prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            **asked_for,
+            extra_info=(prompt.extra_info or {}) | about,
         )
         score, metrics = read_score(result)
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
-        answer = score, metrics, None
+        response = replace(response, verifiable=score, reward_metrics=metrics)
     except BaseException:  # sys.exit() raises no Exception
-        answer = None, {}, traceback.format_exc(limit=-1)
+        response = replace(response, failure=traceback.format_exc(limit=-1))
     if os.getpid() != pid:  # a child that the reward has forked must not answer
         os._exit(1)
-    return answer
+    return response
 
 
 # The rest runs in the learner's process.
@@ -766,7 +733,8 @@ def call_worker(workers, response, args):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-        return None, {}, f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+        failure = f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+        return replace(response, failure=failure)
     finally:
         workers.put((executor, process_group))
 
@@ -778,17 +746,16 @@ def grade_responses(responses, tokenizer, workers, args):
     """
 
     def grade(response):
-        prompt, failure = response.prompt, None
+        prompt = response.prompt
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         response = replace(response, text=text)
         if prompt.ground_truth is None:
             return response
         if args.reward_fn:
-            verifiable, metrics, failure = call_worker(workers, response, args)
-        else:
-            score = compute_score(prompt.data_source, text, prompt.ground_truth)
-            verifiable, metrics = read_score(score)
-        return replace(response, verifiable=verifiable, reward_metrics=metrics, failure=failure)
+            return call_worker(workers, response, args)
+        score = compute_score(prompt.data_source, text, prompt.ground_truth)
+        verifiable, metrics = read_score(score)
+        return replace(response, verifiable=verifiable, reward_metrics=metrics)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
         return list(threads.map(grade, responses))
@@ -833,7 +800,7 @@ def score_responses(accelerator, reward_model, responses, args):
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.row}: {failed[0].failure}"
+            f"{failed[0].prompt.origin}: {failed[0].failure}"
         )
     return with_scores
 
@@ -867,8 +834,7 @@ def add_adapter(model, args):
     """Gives each linear layer of a frozen model, but its head, an adapter to train (2106.09685).
 
     A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
-    is 0, so at first the model is what it was. Both are float32. Nothing else requires gradients
-    then, but for the head of a value model.
+    is 0, so at first the model is what it was. Both are float32.
     """
     from peft import inject_adapter_in_model
 
@@ -894,8 +860,7 @@ def load_model(auto_class, path, args, trained, **config_options):
 
     A trained model is float32 and needs gradients; a frozen one is of args.dtype, and so is one
     whose adapter is trained. ValueError: its checkpoint lacks a tensor. PPO's value model may lack
-    its head, which then is zeros, so that the first advantages are rewards to come; with random
-    values they would be noise.
+    its head, which then is zeros, so that the first advantages are rewards to come and no noise.
     """
     is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
@@ -922,7 +887,7 @@ def load_model(auto_class, path, args, trained, **config_options):
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable()
     # Gradient checkpointing works in training mode only. Dropout is off by the config
     model.train(trained).requires_grad_(is_trained_whole)
     if trained and args.lora_rank:
@@ -944,8 +909,8 @@ def token_logprobs(logits, labels):
 def tf32(enabled):
     """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
 
-    Outside they are exact. Rotary embeddings may be products of positions, and TF32, which has 11
-    bits, rounds those above 2,048.
+    Outside they are exact: TF32 has 11 bits, and would round the positions above 2,048 from which
+    rotary embeddings are made.
     """
     torch.backends.cuda.matmul.allow_tf32 = enabled
     try:
@@ -969,7 +934,9 @@ class ChunkedHead(torch.autograd.Function):
     """token_logprobs of head_logits, for some positions at a time.
 
     All logits together would be the largest thing in memory. So the backward pass computes them
-    again, chunk by chunk, and adds to a single gradient of the head.
+    again, chunk by chunk, and adds to a single gradient of the head. Entropies are for metrics:
+    they have no gradient (docs/fork.md has it, for an entropy bonus). torch's own
+    linear_cross_entropy knows neither entropies nor soft_cap.
     """
 
     @staticmethod
@@ -983,17 +950,14 @@ class ChunkedHead(torch.autograd.Function):
             for part in ctx.parts:
                 logits = head_logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
-        ctx.save_for_backward(hidden, head, labels, entropies)
+        ctx.save_for_backward(hidden, head, labels)
+        ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, logprobs_grad, entropies_grad):
-        """The loss's gradients for hidden and head, from those for log-probabilities and entropies.
-
-        Those for entropies are 0 unless the loss of a fork has an entropy bonus.
-        """
-        hidden, head, labels, entropies = ctx.saved_tensors
-        has_entropy_bonus = entropies_grad.any()
+    def backward(ctx, logprobs_grad, _):
+        """The loss's gradients for hidden and head, from that for log-probabilities."""
+        hidden, head, labels = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # None: the head is frozen
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
@@ -1003,10 +967,6 @@ class ChunkedHead(torch.autograd.Function):
                 # The gradient of log p(label) is onehot(label) - p
                 logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
-                if has_entropy_bonus:  # the gradient of the entropy H is -p (log p + H)
-                    logprobs = torch.log_softmax(logits, dim=-1)
-                    slope = logprobs.exp() * (logprobs + entropies[part, None])
-                    logits_grad -= entropies_grad[part, None] * slope
                 if ctx.soft_cap:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
@@ -1092,9 +1052,9 @@ def place_model(accelerator, model, args):
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
-    # A layer is gathered while it computes, in args.dtype; ranks add its gradients in float32. What
-    # is left, embedding, last norm and head, is gathered as it is, in float32 if trained. It is not
-    # kept after the forward pass
+    # A layer is gathered while it computes, in args.dtype; ranks add its gradients in float32. The
+    # rest (embedding, last norm, head) is gathered in its own dtype, and not kept after the forward
+    # pass
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model.model._no_split_modules:
@@ -1102,7 +1062,7 @@ def place_model(accelerator, model, args):
     return fully_shard(model, reshard_after_forward=True)
 
 
-def load_classifier(accelerator, path, args, trained):
+def load_value_or_reward_model(accelerator, path, args, trained):
     """Collective. A value model (trained) or a reward model (frozen).
 
     Its head is float32: in bfloat16 many scores would be equal.
@@ -1112,57 +1072,44 @@ def load_classifier(accelerator, path, args, trained):
     return place_model(accelerator, ValueModel(model, args), args)
 
 
-def pad(rows):
-    """Rows of numbers as one tensor, with zeros where a row is shorter than the longest.
-
-    >>> pad([[1.0, 2.0], [3.0]])
-    tensor([[1., 2.],
-            [3., 0.]])
-    """
-    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
-
-
-def collate(sequences, device):
-    """Makes one row of each prompt with its response, padded on the right.
-
-    sequences: (prompt, response) pairs of token ids. Returns the token ids and the mask of
-    response tokens, each (episodes, length), and the number of tokens of each row, (episodes,). The
-    mask comes from lengths, so any id will do for padding: it is 0.
-
-    >>> input_ids, mask, lengths = collate([([6, 7], [9]), ([5], [8])], device="cpu")
-    >>> input_ids.tolist(), lengths.tolist()
-    ([[6, 7, 9], [5, 8, 0]], [3, 2])
-    >>> mask.tolist()
-    [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
-    """
-    rows = [np.concatenate(sequence) for sequence in sequences]
-    mask = pad([0.0] * len(prompt) + [1.0] * len(response) for prompt, response in sequences)
-    lengths = torch.tensor([len(row) for row in rows])
-    return pad(rows).to(device), mask.to(device), lengths.to(device)
-
-
-def collate_responses(responses, device):
-    """Of Responses: input_ids, mask, lengths, as collate gives them, and sampler_logprobs.
-
-    The last are (episodes, length), too.
-    """
-    input_ids, mask, lengths = collate(
-        [(response.prompt.token_ids, response.token_ids) for response in responses], device
-    )
-    logprobs = np.concatenate([response.logprobs for response in responses])  # (tokens,)
-    return input_ids, mask, lengths, to_rows(torch.tensor(logprobs, device=device), mask)
-
-
 def to_rows(values, mask):
-    """Puts values of the response tokens of all rows, (tokens,), at their places in the rows.
-
-    Returns a tensor like the mask, (batch, length), with zeros where that is 0.
+    """Puts values, one for each 1 of the mask, at these places: a tensor like the mask, else 0.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
             [0., 7., 0.]])
     """
     return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask.bool(), values)
+
+
+def collate(responses, device):
+    """Makes one row of each prompt with its response, padded on the right.
+
+    Returns the token ids, the mask of response tokens and the sampler's log-probabilities, each
+    (episodes, length), and between the last two the tokens of each row, (episodes,). The mask comes
+    from lengths, so any id will do for padding: it is 0.
+
+    >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
+    >>> responses = [
+    ...     Response(prompt, [7, 8], [-0.5, -0.5], stopped=True),
+    ...     Response(prompt, [9], [-0.5], stopped=True),
+    ... ]
+    >>> input_ids, mask, lengths, _ = collate(responses, device="cpu")
+    >>> input_ids.tolist(), lengths.tolist()
+    ([[5, 6, 7, 8], [5, 6, 9, 0]], [4, 3])
+    >>> mask.tolist()
+    [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+    """
+    prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
+    lengths = prompt_lengths + torch.tensor([len(response.token_ids) for response in responses])
+    positions = torch.arange(lengths.max())
+    is_token = positions < lengths[:, None]
+    mask = (is_token & (positions >= prompt_lengths[:, None])).float()
+    token_ids = [i for r in responses for i in (*r.prompt.token_ids, *r.token_ids)]
+    logprobs = [logprob for r in responses for logprob in r.logprobs]
+    input_ids = to_rows(torch.tensor(token_ids), is_token)
+    tensors = input_ids, mask, lengths, to_rows(torch.tensor(logprobs), mask)
+    return [tensor.to(device) for tensor in tensors]
 
 
 # ------------------------------------------------------------------------------------ mathematics
@@ -1236,11 +1183,10 @@ def adapted_beta(beta, kl, args):
 
 
 def compute_gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (1506.02438).
+    """Generalized advantage estimation (1506.02438): advantages, not whitened, and returns.
 
-    Gives the advantages (not whitened) and the returns (advantages + values). All tensors are
-    (batch, length), padded on the right; both results are 0 outside the mask. The last
-    token of a response is terminal.
+    Returns are advantages + values. All tensors are (batch, length); both results are 0 outside the
+    mask. The last token of a response is terminal.
 
     >>> advantages, returns = compute_gae(
     ...     rewards=torch.tensor([[0.0, 1.0, 0.0]]),
@@ -1270,8 +1216,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
 
     The sampler is not the learner: its policy may be a step older, and its kernels are others
     (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
-    are too far apart: the policy does not train on the token, which still counts in the mean of the
-    loss. All are (batch, length).
+    are too far apart; the token still counts in the mean of the loss. All are (batch, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
@@ -1320,8 +1265,7 @@ def policy_loss(
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
         clipped = clipped | too_large
-    # The importance weight comes after the max: it says how much a token counts, not which of the
-    # two losses is the larger.
+    # After the max: the weight says how much a token counts, not which loss is the larger
     return loss * importance_weights, clipped
 
 
@@ -1431,11 +1375,9 @@ def sample_responses(prompts, seeds, temperature, version, args):
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
-        token_ids = np.array(completion.token_ids, np.int32)
-        logprobs = np.array(completion.logprobs.logprobs, np.float32)
-        responses.append(
-            Response(prompt, token_ids, logprobs, token_ids[-1] in args.stop_token_ids)
-        )
+        token_ids = list(completion.token_ids)
+        stopped = token_ids[-1] in args.stop_token_ids
+        responses.append(Response(prompt, token_ids, completion.logprobs.logprobs, stopped))
     return responses
 
 
@@ -1446,8 +1388,8 @@ def place_engine(rank, num_gpus, args):
     """Number of a rank's engine, how many there are on all ranks, its GPUs; None: it owns none.
 
     Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
-    node do. GPUs are indices into the visible ones of the node, of which there are num_gpus; () is
-    the CPU.
+    node do. GPUs are indices into the node's visible ones, of which there are num_gpus; () is the
+    CPU.
 
     >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
@@ -1465,20 +1407,6 @@ def place_engine(rank, num_gpus, args):
     own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
     count = args.world_size // args.local_world_size * engines_per_node
     return node * engines_per_node + local_rank, count, own_gpus
-
-
-def share_of(num_items, index, count, group):
-    """Which of some items one of `count` engines gets: group i of n goes to engine i * count // n.
-
-    group: how many items stay together, as the samples of a prompt do. A share may be empty.
-
-    >>> items = ["a", "a", "b", "b", "c", "c"]
-    >>> [items[share_of(len(items), index, count=2, group=2)] for index in range(2)]
-    [['a', 'a', 'b', 'b'], ['c', 'c']]
-    """
-    num_groups = num_items // group
-    first, end = (math.ceil(i * num_groups / count) * group for i in (index, index + 1))
-    return slice(first, end)
 
 
 def vllm_settings(gpus, folder, max_length, args):
@@ -1511,7 +1439,6 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
-        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -1577,20 +1504,17 @@ class VLLM:
         call.add_done_callback(end_if_failed)
         return call
 
-    def sync_call(self, method, *args, **kwargs):
-        """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
+    def call(self, method, *args, **kwargs):
+        """Calls a method of vLLM's LLM and waits for it, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
-    def sample(self, prompts, seeds, temperature, num_samples):
-        """Samples the Responses to this engine's share of some Prompts.
-
-        num_samples: samples of a prompt; equal prompts are adjacent.
-        """
-        share = share_of(len(prompts), self.index, self.count, num_samples)
+    def sample(self, prompts, seeds, temperature):
+        """Samples the Responses to this engine's share of some Prompts: adjacent ones."""
+        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
         return self.submit(
             sample_responses,
-            prompts[share],
-            seeds[share],
+            prompts[first:end],
+            seeds[first:end],
             temperature,
             self.policy_version,
             self.args,
@@ -1611,8 +1535,8 @@ class VLLM:
             # Clones, for tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
             save_file(weights, f"{self.folder}/model.safetensors")
-            self.sync_call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
-        was_idle = self.sync_call("reset_prefix_cache")
+            self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
+        was_idle = self.call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
 
@@ -1624,7 +1548,7 @@ class VLLM:
         """
         if self.policy_version is None:
             self.connect()
-        self.sync_call("start_weight_update")
+        self.call("start_weight_update")
         for name, tensor in weights:
             tensor = tensor.contiguous()
             info = {
@@ -1639,13 +1563,13 @@ class VLLM:
             if self.nccl:
                 self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
-        self.sync_call("finish_weight_update")
+        self.call("finish_weight_update")
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
     def connect(self):
         """Sets vLLM's weight transfer up; with --vllm_gpus makes an NCCL communicator."""
         if not self.args.vllm_gpus:
-            self.sync_call("init_weight_transfer_engine", {"init_info": {}})
+            self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
@@ -1715,14 +1639,12 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
         return None
     times = {}
     with timed(times, "generation"):
-        responses = vllm.sample(
-            request.prompts, request.seeds, args.temperature, args.number_samples_per_prompt
-        )
+        responses = vllm.sample(request.prompts, request.seeds, args.temperature)
     with timed(times, "reward"):
         responses = grade_responses(responses, tokenizer, workers, args)
     with timed(times, "evaluation"):
         seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        answers = vllm.sample(request.eval_prompts, seeds, args.eval_temperature, 1)
+        answers = vllm.sample(request.eval_prompts, seeds, args.eval_temperature)
         answers = grade_responses(answers, tokenizer, workers, args)
     return Rollout(vllm.policy_version, responses, answers, times)
 
@@ -1761,15 +1683,13 @@ def draw_mini_batches(training_step, args):
 
 
 def cut_micro_batches(accelerator, rows, lengths, size, args):
-    """This rank's share of some rows of a batch, cut into micro-batches of rows of like length.
+    """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
 
-    The rows are sorted by length, and dealt to the ranks in turn, like cards.
-    lengths: of all rows of the batch, (episodes,). Returns (rows, length) for each micro-batch: the
-    length is that of its longest row on any rank. A micro-batch has `size` rows; or, if
-    micro_batch_tokens is not 0, as many as stay within it on every rank, padding included, and one
-    at the least. All ranks get equally many micro-batches, if there are equally many rows for each:
-    under FSDP2 they compute together. The cut depends on nothing but the lengths, so it can be
-    repeated.
+    The rows are sorted by length, and dealt to the ranks in turn, like cards: so the ranks' n-th
+    rows are alike. A micro-batch has `size` rows; or, if micro_batch_tokens is not 0, as many as
+    stay within it, padding included. All ranks cut alike, by the longest of their n-th rows, since
+    under FSDP2 they compute together; `length` is that of the longest row on any rank.
+    lengths: of all rows of the batch, (episodes,).
 
     >>> rank = mock.Mock(process_index=0, num_processes=1)
     >>> lengths = torch.tensor([3, 10, 4, 4])
@@ -1780,16 +1700,16 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     """
     num_ranks, lengths = accelerator.num_processes, lengths.tolist()
     in_order = sorted(rows, key=lambda row: (lengths[row], row))
-    passes = [[]]  # rows that all ranks compute at a time
-    for start in range(0, len(in_order), num_ranks):
-        next_rows = in_order[start : start + num_ranks]  # one for each rank, the last the longest
-        most = size
+    own_rows = in_order[accelerator.process_index :: num_ranks]
+    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]  # on any rank
+    cuts = [0]
+    for i, length in enumerate(longest):
         if args.micro_batch_tokens > 0:
-            most = max(1, args.micro_batch_tokens // lengths[next_rows[-1]])
-        if len(passes[-1]) >= most * num_ranks:
-            passes.append([])
-        passes[-1] += next_rows
-    return [(part[accelerator.process_index :: num_ranks], lengths[part[-1]]) for part in passes]
+            size = max(1, args.micro_batch_tokens // length)
+        if i - cuts[-1] >= size:
+            cuts.append(i)
+    cuts.append(len(own_rows))
+    return [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
 
 
 @torch.no_grad()
@@ -1813,31 +1733,30 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
 def reward_model_scores(accelerator, reward_model, responses, args):
     """Collective. The reward model's scores at the last token of each response, as floats.
 
-    reward_model: a ValueModel; None: there is none, and so are the scores.
+    Equal responses are scored once: what else is in a micro-batch moves the last bits, and GRPO's
+    advantages make much of that. reward_model: a ValueModel; None: the scores are None, too.
     """
     if not reward_model:
         return [None] * len(responses)
-    sequences = [(r.prompt.reward_model_token_ids, r.token_ids.tolist()) for r in responses]
-    # As many for each rank: of held-out prompts there may be any number
-    sequences += sequences[:1] * (-len(sequences) % accelerator.num_processes)
-    input_ids, mask, lengths = collate(sequences, accelerator.device)
-    rows, size = list(range(len(sequences))), args.local_rollout_forward_batch_size
-    values = forward_all(accelerator, reward_model, [rows], input_ids, mask, lengths, size, args)
-    scores = values[rows, lengths - 1].tolist()
-    # What else is in a micro-batch moves the last bits, and GRPO's advantages make much of that. So
-    # equal sequences get one of their scores
-    score_of = dict(zip(map(str, sequences), scores, strict=True))
-    return [score_of[str(sequence)] for sequence in sequences[: len(responses)]]
+    keys = [(*response.prompt.token_ids, *response.token_ids) for response in responses]
+    distinct = dict(zip(keys, responses, strict=True))
+    rows = list(distinct.values())
+    # As many for each rank: there may be any number
+    rows += rows[:1] * (-len(rows) % accelerator.num_processes)
+    input_ids, mask, lengths, _ = collate(rows, accelerator.device)
+    indices, size = list(range(len(rows))), args.local_rollout_forward_batch_size
+    values = forward_all(accelerator, reward_model, [indices], input_ids, mask, lengths, size, args)
+    scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
+    return [scores[key] for key in keys]
 
 
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch.
-    Each loss is the mean over the tokens of the mini-batch's loss_mask, on all ranks together, so
-    the gradient does not depend on how the batch is cut (2503.14476, 3.3). No optimizer is stepped.
-    Returns sums over this rank's tokens, which update_metrics turns into metrics. Without
-    trains_policy nothing is computed for the policy.
+    mini_batch: rows of the batch. Each loss is the mean over the tokens of the mini-batch's
+    loss_mask, on all ranks together, so the gradient does not depend on how the batch is cut
+    (2503.14476, 3.3). Returns sums over this rank's tokens, which update_metrics turns into
+    metrics.
     """
     num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
@@ -1848,11 +1767,16 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         # All that follows is (micro_batch, length)
         input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
         loss_mask = batch.loss_mask[rows, :length]
+        sums["tokens"] += loss_mask.sum(dtype=torch.float64)
+        sums["positions"] += batch.lengths[rows].sum()
+        sums["padded_positions"] += input_ids.numel()
         # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
         # would have to keep whole ones until then
         is_last_pass = i == len(micro_batches) - 1
         policy.require_backward_grad_sync = value_model.require_backward_grad_sync = is_last_pass
-        values = value_model(input_ids, mask).roll(1, dims=1)  # as in step 5 of main
+
+        # The value before a token is what is read at the token before it
+        values = value_model(input_ids, mask).roll(1, dims=1)
         vf_loss, vf_clipped = value_loss(
             values,
             batch.values[rows, :length],
@@ -1860,49 +1784,51 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             args.cliprange_value,
         )
         loss = (vf_loss * loss_mask).sum() / num_tokens
+        (loss * accelerator.num_processes).backward()
+        add_sums(sums, {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}, loss_mask)
+        if not trains_policy:
+            continue
+
+        logprobs, entropies = policy(input_ids, mask)
+        old_logprobs = batch.logprobs[rows, :length]
+        sampler_logprobs = batch.sampler_logprobs[rows, :length]
+        weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
+        log_ratio = (logprobs - old_logprobs) * loss_mask
+        pg_loss, pg_clipped = policy_loss(
+            log_ratio,
+            batch.advantages[rows, :length],
+            weights,
+            cliprange=args.cliprange,
+            cliprange_higher=args.cliprange,
+            dual_clip=args.dual_clip,
+        )
+        loss = (pg_loss * loss_mask).sum() / num_tokens
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
-        per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
-
-        if trains_policy:
-            logprobs, entropies = policy(input_ids, mask)
-            old_logprobs = batch.logprobs[rows, :length]
-            sampler_logprobs = batch.sampler_logprobs[rows, :length]
-            log_ratio = (logprobs - old_logprobs) * loss_mask
-            pg_loss, pg_clipped = policy_loss(
-                log_ratio,
-                batch.advantages[rows, :length],
-                importance_weights(old_logprobs, sampler_logprobs, mask, args),
-                cliprange=args.cliprange,
-                cliprange_higher=args.cliprange,
-                dual_clip=args.dual_clip,
-            )
-            loss = (pg_loss * loss_mask).sum() / num_tokens
-            (loss * accelerator.num_processes).backward()
-            log_ratio = log_ratio.detach()
-            ratio = log_ratio.exp()
-            per_token |= {
-                "loss/policy_avg": pg_loss,
-                "policy/approxkl_avg": log_ratio**2 / 2,
-                "policy/clipfrac_avg": pg_clipped,
-                "policy/entropy_avg": entropies,
-                "val/ratio": ratio,
-                "val/ratio_squared": ratio**2,
-            }
-
-        with torch.no_grad():
-            for name, tensor in per_token.items():
-                sums[name] += (tensor * loss_mask).sum(dtype=torch.float64)
-            sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-            sums["positions"] += batch.lengths[rows].sum()
-            sums["padded_positions"] += torch.ones_like(input_ids).sum()
+        ratio = log_ratio.exp()
+        per_token = {
+            "loss/policy_avg": pg_loss,
+            "policy/approxkl_avg": log_ratio**2 / 2,
+            "policy/clipfrac_avg": pg_clipped,
+            "policy/entropy_avg": entropies,
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1) ** 2,  # by the old policy the mean is 1
+        }
+        add_sums(sums, per_token, loss_mask)
     return sums
+
+
+@torch.no_grad()
+def add_sums(sums, per_token, mask):
+    """Adds to sums those over the tokens of a mask; per_token: {metric: tensor like the mask}."""
+    for name, tensor in per_token.items():
+        sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
 
-    FloatingPointError: the norm is not finite. All ranks see the same one; the batch is saved.
+    FloatingPointError: the norm, which all ranks see alike, is not finite; the batch is saved.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
@@ -1926,8 +1852,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    # In float32, too, vLLM's kernels on a GPU may use TF32
-    limit = 1e-2 if mask.is_cuda else 1e-3
+    limit = 1e-2  # in float32, too, vLLM's kernels on a GPU may use TF32
     if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
     if limit < difference < math.inf:
@@ -1951,13 +1876,13 @@ def check_adapter(vllm, policy, model, prompt, args):
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)  # a version before 0, which is never trained on
     # A rank without an engine joins the forward pass, with a response that was not sampled
-    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
+    responses = [Response(prompt, [0], [0.0], stopped=True)]
     if vllm:  # each engine samples all of them; vllm.sample would give it a share
         args = replace(args, response_length=16)
         responses = vllm.submit(
             sample_responses, [prompt] * 8, range(8), args.temperature, -1, args
         ).result()
-    input_ids, mask, _, sampler_logprobs = collate_responses(responses, model.device)
+    input_ids, mask, _, sampler_logprobs = collate(responses, model.device)
     logprobs, _ = policy(input_ids, mask)
     if vllm:
         check_sampler(logprobs, sampler_logprobs, mask, args)
@@ -1970,15 +1895,12 @@ def check_adapter(vllm, policy, model, prompt, args):
 
 def update_metrics(accelerator, sums):
     """Collective. Metrics of a step's updates, as floats, from each rank's sums over its tokens."""
-    totals = accelerator.reduce(torch.stack(list(sums.values())))
-    sums = dict(zip(sums, totals.tolist(), strict=True))
-    tokens = max(1, sums.pop("tokens"))
-    share = sums.pop("positions") / sums.pop("padded_positions")
-    metrics = {name: total / tokens for name, total in sums.items()}
-    if "val/ratio" in metrics:  # not while PPO trains the value model alone
-        variance = metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2
-        metrics["val/ratio_var"] = max(0.0, variance)  # rounding can take it below 0
-    metrics["perf/padding_fraction"] = 1 - share
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
+    totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
+    tokens = max(1, totals.pop("tokens"))
+    filled = totals.pop("positions") / totals.pop("padded_positions")
+    metrics = {name: total / tokens for name, total in totals.items()}
+    metrics["perf/padding_fraction"] = 1 - filled
     return metrics
 
 
@@ -1987,37 +1909,37 @@ def batch_metrics(batch, beta, args):
     mask = batch.mask
     returns = batch.returns[batch.loss_mask.bool()]  # (tokens,)
     residuals = (batch.returns - batch.values)[batch.loss_mask.bool()]
+    logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     # How far the sampler's log-probabilities are from the learner's
-    mismatch = (batch.logprobs - batch.sampler_logprobs) * mask
-    # The KL of the sampler to the learner: the sampler's are the samples
-    mismatch_kl = kl_penalty(-mismatch, 0.0, "kl3")
+    mismatch = logprobs - sampler_logprobs
     ratios = mismatch.exp()[mask.bool()]  # (tokens,)
-    weights = importance_weights(batch.logprobs, batch.sampler_logprobs, mask, args)
+    weights = importance_weights(logprobs, sampler_logprobs, mask, args)
     metrics = {
-        "objective/scores_std": batch.scores[batch.scored.bool()].std(correction=0),
-        "objective/entropy": (-batch.logprobs * mask).sum(1).mean(),
+        "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
+        "objective/entropy": -logprobs.sum(1).mean(),
         "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
-        "mismatch/kl": masked_mean(mismatch_kl, mask),
+        # The KL of the sampler to the learner: the sampler's are the samples
+        "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
         # The effective sample size, as a share of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
         "mismatch/masked": masked_mean(weights == 0, mask),
     }
     if args.beta > 0:
-        kl1 = (batch.logprobs - batch.ref_logprobs) * mask
-        kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator) * mask
+        ref_logprobs = batch.ref_logprobs * mask
+        kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
         non_score_reward = (-beta * kl).sum(1).mean()
-        scores = masked_mean(batch.scores, batch.scored)
-        metrics["objective/kl"] = kl1.sum(1).mean()
+        scores = masked_mean(batch.scores, batch.has_score)
+        metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward
         metrics["objective/rlhf_reward"] = scores + non_score_reward
     return metrics
 
 
-def score_metrics(group, responses, args):
-    """What responses earned, in all and by part: metrics of a group, "objective" or "eval".
+def score_metrics(prefix, responses, args):
+    """What responses earned, in all and by part. prefix: of the metrics, "objective" or "eval".
 
     With several data sources there is each mean for each of them as well.
     """
@@ -2028,6 +1950,7 @@ def score_metrics(group, responses, args):
             "scores": response.score,
             "reward_model_score": response.model_score,
             "verifiable_score": response.verifiable,
+            "reward_failures": response.failure is not None,
             "sequence_lengths": len(response.token_ids),
             "stop_rate": response.stopped,
         }
@@ -2035,16 +1958,12 @@ def score_metrics(group, responses, args):
         if response.verifiable is not None:
             # Rewards may give partial credit, and only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
-        if args.add_r1_style_format_reward:
-            parts["format_rate"] = has_r1_format(response)
         for name, value in parts.items():
             if value is not None:
-                collected[f"{group}/{name}"].append(value)
+                collected[f"{prefix}/{name}"].append(value)
                 if len(sources) > 1:
-                    collected[f"{group}/{name}/{response.prompt.data_source}"].append(value)
-    metrics = {name: sum(values) / len(values) for name, values in collected.items()}
-    metrics[f"{group}/reward_failures"] = sum(r.failure is not None for r in responses)
-    return metrics
+                    collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
+    return {name: sum(values) / len(values) for name, values in collected.items()}
 
 
 def append_line(path, line):
@@ -2080,11 +1999,14 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
-def run_program(name, run_dir):
+def run_program(name, run_dir, *options):
     """Runs one of the PROGRAMS on the run's folder, on rank 0."""
     path = PROGRAMS / name
     if is_rank_0() and path.exists():
-        subprocess.run([sys.executable, path, run_dir])
+        subprocess.run([sys.executable, path, run_dir, *options])
+
+
+drawing = ThreadPoolExecutor(1)  # draws one picture at a time, while the loop goes on
 
 
 def write_metrics(accelerator, metrics, run_dir):
@@ -2096,23 +2018,21 @@ def write_metrics(accelerator, metrics, run_dir):
     accelerator.log(metrics)
     append_line(run_dir / "metrics.jsonl", metrics)
     if "eval/policy_version" in metrics:
-        run_program("plot_runs.py", run_dir)
-    if is_rank_0():
-        shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
-        parts = [f"{name}: {metrics[name]:.4g} " for name in shown if name in metrics]
-        print(*parts, flush=True)
+        drawing.submit(run_program, "plot_runs.py", run_dir)
+    shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
+    parts = [f"{name}: {metrics[name]:.4g} " for name in shown if name in metrics]
+    accelerator.print(*parts, flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
-    The folder gets its name when it is whole. The generation config is the one that the model came
-    with, but for the end tokens, which are the run's. With LoRA the adapter is written, too, to the
-    folder "adapter" beside it, and is merged into the saved model, in float32: in bfloat16 small
-    changes would be rounded away.
+    The generation config is the one that the model came with, but for the end tokens, which are the
+    run's. With LoRA the adapter is written, too, to the folder "adapter" beside it, and is merged
+    into the saved model, in float32: in bfloat16 small changes would be rounded away.
     """
     weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
-    if not accelerator.is_main_process:
+    if not is_rank_0():
         return
     if args.lora_rank:
         from peft import PeftModel
@@ -2128,14 +2048,9 @@ def save_model(accelerator, model, tokenizer, path, args):
     # transformers refuses to save what a model may have come with, such as a temperature without
     # do_sample. So it saves a default in its place, and we write this file ourselves.
     model.generation_config = transformers.GenerationConfig()
-    unfinished = path.with_name("model.unfinished")
-    model.save_pretrained(unfinished, state_dict=weights)
-    tokenizer.save_pretrained(unfinished)
-    generation_config.to_json_file(
-        unfinished / "generation_config.json", keys_to_pop=["compile_config"]
-    )
-    shutil.rmtree(path, ignore_errors=True)  # of a run that had come to its end, and was resumed
-    unfinished.rename(path)
+    model.save_pretrained(path, state_dict=weights)
+    tokenizer.save_pretrained(path)
+    generation_config.to_json_file(path / "generation_config.json")
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -2163,9 +2078,8 @@ def remove_checkpoints(checkpoints):
 def checkpoint_parts(trained, folder):
     """Collective. What a checkpoint has of models and optimizers: (state dict, its folder) of each.
 
-    trained: {name: (model, its optimizer)}. The tensors are those that train, so checkpoint.load
-    fills them in place; frozen ones are left out. Nothing says whether there was DDP or FSDP2, and
-    how many ranks: a run can be resumed under others.
+    trained: {name: (model, its optimizer)}. The tensors are those that train, and checkpoint.load
+    fills them in place. A run can be resumed with or without DDP or FSDP2, on any number of ranks.
     """
     for name, (model, optimizer) in trained.items():
         weights = {
@@ -2179,18 +2093,6 @@ def checkpoint_parts(trained, folder):
         path = folder / f"{name}_optimizer"
         if optimizer.state or path.exists():
             yield get_optimizer_state_dict(model, optimizer)["state"], path
-
-
-def save_models(trained, folder):
-    """Collective. Writes models and optimizers to a folder that all nodes share, a part by rank."""
-    for state, path in checkpoint_parts(trained, folder):
-        checkpoint.save(state, checkpoint_id=path)
-
-
-def load_models(trained, folder):
-    """Collective. Reads what save_models has written into models and optimizers."""
-    for state, path in checkpoint_parts(trained, folder):
-        checkpoint.load(state, checkpoint_id=path)
 
 
 def finish_checkpoint(accelerator, run_dir, step, state, args):
@@ -2253,8 +2155,6 @@ def fill_in(args, world_size):
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if world_size < local_world_size:
-        raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
     if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
@@ -2267,19 +2167,21 @@ def fill_in(args, world_size):
     if local_episodes % args.local_mini_batch_size:
         raise ValueError(
             f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be a "
-            f"multiple of local_mini_batch_size ({args.local_mini_batch_size})"
+            f"multiple of local_mini_batch_size ({args.local_mini_batch_size}); "
+            f"{math.gcd(local_episodes, args.local_mini_batch_size)} would do"
         )
 
     # Steps
     args.num_training_steps = args.total_episodes // args.episodes_per_step
-    updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
-    args.num_updates = args.num_training_steps * updates_per_step
+    args.updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
+    args.num_updates = args.num_training_steps * args.updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     # Evaluations are two steps apart at the least: an async script samples its first two with the
-    # same weights. None is before the last step, whose metrics have the last evaluation already
-    count = min(args.num_evals, args.num_training_steps // 2)
-    args.eval_steps = tuple(i * args.num_training_steps // count for i in range(count))
+    # same weights. None is in the last step, whose metrics have the last evaluation already
+    steps = args.num_training_steps
+    count = min(args.num_evals, steps // 2)
+    args.eval_steps = (*(1 + i * steps // count for i in range(count)), steps + 1)
 
     # GPUs and CPU cores
     gpus, size = args.vllm_gpus, args.vllm_tensor_parallel_size
@@ -2299,24 +2201,18 @@ def fill_in(args, world_size):
     return args
 
 
-def load_tokenizers(args):
-    """The tokenizers of the policy and of the reward model. ValueError: their tokens differ.
-
-    Without a reward model they are the same.
-    """
+def load_tokenizer(args):
+    """The tokenizer. ValueError: the reward model's has other tokens."""
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     path = args.reward_model_path
-    if not path:
-        return tokenizer, tokenizer
-    reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-    if not reward_tokenizer.chat_template:
-        reward_tokenizer.chat_template = tokenizer.chat_template
-    if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
-        raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
-    return tokenizer, reward_tokenizer
+    if path:
+        reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
+        if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
+            raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
+    return tokenizer
 
 
 def find_stop_tokens(args, tokenizer, model):
@@ -2325,8 +2221,7 @@ def find_stop_tokens(args, tokenizer, model):
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
     if args.stop_token:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        # inf: not in the vocabulary, and refused below
-        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
+        stop_ids.add(tokenizer.get_vocab()[stop_token])
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
@@ -2344,7 +2239,6 @@ def main(args):
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -2376,54 +2270,44 @@ def main(args):
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    # Batches are cut by our own flags: accelerate's number would have no effect
-    if is_refused or accelerator.gradient_accumulation_steps != 1:
+    if is_refused:
         raise ValueError(
             "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
-            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false), and accelerate's "
-            "gradient_accumulation_steps must be 1"
+            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
         )
     args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
-    updates_per_step = args.num_epochs * args.episodes_per_step // args.mini_batch_size
     # The policy learns after the value model's warm-up
-    value_warmup_updates = args.value_warmup_steps * updates_per_step
+    value_warmup_updates = args.value_warmup_steps * args.updates_per_step
     num_policy_updates = args.num_updates - value_warmup_updates
     if args.warm_up_steps >= num_policy_updates:
         raise ValueError(
-            f"the policy has {max(0, num_policy_updates)} updates by --total_episodes and "
-            f"--value_warmup_steps; lower --warm_up_steps below that (it is {args.warm_up_steps})"
+            f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
+            f"updates ({num_policy_updates}); see --total_episodes"
         )
 
     # ---- Data and models
-    tokenizer, reward_tokenizer = load_tokenizers(args)
-    train_prompts = load_prompts(
-        args.dataset, args.dataset_split, tokenizer, reward_tokenizer, args, is_eval=False
-    )
+    tokenizer = load_tokenizer(args)
+    train_prompts = load_prompts(args.dataset, args.dataset_split, tokenizer, args, is_eval=False)
     eval_prompts = []
     if args.eval_dataset:
         eval_prompts = load_prompts(
-            args.eval_dataset,
-            args.eval_dataset_split,
-            tokenizer,
-            reward_tokenizer,
-            args,
-            is_eval=True,
+            args.eval_dataset, args.eval_dataset_split, tokenizer, args, is_eval=True
         )
-        if 0 < args.eval_prompts < len(eval_prompts):
-            drawn = draw_prompts(len(eval_prompts), 0, args.eval_prompts, seed=0)
+        if 0 < args.num_eval_prompts < len(eval_prompts):
+            drawn = draw_prompts(len(eval_prompts), 0, args.num_eval_prompts, seed=0)
             eval_prompts = [eval_prompts[i] for i in drawn]
-    all_prompts = train_prompts + eval_prompts
-    prompt_lengths = [len(prompt.token_ids) for prompt in all_prompts]
+    prompts = train_prompts + eval_prompts
+    prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
     max_length = max(prompt_lengths) + args.response_length
-    # Without the name of the file, which may change
-    args.data_hash = stable_hash([stable_hash(replace(prompt, row="")) for prompt in all_prompts])
+    args.data_hash = stable_hash([(prompt.token_ids, prompt.ground_truth) for prompt in prompts])
     first_step = 1
     state = {"beta": args.beta, "seconds": 0.0, "wandb_id": os.urandom(8).hex()}
     if checkpoint_dir:
         first_step = step_of(checkpoint_dir) + 1
+        accelerator.print(f"Resumed after step {first_step - 1}; what came later is made again")
         state = json.loads((checkpoint_dir / "state.json").read_text())
         # Under other arguments or data the steps until the checkpoint would have been others
         saved_args = json.loads((run_dir / "args.json").read_text())
@@ -2459,10 +2343,11 @@ def main(args):
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
-    value_model = load_classifier(accelerator, path, args, trained=True)
+    value_model = load_value_or_reward_model(accelerator, path, args, trained=True)
     reward_model = None
     if uses_reward_model(args):
-        reward_model = load_classifier(accelerator, args.reward_model_path, args, trained=False)
+        path = args.reward_model_path
+        reward_model = load_value_or_reward_model(accelerator, path, args, trained=False)
 
     # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
@@ -2490,8 +2375,9 @@ def main(args):
 
     # ---- The run's folder
     if checkpoint_dir:
-        load_models(trained, checkpoint_dir)
-    if accelerator.is_main_process:
+        for part, folder in checkpoint_parts(trained, checkpoint_dir):
+            checkpoint.load(part, checkpoint_id=folder)
+    if is_rank_0():
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that ended in its first step may have left them, and so may steps made again
         for name in ("rollouts", "samples"):
@@ -2500,7 +2386,7 @@ def main(args):
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
-        run_program("provenance.py", run_dir)  # commit and versions, for args.json
+        run_program("provenance.py", run_dir)  # adds commit and versions to args.json
         wandb_run = {
             "name": args.run_name,
             "entity": args.wandb_entity,
@@ -2515,7 +2401,6 @@ def main(args):
         if args.with_tracking:
             import wandb
 
-            wandb.define_metric("*", step_metric="episode")
             wandb.log({"token_length": wandb.Histogram(prompt_lengths)})
     beta = state["beta"]  # with kl_target it changes
 
@@ -2534,7 +2419,8 @@ def main(args):
                 "seconds": time.time() - start_time,
             }
             with timed(metrics, "checkpoint"):
-                save_models(trained, run_dir / "checkpoints/unfinished")
+                for part, folder in checkpoint_parts(trained, run_dir / "checkpoints/unfinished"):
+                    checkpoint.save(part, checkpoint_id=folder)
                 finish_checkpoint(accelerator, run_dir, version, state, args)
 
         # 2. The current weights go to vLLM
@@ -2552,26 +2438,28 @@ def main(args):
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
         # A failed reward does not mean a wrong answer: the response is left out of the loss, and
         # the 0.0 in place of its score counts nowhere
-        scored = torch.tensor([float(r.score is not None) for r in responses], device=device)
+        has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
         if all(response.failure for response in responses):
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
-        input_ids, mask, lengths, sampler_logprobs = collate_responses(responses, device)
-        loss_mask = mask * scored[:, None]
+        input_ids, mask, lengths, sampler_logprobs = collate(responses, device)
+        all_rows = list(range(len(responses)))
+        loss_mask = mask * has_score[:, None]
 
         # Log-probabilities and values before any update, (episodes, length). For the policy and the
         # value model the batch is cut as it will be in the first epoch: other shapes would change
         # the last bits, and the ratios of the first update would not be exactly 1.
-        all_rows = list(range(len(responses)))
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(metrics, "forward"):
             size = args.per_device_train_batch_size
-            logprobs, values = (
-                forward_all(accelerator, model, epochs[0], input_ids, mask, lengths, size, args)
-                for model in (policy, value_model)
+            logprobs = forward_all(
+                accelerator, policy, epochs[0], input_ids, mask, lengths, size, args
+            )
+            values = forward_all(
+                accelerator, value_model, epochs[0], input_ids, mask, lengths, size, args
             )
             # The value before a token is what is read at the token before it
             values = values.roll(1, dims=1) * mask
@@ -2604,7 +2492,7 @@ def main(args):
             lengths=lengths,
             mask=mask,
             scores=scores,
-            scored=scored,
+            has_score=has_score,
             loss_mask=loss_mask,
             sampler_logprobs=sampler_logprobs,
             logprobs=logprobs,
@@ -2622,10 +2510,8 @@ def main(args):
         grad_norms = Counter()  # means over the updates
         lr = 0.0  # of the policy, while only the value model learns
         with timed(metrics, "update"):
-            # Updates are counted over the run, so not from 0
-            for update, mini_batch in enumerate(
-                itertools.chain(*epochs), version * updates_per_step
-            ):
+            first_update = version * args.updates_per_step  # of the run
+            for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 sums.update(
                     accumulate_gradients(
                         accelerator, policy, value_model, batch, mini_batch, trains_policy, args
@@ -2635,13 +2521,14 @@ def main(args):
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
                 )
-                grad_norms["optim/value_grad_norm"] += norm / updates_per_step
-                if trains_policy:
-                    lr = args.learning_rate * lr_multiplier(
-                        update - value_warmup_updates, num_policy_updates, args
-                    )
-                    norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
-                    grad_norms["optim/grad_norm"] += norm / updates_per_step
+                grad_norms["optim/value_grad_norm"] += norm / args.updates_per_step
+                if not trains_policy:
+                    continue
+                lr = args.learning_rate * lr_multiplier(
+                    update - value_warmup_updates, num_policy_updates, args
+                )
+                norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
+                grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
         # 9. Metrics
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
@@ -2663,10 +2550,10 @@ def main(args):
             "perf/episodes_per_second": len(responses) / seconds,
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        for response, row, is_response in zip(responses[:4], advantages, mask.bool(), strict=False):
+        for response, row, is_response in zip(responses[:8], advantages, mask.bool(), strict=False):
             sample = describe(response, rollout.policy_version) | {
                 "training_step": training_step,
-                "token_ids": response.token_ids.tolist(),
+                "token_ids": response.token_ids,
                 "advantages": row[is_response].tolist(),
             }
             append_line(run_dir / "rollouts.jsonl", sample)
@@ -2682,14 +2569,15 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir)
 
-    # ---- The end: pictures, a summary and the upload, by programs beside this script
+    # ---- The end: a summary and the upload, by programs beside this script
     end_children()
     # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
     # it waits for gloo's threads, which may need it
     accelerator.clear()
     del policy, ref_policy, value_model, trained
     accelerator.end_training()
-    run_program("summarize_run.py", run_dir)
+    drawing.shutdown()  # waits for the last picture
+    run_program("inspect_run.py", run_dir, "--summary")
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
 
