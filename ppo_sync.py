@@ -107,9 +107,9 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import datasets
+import pandas
 import psutil
 import torch
 import transformers
@@ -119,6 +119,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    clear_environment,
 )
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
@@ -358,8 +359,6 @@ class Args:
     """training steps of the run"""
     num_updates: FilledIn[int] = 0
     """optimizer updates of the run"""
-    eval_steps: FilledIn[tuple[int, ...]] = ()
-    """steps whose request asks for an evaluation, too; that after the last step asks for no more"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -394,6 +393,11 @@ class Response:
     # From the learner
     model_score: float | None = None  # by the reward model; None: there is none
     score: float | None = None  # the sum of all rewards, or the penalty; None: not known
+
+    @property
+    def row(self):
+        """Token ids of the prompt with the response."""
+        return self.prompt.token_ids + self.token_ids
 
 
 @dataclass
@@ -493,12 +497,11 @@ def end_at_once(error):
 
 def load_rows(path, split):
     """The rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
-    suffix = Path(path).suffix
-    if suffix == ".jsonl":
+    if path.endswith(".jsonl"):
         # datasets would give each column one type: "01" beside 2 becomes 1
         with open(path) as file:
             return [json.loads(line) for line in file]
-    if suffix == ".parquet":
+    if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
     return datasets.load_dataset(path, split=split).to_list()
 
@@ -590,17 +593,19 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     It is a function of the step. The seeds of responses are hashes: with sums, two runs of
     neighbouring --seed would have responses in common.
     """
-    steps_before = training_step - 1
-    count = args.rollout_batch_size
-    if steps_before == args.num_training_steps:
-        count = 0
+    steps_before, num_steps = training_step - 1, args.num_training_steps
+    count = args.rollout_batch_size if steps_before < num_steps else 0
     drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
     prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
     seeds = [
         stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
         for i in range(len(prompts))
     ]
-    if training_step not in args.eval_steps:
+    # Evaluations are two steps apart at the least: an async script samples its first two with the
+    # same weights. None is in the last step, whose metrics have the last evaluation already
+    num_evals = min(args.num_evals, num_steps // 2)
+    due = [i * num_steps // num_evals for i in range(num_evals)]
+    if steps_before not in (*due, num_steps):
         eval_prompts = []
     return Request(prompts, seeds, eval_prompts)
 
@@ -616,16 +621,15 @@ def grade_gsm8k(response, ground_truth):
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
-    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
     number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
-    answers = re.findall(number, response)
-    if "####" in response:
-        numbers_after_it = re.findall(number, response.rpartition("####")[2])
-        answers = numbers_after_it[:1] or answers
+    _, mark, end = response.rpartition("####")
+    answers = re.findall(number, response)[-1:]
+    if mark:
+        answers = re.findall(number, end)[:1] or answers
     if not answers:
         return 0.0
-    answer = float(re.sub(r"[$,]", "", answers[-1]))
-    return float(answer == truth)
+    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
+    return float(float(re.sub(r"[$,]", "", answers[0])) == truth)
 
 
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
@@ -754,8 +758,7 @@ def grade_responses(responses, tokenizer, workers, args):
         if args.reward_fn:
             return call_worker(workers, response, args)
         score = compute_score(prompt.data_source, text, prompt.ground_truth)
-        verifiable, metrics = read_score(score)
-        return replace(response, verifiable=verifiable, reward_metrics=metrics)
+        return replace(response, verifiable=score)
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
         return list(threads.map(grade, responses))
@@ -797,6 +800,8 @@ def score_responses(accelerator, reward_model, responses, args):
         with_scores.append(replace(response, model_score=model_score, score=score))
 
     failed = [response for response in responses if response.failure]
+    if len(failed) == len(responses):
+        raise RuntimeError(f"the reward failed on all responses: {failed[0].failure}")
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
@@ -913,10 +918,8 @@ def tf32(enabled):
     rotary embeddings are made.
     """
     torch.backends.cuda.matmul.allow_tf32 = enabled
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def head_logits(hidden, head, soft_cap):
@@ -1101,12 +1104,12 @@ def collate(responses, device):
     [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
     """
     prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
-    lengths = prompt_lengths + torch.tensor([len(response.token_ids) for response in responses])
+    lengths = torch.tensor([len(response.row) for response in responses])
     positions = torch.arange(lengths.max())
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    token_ids = [i for r in responses for i in (*r.prompt.token_ids, *r.token_ids)]
-    logprobs = [logprob for r in responses for logprob in r.logprobs]
+    token_ids = [token_id for response in responses for token_id in response.row]
+    logprobs = [logprob for response in responses for logprob in response.logprobs]
     input_ids = to_rows(torch.tensor(token_ids), is_token)
     tensors = input_ids, mask, lengths, to_rows(torch.tensor(logprobs), mask)
     return [tensor.to(device) for tensor in tensors]
@@ -1492,9 +1495,9 @@ class VLLM:
         folders.append(self.folder)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
-        # vLLM and torch read the environment when they are imported, so the process is born with
-        # it; patch.dict gives ours back afterwards
-        with mock.patch.dict(os.environ, environment, clear=True):
+        # vLLM and torch read the environment when they are imported: the process is born with it
+        with clear_environment():  # and gives ours back afterwards
+            os.environ.update(environment)
             start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
@@ -1678,7 +1681,7 @@ def draw_mini_batches(training_step, args):
     epochs = []
     for _ in range(args.num_epochs):
         permutation = torch.randperm(args.episodes_per_step, generator=generator)
-        epochs.append([rows.tolist() for rows in permutation.split(args.mini_batch_size)])
+        epochs.append(permutation.view(-1, args.mini_batch_size).tolist())
     return epochs
 
 
@@ -1691,7 +1694,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     under FSDP2 they compute together; `length` is that of the longest row on any rank.
     lengths: of all rows of the batch, (episodes,).
 
-    >>> rank = mock.Mock(process_index=0, num_processes=1)
+    >>> rank = Accelerator(cpu=True)
     >>> lengths = torch.tensor([3, 10, 4, 4])
     >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=0))
     [([0, 2], 4), ([3, 1], 10)]
@@ -1738,7 +1741,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     """
     if not reward_model:
         return [None] * len(responses)
-    keys = [(*response.prompt.token_ids, *response.token_ids) for response in responses]
+    keys = [tuple(response.row) for response in responses]
     distinct = dict(zip(keys, responses, strict=True))
     rows = list(distinct.values())
     # As many for each rank: there may be any number
@@ -1768,12 +1771,10 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
         loss_mask = batch.loss_mask[rows, :length]
         sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-        sums["positions"] += batch.lengths[rows].sum()
-        sums["padded_positions"] += input_ids.numel()
         # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
         # would have to keep whole ones until then
-        is_last_pass = i == len(micro_batches) - 1
-        policy.require_backward_grad_sync = value_model.require_backward_grad_sync = is_last_pass
+        policy.require_backward_grad_sync = i == len(micro_batches) - 1
+        value_model.require_backward_grad_sync = i == len(micro_batches) - 1
 
         # The value before a token is what is read at the token before it
         values = value_model(input_ids, mask).roll(1, dims=1)
@@ -1810,6 +1811,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             "loss/policy_avg": pg_loss,
             "policy/approxkl_avg": log_ratio**2 / 2,
             "policy/clipfrac_avg": pg_clipped,
+            "mismatch/masked": weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
             "val/ratio_var": (ratio - 1) ** 2,  # by the old policy the mean is 1
@@ -1898,10 +1900,7 @@ def update_metrics(accelerator, sums):
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
     tokens = max(1, totals.pop("tokens"))
-    filled = totals.pop("positions") / totals.pop("padded_positions")
-    metrics = {name: total / tokens for name, total in totals.items()}
-    metrics["perf/padding_fraction"] = 1 - filled
-    return metrics
+    return {name: total / tokens for name, total in totals.items()}
 
 
 def batch_metrics(batch, beta, args):
@@ -1913,7 +1912,6 @@ def batch_metrics(batch, beta, args):
     # How far the sampler's log-probabilities are from the learner's
     mismatch = logprobs - sampler_logprobs
     ratios = mismatch.exp()[mask.bool()]  # (tokens,)
-    weights = importance_weights(logprobs, sampler_logprobs, mask, args)
     metrics = {
         "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
         "objective/entropy": -logprobs.sum(1).mean(),
@@ -1925,7 +1923,6 @@ def batch_metrics(batch, beta, args):
         # The effective sample size, as a share of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
-        "mismatch/masked": masked_mean(weights == 0, mask),
     }
     if args.beta > 0:
         ref_logprobs = batch.ref_logprobs * mask
@@ -1994,8 +1991,8 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for sample in samples:
         append_line(run_dir / "samples.jsonl", sample)
     for tracker in accelerator.trackers:
-        cells = [list(sample.values()) for sample in samples]
-        tracker.log_table("sample_completions", list(samples[0]), cells, commit=False)
+        table = pandas.DataFrame(samples)
+        tracker.log_table("sample_completions", dataframe=table, commit=False)
     return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
@@ -2177,18 +2174,13 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * args.updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    # Evaluations are two steps apart at the least: an async script samples its first two with the
-    # same weights. None is in the last step, whose metrics have the last evaluation already
-    steps = args.num_training_steps
-    count = min(args.num_evals, steps // 2)
-    args.eval_steps = (*(1 + i * steps // count for i in range(count)), steps + 1)
 
     # GPUs and CPU cores
-    gpus, size = args.vllm_gpus, args.vllm_tensor_parallel_size
-    num_engines = len(gpus) // size
-    free_gpus = {gpu for gpu in gpus if gpu >= local_world_size}
-    are_free = len(free_gpus) == len(gpus) == num_engines * size
-    if not are_free or num_engines > local_world_size or (size > 1 and not gpus):
+    size = args.vllm_tensor_parallel_size
+    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= local_world_size}
+    num_engines = len(free_gpus) // size
+    are_shared_out = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
+    if not are_shared_out or (size > 1 and not num_engines):
         raise ValueError(
             f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
             f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
@@ -2206,7 +2198,7 @@ def load_tokenizer(args):
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+        tokenizer.chat_template = Path(args.chat_template).read_text()
     path = args.reward_model_path
     if path:
         reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
@@ -2300,8 +2292,7 @@ def main(args):
             drawn = draw_prompts(len(eval_prompts), 0, args.num_eval_prompts, seed=0)
             eval_prompts = [eval_prompts[i] for i in drawn]
     prompts = train_prompts + eval_prompts
-    prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
-    max_length = max(prompt_lengths) + args.response_length
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     args.data_hash = stable_hash([(prompt.token_ids, prompt.ground_truth) for prompt in prompts])
     first_step = 1
     state = {"beta": args.beta, "seconds": 0.0, "wandb_id": os.urandom(8).hex()}
@@ -2379,13 +2370,12 @@ def main(args):
             checkpoint.load(part, checkpoint_id=folder)
     if is_rank_0():
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that ended in its first step may have left them, and so may steps made again
-        for name in ("rollouts", "samples"):
-            (run_dir / f"{name}.jsonl").unlink(missing_ok=True)
+        # A run that ended in its first step may have left some, and so may steps made again
+        for path in run_dir.glob("*.jsonl"):
+            path.unlink()
         if checkpoint_dir:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        (run_dir / "token_length.json").write_text(json.dumps(prompt_lengths))
         run_program("provenance.py", run_dir)  # adds commit and versions to args.json
         wandb_run = {
             "name": args.run_name,
@@ -2398,17 +2388,12 @@ def main(args):
             json.loads((run_dir / "args.json").read_text()),
             {"wandb": wandb_run},
         )
-        if args.with_tracking:
-            import wandb
-
-            wandb.log({"token_length": wandb.Histogram(prompt_lengths)})
     beta = state["beta"]  # with kl_target it changes
 
     # ---- The loop
     for training_step in range(first_step, args.num_training_steps + 1):
         step_start = time.perf_counter()
         version = training_step - 1  # of the policy, until this step's updates
-        is_last = training_step == args.num_training_steps
         metrics = {}
 
         # 1. Every save_freq steps a checkpoint of the models after the previous step. The first
@@ -2440,8 +2425,6 @@ def main(args):
         # the 0.0 in place of its score counts nowhere
         has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
-        if all(response.failure for response in responses):
-            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
         input_ids, mask, lengths, sampler_logprobs = collate(responses, device)
@@ -2561,7 +2544,7 @@ def main(args):
             beta = adapted_beta(beta, metrics["objective/kl"].item(), args)
 
         # 10. After the last update the model is saved, and then comes the last evaluation
-        if is_last:
+        if training_step == args.num_training_steps:
             save_model(accelerator, model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(vllm, model, training_step, args)
