@@ -31,28 +31,25 @@ Training step g, on every rank:
     5. to 8. forward passes,              ...
        advantages, updates              verifiable rewards
 
-Before step 1, weights of version 0 and prompts 1 go out. A version is the number of completed
+Before step 1, weights of version 0 and prompts 1 go out; a version is the number of completed
 training steps. Weights travel between the receipt of one batch and the request for the next: vLLM
 is idle and the learner does not update, so no lock is needed. From batch 2 on, the policy that
-sampled is one step older than the policy that begins to train on it (2410.18252), never more: one
-request at a time is under way. With U updates a step, the sampler is U updates behind at a step's
-first update and 2U - 1 at its last. Two things keep that sound. The learner itself computes the
-log-probabilities that the PPO ratio divides by; and a truncated importance weight accounts for the
-older policy that sampled.
+sampled is one step older than the learner (2410.18252): with U updates a step, U updates at a
+step's first one and 2U - 1 at its last. Two things keep that sound: the PPO ratio divides by
+log-probabilities that the learner itself computes before its updates; and truncated importance
+weights account for the older sampler.
 
-An evaluation travels with a request, so its policy is that of the batch; the last one has a request
-of its own. With --no-async_mode weights and prompts go out after the update: on-policy.
+An evaluation travels with a request; the last one has a request of its own. --no-async_mode sends
+weights and prompts after the update: on-policy.
 
 A prompt and its response are one row, padded on the right. Tensors with a number for each token
 have a row's coordinates; all but the ids are 0 outside responses. Models must be causal: no token
-sees the padding after it, so there is no attention mask.
+sees the padding after it, so there is no attention mask. Every rank holds the whole batch; forward
+and backward passes are shared out.
 
-Every rank holds the whole batch (ids and a few floats a token: small), so advantages and
-mini-batches do not depend on the number of ranks. Forward and backward passes are shared out.
-
-A token has three log-probabilities: the sampler's, by vLLM; the old one, by the learner before this
-step's updates; and the new one, in an update. With beta there is a fourth, the reference policy's.
-All are of the distribution at the sampling temperature.
+A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
+old one, by the learner before this step's updates; the new one, in an update. With beta there is a
+fourth, the reference policy's.
 
 There is no value model: each prompt is answered several times, and the advantage of a response is
 how much better it scored than the others of its group. The KL to the reference policy is a term of
@@ -60,19 +57,19 @@ the loss, not of the reward. Two savings are not GRPO's: responses without a gra
 computed, and the first update of a step computes its old log-probabilities itself.
 
 With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
-the adapter to a folder of its version, which each request names. The reference policy is the policy
-with its adapters turned off.
+the adapter to a folder, which each request names. The reference policy is the policy with its
+adapters off.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
     distribution that is sampled from.
  2. One reward per response; one turn, no tools; rows are padded, not packed.
- 3. A fault anywhere prints its traceback and ends the process; the launcher ends the other ranks.
-    Resume from the newest checkpoint. A vLLM that hangs while it samples is waited for.
+ 3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
+    from the newest checkpoint. A vLLM that hangs while it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
 
-Map, with the minutes that a first reading takes. Read the dataclasses, then main: it calls all the
-rest. What is about lora_rank can be skipped at first.
+Map, with the minutes of a first reading. Read the dataclasses, then main, which calls all the rest.
+Skip what is about lora_rank at first.
     Args                      what a run is told                                      look up
     dataclasses               the rows and tensors that travel                        read, 10
     small helpers             how a process ends                                      skip at first
@@ -80,7 +77,7 @@ rest. What is about lora_rank can be skipped at first.
     models                    wrappers that give log-probabilities, values or scores  read, 30
     mathematics               KL, advantages, losses, with examples                   read, 25
     vLLM                      its process, weight sync, the generation thread         read, 35
-    forward and backward      micro-batches; the gradient of one optimizer batch      read, 20
+    forward and backward      micro-batches; the gradient of one mini-batch           read, 20
     metrics, checkpoints      what is written                                         skip at first
     arguments                 what must fit together                                  skip at first
     main                      set-up, then the loop: the algorithm, step by step      read, 30
@@ -151,14 +148,14 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-FilledIn = tyro.conf.Suppress  # such a field is computed by the script, not a command-line option
+FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
 
-# How many logits exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, some times over for
-# softmax and gradient. Each chunk reads the whole head; on a GPU small ones would wait for that
+# Logits that exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, which small chunks would
+# slow
 LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
-# The folder with programs that work on a run's folder; a copy of this script may be without
+# Programs that work on a run's folder; a copy of this script may be without
 PROGRAMS = Path(__file__).with_name("scripts")
-# Seconds that vLLM or a reward worker may take to start, and for each message of a weight sync
+# Seconds for the start of vLLM or a reward worker, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
 
@@ -171,9 +168,9 @@ class Args:
     exp_name: str = Path(__file__).stem
     """name of the experiment"""
     seed: int = 1
-    """seed of everything random: order of prompts, sampling, minibatches"""
+    """seed of everything random"""
     run_name: str | None = None
-    """folder of the run below output_dir; None: exp_name, seed and the time"""
+    """folder of the run in output_dir; None: exp_name, seed and the time"""
     output_dir: str = "output"
     """where runs are written"""
 
@@ -181,11 +178,11 @@ class Args:
     dataset: str = "debug_assets/train.parquet"
     """training prompts: a .parquet or .jsonl file, or a dataset on the hub"""
     dataset_split: str = "train"
-    """split of the training prompts, when they are on the hub"""
+    """its split on the hub"""
     eval_dataset: str | None = None
     """held-out prompts, in the same form; None: no evaluation"""
     eval_dataset_split: str = "test"
-    """split of the held-out prompts, when they are on the hub"""
+    """its split on the hub"""
     max_prompt_token_length: int = 256
     """longer prompts are dropped, and counted"""
 
@@ -193,41 +190,41 @@ class Args:
     model_name_or_path: str = "debug_assets/model"
     """policy and reference policy: a folder or a name on the hub"""
     model_revision: str | None = None
-    """revision of the policy on the hub"""
+    """its revision on the hub"""
     tokenizer_name_or_path: str | None = None
-    """tokenizer; None: the policy's"""
+    """None: the policy's"""
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """precision of forward passes and of vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
-    """attention of the learner's models: sdpa, eager, flash_attention_2, ..."""
+    """sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: far less memory, a third slower"""
+    """compute activations again in the backward pass: less memory, a third slower"""
     lora_rank: int = 0
-    """rank of LoRA adapters (2106.09685): they train, the model's weights are frozen; 0: no LoRA"""
+    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
     lora_alpha: int = 32
-    """LoRA: what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
+    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer; None: no reward model"""
     reward_model_revision: str | None = None
-    """revision of the reward model on the hub"""
+    """its revision on the hub"""
 
     # -- Optimization
     learning_rate: float = 1e-6
     """learning rate of the policy"""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
-    """how the learning rate changes after its warm-up"""
+    """learning rate after its warm-up"""
     warm_up_steps: int = 0
-    """first optimizer updates (not steps) of a model, in which its learning rate rises"""
+    """a model's first optimizer updates (not steps), in which its learning rate rises"""
     warmup_ratio: float = 0.0
-    """the same, as a share of all updates; used when warm_up_steps is 0"""
+    """the same, as a share of all updates; for warm_up_steps 0"""
     eps: float = 1e-8
-    """AdamW's epsilon; 1e-5 (2403.17031) would halve the steps of large models"""
+    """AdamW's; 1e-5 (2403.17031) would halve the steps of large models"""
     weight_decay: float = 0.0
-    """AdamW's weight decay"""
+    """AdamW's"""
     max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, separately for each model"""
+    """gradients are clipped to this norm, for each model"""
 
     # -- Batches
     total_episodes: int = 100_000
@@ -241,61 +238,61 @@ class Args:
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass (micro-batch) of a rank"""
     local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of models that are not trained (reference policy, reward model)"""
+    """the same for models that are not trained (reference policy, reward model)"""
     micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included, in place of the two numbers above; 0: off"""
+    """most tokens of a pass, padding included, in place of these two numbers; 0: off"""
     num_epochs: int = 1
     """passes over each batch of responses"""
     num_evals: int = 10
-    """evaluations of the run; the first is before any update. One more follows the last"""
+    """evaluations before the last update, the first at the start; one more follows it"""
     num_eval_prompts: int = 500
-    """held-out prompts of an evaluation, drawn once, the same for every seed; 0: all there are"""
+    """held-out prompts of an evaluation, the same for every seed; 0: all"""
     eval_temperature: float = 0.0
     """sampling temperature of evaluations; 0: greedy"""
 
     # -- Generation
     async_mode: bool = True
-    """generate the next batch while training on the last; --no-async_mode: on-policy, to compare"""
+    """generate the next batch while training on the last; --no-async_mode: on-policy"""
     response_length: int = 256
     """most tokens in a response"""
     stop_token: str | None = None
-    """another token that also ends a response; "eos" means the tokenizer's end token"""
+    """another token that ends a response; "eos": the tokenizer's end token"""
     stop_token_id: int | None = None
-    """another token that also ends a response, as an id"""
+    """another token that ends a response, as an id"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are those of the distribution at this temperature"""
+    """of sampling, and of all log-probabilities"""
     vllm_gpus: tuple[int, ...] = ()
-    """GPUs of each node that only vLLM uses, as indices; none: an engine on every learner's GPU"""
+    """indices of each node's GPUs that only vLLM uses; none: an engine on every learner's GPU"""
     vllm_tensor_parallel_size: int = 1
-    """GPUs of one engine, which share a copy of the model (tensor parallel); needs vllm_gpus"""
+    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
     vllm_gpu_memory_utilization: float | None = None
-    """share of a GPU's memory for vLLM; None: 0.9 of GPUs of its own, 0.3 of one that it shares"""
+    """share of a GPU's memory for vLLM; None: 0.9 of its own GPUs, 0.3 of a shared one"""
     vllm_enforce_eager: bool = False
-    """run vLLM without CUDA graphs: starts faster, generates slower"""
+    """no CUDA graphs: vLLM starts faster, generates slower"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """times the reward model's score; 0: none, but PPO's value model still starts from it"""
+    """times the reward model's score; 0: it is not used, but PPO's value model starts from it"""
     apply_verifiable_reward: bool = True
     """score responses with compute_score, or with reward_fn"""
     verification_reward: float = 1.0
-    """the verifiable score is multiplied by this"""
+    """times the verifiable score"""
     reward_fn: str | None = None
-    """path/to/file.py:function, in place of compute_score; docs/rewards.md has its arguments"""
+    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
     reward_workers: int | None = None
-    """processes that call reward_fn, on each rank with an engine; None: a core each, 8 at most"""
+    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
     """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
     add_r1_style_format_reward: bool = False
     """reward the form <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
-    """what the form <think>...</think><answer>...</answer> is worth"""
+    """what that form is worth"""
     non_stop_penalty: bool = False
     """a response without a stop token scores penalty_reward_value, whatever it earned"""
     penalty_reward_value: float = 0.0
-    """with non_stop_penalty: the score of a response without a stop token"""
+    """with non_stop_penalty: that score"""
     min_response_length: int = 0
-    """with non_stop_penalty: responses of fewer tokens are penalized as well"""
+    """with non_stop_penalty: shorter responses are penalized as well"""
 
     # -- The algorithm
     beta: float = 0.0
@@ -317,35 +314,35 @@ class Args:
     mask_truncated_completions: bool = False
     """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler on the policy's loss; 0: no weights"""
+    """cap of the importance weight learner/sampler in the policy's loss; 0: no weights"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
     """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
     mismatch_mask_range: float = 2.0
-    """with mismatch_mask: far from 1 is outside [1/this, this]; inf masks nothing"""
+    """far from 1 is outside [1/this, this]"""
 
     # -- Checkpoints
     save_freq: int = 0
     """training steps between checkpoints; 0: no checkpoints"""
     keep_last_n: int = 3
-    """how many checkpoints to keep, the newest; 0: all"""
+    """checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume, or latest: the newest of run_name. What is newer is removed"""
+    """a checkpoint, or latest: run_name's newest. What is newer is removed"""
 
     # -- Output
     with_tracking: bool = False
     """log to Weights & Biases as well"""
     wandb_project_name: str = "tandem"
-    """project in Weights & Biases"""
+    """project there"""
     wandb_entity: str | None = None
-    """owner of that project (user or team)"""
+    """its owner (user or team)"""
     push_to_hub: bool = False
     """upload the model to the Hugging Face hub at the end, by scripts/push_to_hub.py"""
     hf_entity: str | None = None
-    """owner of the repository there; default: who is logged in"""
+    """owner of the repository; None: who is logged in"""
     hf_repo_id: str | None = None
-    """the repository there; default: exp_name"""
+    """repository; None: exp_name"""
     hf_repo_revision: str | None = None
-    """its branch; default: the run's name"""
+    """branch; None: the run's name"""
 
     # -- Filled in at run time
     mini_batch_size: FilledIn[int] = 0
@@ -374,30 +371,30 @@ class Args:
 class Prompt:
     """A row of the dataset."""
 
-    origin: str  # file and row number, for messages
+    origin: str  # file and row, for messages
     text: str
     token_ids: list[int]
     data_source: str | None  # chooses the verifiable reward
-    ground_truth: Any  # None: there is no verifiable reward
+    ground_truth: Any  # None: no verifiable reward
     extra_info: dict | None  # for --reward_fn
 
 
 @dataclass
 class Response:
-    """A sampled response: a row that travels from vLLM to the loss, and gains fields on its way."""
+    """A sampled response, which gains fields on its way from vLLM to the loss."""
 
     prompt: Prompt
     token_ids: list[int]  # as sampled; a stop token is the last one
     logprobs: list[float]  # the sampler's
-    stopped: bool  # whether it ends with a stop token; else it was cut
+    stopped: bool  # by a stop token; else it was cut
     # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
-    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else that call returned
-    failure: str | None = None  # why that call failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else the call returned
+    failure: str | None = None  # why the call failed
     # From the learner
-    model_score: float | None = None  # by the reward model; None: there is none
-    score: float | None = None  # the sum of all rewards, or the penalty; None: not known
+    model_score: float | None = None  # by the reward model
+    score: float | None = None  # sum of the rewards, or the penalty; None: not known
 
     @property
     def row(self):
@@ -407,7 +404,7 @@ class Response:
 
 @dataclass
 class Request:
-    """What the learner asks generation for: the responses of a training step, an evaluation."""
+    """What the learner asks of generation: a training step's responses, an evaluation."""
 
     prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
     seeds: list[int]  # (episodes,)
@@ -418,30 +415,29 @@ class Request:
 class Rollout:
     """The responses to a Request, or one engine's share of them."""
 
-    policy_version: int  # of the policy that sampled: the training steps before it
+    policy_version: int  # of the policy that sampled
     responses: list[Response]  # (episodes,)
     eval_responses: list[Response]
-    times: dict[str, float]  # metrics: seconds that its parts took
+    times: dict[str, float]  # metrics: seconds
 
 
 @dataclass
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is that of the longest row. The fields after `mask` that have it are 0 outside
-    responses.
+    `length` is that of the longest row. From `mask` on, all is 0 outside responses.
     """
 
     input_ids: Tensor  # (episodes, length), token ids
-    lengths: Tensor  # (episodes,), int64, tokens of a row without its padding
+    lengths: Tensor  # (episodes,), int64, tokens of a row
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
-    scores: Tensor  # (episodes,), 0.0 where the score is not known
-    has_score: Tensor  # (episodes,), 1.0 where the score is known, else 0.0
+    scores: Tensor  # (episodes,), 0.0 where there is none
+    has_score: Tensor  # (episodes,), 1.0 or 0.0
     computed: Tensor  # (episodes,), 1.0 where the policy has to compute the row, else 0.0
-    loss_mask: Tensor  # (episodes, length), the mask without responses left out of the loss
-    sampler_logprobs: Tensor  # (episodes, length), log-probabilities by vLLM
+    loss_mask: Tensor  # (episodes, length), the mask of what is in the loss
+    sampler_logprobs: Tensor  # (episodes, length), by vLLM
     logprobs: Tensor  # (episodes, length), by the policy before this step's updates
-    ref_logprobs: Tensor | None  # (episodes, length), by the reference policy; None with beta 0
+    ref_logprobs: Tensor | None  # (episodes, length); None with beta 0
     advantages: Tensor  # (episodes, length)
 
 
@@ -454,7 +450,7 @@ def is_rank_0():
 
 
 def stable_hash(*parts):
-    """A 63-bit integer from its arguments, the same in every process and on every machine."""
+    """A 63-bit integer, the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -464,19 +460,19 @@ def timed(metrics, name):
     """Notes the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
-    # Kernels run behind the Python code. Only the main thread starts any
+    # Kernels run behind the Python code; only the main thread starts any
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
 
 
-process_groups = []  # of vLLM and of the reward workers
+process_groups = []  # vLLM's and the reward workers'
 folders = []  # vLLM's
 ending = threading.Lock()
 
 
 def end_children():
-    """Ends vLLM and the reward workers, with all that they have started and written."""
+    """Ends vLLM and the reward workers, with all that they started and wrote."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for process_group in process_groups:
@@ -486,7 +482,7 @@ def end_children():
 
 def end_at_once(error):
     """Prints an error and ends this process, whatever its other threads wait for."""
-    ending.acquire()  # for good: the first error is the cause, and others wait here for the end
+    ending.acquire()  # for good: the first error is the cause, others wait here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
@@ -519,7 +515,7 @@ def tokenize_prompt(prompt, tokenizer):
     if prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    # The template has written the special tokens already
+    # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -529,23 +525,23 @@ def uses_reward_model(args):
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
-    """A row of a dataset as a Prompt. ValueError: the row lacks what its reward needs.
+    """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
 
     row: with verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
-    ground_truth}`, `extra_info`; or with open-instruct's: `messages`, `dataset`, `ground_truth`.
+    ground_truth}`, `extra_info`; or open-instruct's `messages`, `dataset`, `ground_truth`.
     """
     content, data_source = row.get("messages"), row.get("dataset")
     ground_truth = row.get("ground_truth")
     if content is None:
         content, data_source = row["prompt"], row.get("data_source")
         rule = row.get("reward_model") or {}
-        # Style "model" means no rule, except in verl's HellaSwag rows, recognized by their `eval`
+        # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
         if rule.get("style") != "model" or rule.get("eval"):
             ground_truth = rule.get("ground_truth")
-    # Rows without a ground truth may stand among the others where a reward model scores them
+    # Rows without a ground truth are fine where a reward model scores them
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
         raise ValueError(f"{origin} has no `ground_truth`, which the reward needs")
-    # Held-out prompts are always scored by a rule where there is one
+    # Held-out prompts are scored by a rule where there is one
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
@@ -574,7 +570,7 @@ def load_prompts(path, split, tokenizer, args, is_eval):
 
 
 def draw_prompts(num_prompts, start, count, seed):
-    """Indices of the prompts from `start` to `start + count`, counted over the whole run.
+    """Indices of prompts number `start` to `start + count` of the run.
 
     Each pass over the dataset is one seeded permutation of it.
 
@@ -591,10 +587,10 @@ def draw_prompts(num_prompts, start, count, seed):
 
 
 def make_request(training_step, train_prompts, eval_prompts, args):
-    """The request for a training step; after the last step, for the last evaluation alone.
+    """The request for a training step: a function of the step.
 
-    It is a function of the step. The seeds of responses are hashes: with sums, two runs of
-    neighbouring --seed would have responses in common.
+    After the last step it is for the last evaluation alone. Seeds of responses are hashes: with
+    sums, runs of neighbouring --seed would have responses in common.
     """
     steps_before, num_steps = training_step - 1, args.num_training_steps
     count = args.rollout_batch_size if steps_before < num_steps else 0
@@ -605,7 +601,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         for i in range(len(prompts))
     ]
     # Evaluations are two steps apart at the least: an async script samples its first two with the
-    # same weights. None is in the last step, whose metrics have the last evaluation already
+    # same weights. None is in the last step, whose metrics have the last evaluation
     num_evals = min(args.num_evals, num_steps // 2)
     due = [i * num_steps // num_evals for i in range(num_evals)]
     if steps_before not in (*due, num_steps):
@@ -617,9 +613,7 @@ def make_request(training_step, train_prompts, eval_prompts, args):
 
 
 def grade_gsm8k(response, ground_truth):
-    """1.0 if the answer equals the ground truth.
-
-    The answer is the first number after the last "####", or else the last number.
+    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
 
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
@@ -648,9 +642,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 
 
 def read_score(result):
-    """The score in what a reward function returned, and its metrics.
-
-    verl's functions may return a dictionary; the numbers in it beside the score are metrics.
+    """The score in what a reward function returned, and its metrics: verl's return a dictionary.
 
     >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
     (0.5, {'acc': 1.0})
@@ -665,23 +657,22 @@ def read_score(result):
     return float(result["score"]), metrics
 
 
-# The next three functions run in the process of a reward worker.
+# The next three functions run in a reward worker's process.
 
 
 @cache
 def load_reward_fn(reward_fn):
-    """The function of --reward_fn path/to/file.py:function. The file can import its neighbours."""
+    """The function of --reward_fn path/to/file.py:function, which can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     return getattr(importlib.import_module(Path(path).stem), name)
 
 
 def start_reward_process(reward_fn):
-    """Prepares the process for calls. Returns its id, which is that of its process group, too.
+    """Prepares a worker's process. Returns its id, which is its process group's, too.
 
-    It must end with the script. It dies with its parent, multiprocessing's fork server
-    (PDEATHSIG). That one ends when the write end of its pipe is closed everywhere, so this
-    process closes the one that it inherited.
+    It must end with the script. It dies with its parent, the fork server (PDEATHSIG), which ends
+    when the write end of its pipe is closed everywhere: so the inherited one is closed here.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -716,7 +707,7 @@ def call_reward_fn(reward_fn, response):
 
 
 def start_reward_worker(reward_fn):
-    """Starts a process for --reward_fn, which imports its file. Returns it, and its group's id."""
+    """Starts a process for --reward_fn. Returns it, and its group's id."""
     # What takes long to import is imported once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
@@ -728,8 +719,8 @@ def start_reward_worker(reward_fn):
 def call_worker(workers, response, args):
     """As call_reward_fn, in a worker that is idle.
 
-    The code of --reward_fn may raise, hang, exit or crash. That costs one response its score: a
-    worker that gives no answer in time, or dies, is replaced.
+    --reward_fn may raise, hang, exit or crash. That costs one response its score: a worker that
+    does not answer in time, or dies, is replaced.
     """
     executor, process_group = workers.get()
     try:
@@ -747,9 +738,9 @@ def call_worker(workers, response, args):
 
 
 def grade_responses(responses, tokenizer, workers, args):
-    """Copies of the responses with their texts and verifiable rewards, on all workers at once.
+    """Copies of the responses with texts and verifiable rewards, on all workers at once.
 
-    workers: what start_reward_worker returns, one for each.
+    workers: a queue of what start_reward_worker returns.
     """
 
     def grade(response):
@@ -797,7 +788,7 @@ def score_responses(accelerator, reward_model, responses, args):
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
         if args.apply_verifiable_reward and response.failure:
-            score = None  # not known, which is not the same as wrong
+            score = None  # not known, which does not mean wrong
         if args.non_stop_penalty and (too_short or not response.stopped):
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
@@ -842,7 +833,7 @@ def add_adapter(model, args):
     """Gives each linear layer of a frozen model, but its head, an adapter to train (2106.09685).
 
     A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
-    is 0, so at first the model is what it was. Both are float32.
+    is 0 at first. Both are float32.
     """
     from peft import inject_adapter_in_model
 
@@ -856,7 +847,7 @@ def add_adapter(model, args):
 def set_adapter_scale(model, scale):
     """Sets a factor on what adapters add: with 0 a policy is the model that was loaded.
 
-    peft's disable_adapters would clear their requires_grad as well, which FSDP2 reads.
+    peft's disable_adapters would clear requires_grad as well, which FSDP2 reads.
     """
     for module in model.modules():
         if hasattr(module, "set_scale"):
@@ -866,9 +857,9 @@ def set_adapter_scale(model, scale):
 def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
-    A trained model is float32 and needs gradients; a frozen one is of args.dtype, and so is one
-    whose adapter is trained. ValueError: its checkpoint lacks a tensor. PPO's value model may lack
-    its head, which then is zeros, so that the first advantages are rewards to come and no noise.
+    A model that is trained whole is float32; one that is frozen, or has adapters, is of args.dtype.
+    ValueError: the checkpoint lacks a tensor. A value model may lack its head, which then is zeros,
+    so that the first advantages are rewards to come and no noise.
     """
     is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
@@ -890,8 +881,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     elif missing:
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
-        # A head that the checkpoint has of its own is not tied, even if its config says so. vLLM
-        # starts from this config
+        # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
+        # this one
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
@@ -917,8 +908,7 @@ def token_logprobs(logits, labels):
 def tf32(enabled):
     """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
 
-    Outside they are exact: TF32 has 11 bits, and would round the positions above 2,048 from which
-    rotary embeddings are made.
+    TF32 has 11 bits: outside it would round positions above 2,048 in rotary embeddings.
     """
     torch.backends.cuda.matmul.allow_tf32 = enabled
     yield
@@ -926,7 +916,7 @@ def tf32(enabled):
 
 
 def head_logits(hidden, head, soft_cap):
-    """Logits, softly kept within plus or minus soft_cap unless that is None.
+    """Logits, kept within plus or minus soft_cap unless that is None.
 
     hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
     """
@@ -939,10 +929,9 @@ def head_logits(hidden, head, soft_cap):
 class ChunkedHead(torch.autograd.Function):
     """token_logprobs of head_logits, for some positions at a time.
 
-    All logits together would be the largest thing in memory. So the backward pass computes them
-    again, chunk by chunk, and adds to a single gradient of the head. Entropies are for metrics:
-    they have no gradient (docs/fork.md has it, for an entropy bonus). torch's own
-    linear_cross_entropy knows neither entropies nor soft_cap.
+    All logits would be the largest thing in memory. The backward pass computes them again, chunk by
+    chunk, and adds to one gradient of the head. Entropies have no gradient here; docs/fork.md adds
+    it. torch's linear_cross_entropy knows neither entropies nor soft_cap.
     """
 
     @staticmethod
@@ -965,7 +954,7 @@ class ChunkedHead(torch.autograd.Function):
         """The loss's gradients for hidden and head, from that for log-probabilities."""
         hidden, head, labels = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        # None: the head is frozen
+        # None: frozen
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
@@ -984,9 +973,8 @@ class ChunkedHead(torch.autograd.Function):
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream. Only where a model is
-    trained whole and without FSDP2, it is float32.
+    Matrix products are in args.dtype, and so is the residual stream, unless the model is trained
+    whole and without FSDP2: then it is float32.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -1003,14 +991,13 @@ class PolicyModel(nn.Module):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
-        # With s = scale, limited logits are s * cap * tanh(x / cap). forward gives s * x, so this
-        # cap has to be s * cap
+        # The limited logits s * cap * tanh(x / cap) are those of s * x with s * cap for a cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap:
             self.soft_cap *= self.scale
 
     def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (batch, length), like the mask.
+        """Log-probabilities of the response tokens and entropies: (batch, length).
 
         mask: 1 where there is a response token, else 0, as are the results there.
         """
@@ -1034,8 +1021,8 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token.
 
-    The head of a value model says what rewards are to come after the token: that is the value which
-    the next token begins with. That of a reward model scores the sequence up to and with the token.
+    A value model's head says what rewards are to come after the token: the value that the next
+    token begins with. A reward model's scores the sequence up to and with the token.
     """
 
     def __init__(self, model, args):
@@ -1044,23 +1031,21 @@ class ValueModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Values: (batch, length). The mask is that of PolicyModel, and not needed."""
+        """Values: (batch, length). The mask is not needed."""
         hidden = hidden_states(self.model, input_ids, self.args)
         # The head computes in float32
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
 def place_model(accelerator, model, args):
-    """Collective. Puts a PolicyModel or ValueModel, loaded by each rank, on the rank's device.
+    """Collective. Puts a PolicyModel or ValueModel on this rank's device.
 
-    Under FSDP2 the rank gets its part of each parameter; accelerate's other FSDP settings do not
-    matter. Without FSDP2 it gets a whole copy, inside DDP if the model is trained.
+    Under FSDP2 the rank gets its part of each parameter, else a copy, inside DDP if it is trained.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
-    # A layer is gathered while it computes, in args.dtype; ranks add its gradients in float32. The
-    # rest (embedding, last norm, head) is gathered in its own dtype, and not kept after the forward
-    # pass
+    # A layer is gathered while it computes, in args.dtype; its gradients are added in float32. The
+    # rest (embedding, last norm, head) is gathered in its own dtype
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model.model._no_split_modules:
@@ -1069,9 +1054,9 @@ def place_model(accelerator, model, args):
 
 
 def load_value_or_reward_model(accelerator, path, args, trained):
-    """Collective. A value model (trained) or a reward model (frozen).
+    """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
 
-    Its head is float32: in bfloat16 many scores would be equal.
+    In bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float().requires_grad_(trained)
@@ -1079,7 +1064,7 @@ def load_value_or_reward_model(accelerator, path, args, trained):
 
 
 def to_rows(values, mask):
-    """Puts values, one for each 1 of the mask, at these places: a tensor like the mask, else 0.
+    """Puts values where the mask is 1, in order; the rest is 0. Returns a tensor like the mask.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
@@ -1089,11 +1074,9 @@ def to_rows(values, mask):
 
 
 def collate(responses, device):
-    """Makes one row of each prompt with its response, padded on the right.
+    """One row of each prompt with its response, padded on the right.
 
-    Returns the token ids, the mask of response tokens and the sampler's log-probabilities, each
-    (episodes, length), and between the last two the tokens of each row, (episodes,). The mask comes
-    from lengths, so any id will do for padding: it is 0.
+    Returns input_ids, mask, lengths and sampler_logprobs, as in Batch.
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
@@ -1122,7 +1105,7 @@ def collate(responses, device):
 
 
 def masked_mean(values, mask):
-    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; returns a scalar.
+    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
 
     >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
     1.5
@@ -1144,7 +1127,7 @@ def sequence_mean(values, mask):
 
 
 def kl_penalty(logprobs, ref_logprobs, estimator):
-    """Estimate per token of KL(policy || reference) from tokens of the policy; logprobs' shape.
+    """KL(policy || reference), estimated at each token of the policy; logprobs' shape.
 
     With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
     (http://joschu.net/blog/kl-approx.html).
@@ -1161,9 +1144,9 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; 0 by a mismatch.
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap.
 
-    The sampler is not the learner: its policy may be a step older, and its kernels are others
+    The sampler may be a step older, and its kernels are others
     (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
     are too far apart; the token still counts in the mean of the loss. All are (batch, length).
 
@@ -1227,9 +1210,9 @@ def policy_loss(
 ):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; in PPO both are one value. For
-    negative advantages a dual_clip above 0 is another upper limit (1912.09729).
-    log_ratio: new - old log-probabilities. All tensors have one shape, one element per token.
+    log_ratio: new - old log-probabilities. The ratio is clipped to [1 - cliprange,
+    1 + cliprange_higher]; for negative advantages dual_clip is another limit (1912.09729). All
+    tensors have one shape, a number for each token.
 
     >>> loss, clipped = policy_loss(
     ...     log_ratio=torch.tensor([0.0, 1.0]),
@@ -1255,9 +1238,9 @@ def policy_loss(
 
 
 def lr_multiplier(update, num_updates, args):
-    """The learning rate of a model's update number `update`, as a share of the base rate.
+    """The learning rate of a model's update, counted from 0, as a share of the base rate.
 
-    Updates count from 0. The rate is above 0 to the last of num_updates.
+    It is above 0 to the last update.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -1282,10 +1265,9 @@ llm = None  # vLLM's LLM
 
 
 def start_llm(options, config, folder):
-    """Makes the LLM. Returns the id of the process, which is that of its process group, too.
+    """Makes the LLM. Returns the id of the process, which is its process group's, too.
 
-    config: of the policy. vLLM starts from it in a folder of its own. When the script ends, the
-    folder is removed, and the process ended with all that it has started.
+    config: of the policy. `folder`, the engine's own, and all processes end with the script.
     """
     global llm
     os.setsid()  # a Ctrl-C is for the script alone
@@ -1296,10 +1278,10 @@ def start_llm(options, config, folder):
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
-    # vLLM's cache of compiled code goes by the model's path: from in here that is "." in every run
+    # vLLM's cache of compiled code goes by the model's path: this way "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
-    # Without GPU and LoRA: random ones, by file. vLLM 0.32 on a CPU cannot reload "dummy" weights
+    # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
     if "load_format" not in options and "enable_lora" not in options:
         AutoModelForCausalLM.from_config(config).save_pretrained(".")
     from vllm import LLM
@@ -1314,9 +1296,8 @@ def call_llm(method, *args, **kwargs):
 
 
 def sample_responses(prompts, seeds, temperature, version, args):
-    """Samples a Response to each Prompt.
+    """Samples a Response to each Prompt, each with a seed, so that a run can be repeated.
 
-    Each is a request of its own with its own seed, so that a run can be repeated.
     version: of the policy. With LoRA its adapter is in the folder version_<version>.
     """
     from vllm import SamplingParams
@@ -1329,9 +1310,9 @@ def sample_responses(prompts, seeds, temperature, version, args):
             temperature=temperature,
             max_tokens=args.response_length,
             stop_token_ids=args.stop_token_ids,
-            ignore_eos=True,  # the end tokens are those in stop_token_ids, and no others
+            ignore_eos=True,  # the end tokens are stop_token_ids, and no others
             logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,  # as one number per sampled token
+            flat_logprobs=True,  # one number per sampled token
             detokenize=False,
         )
         for seed in seeds
@@ -1354,11 +1335,10 @@ def sample_responses(prompts, seeds, temperature, version, args):
 
 
 def place_engine(rank, num_gpus, args):
-    """Number of a rank's engine, how many there are on all ranks, its GPUs; None: it owns none.
+    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
 
     Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
-    node do. GPUs are indices into the node's visible ones, of which there are num_gpus; () is the
-    CPU.
+    node do. GPUs are indices into the num_gpus visible ones of the node; () is the CPU.
 
     >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
@@ -1369,7 +1349,7 @@ def place_engine(rank, num_gpus, args):
     """
     node, local_rank = divmod(rank, args.local_world_size)
     size = args.vllm_tensor_parallel_size
-    gpus = args.vllm_gpus or tuple(range(args.local_world_size))  # or those of the learners
+    gpus = args.vllm_gpus or tuple(range(args.local_world_size))
     engines_per_node = len(gpus) // size
     if local_rank >= engines_per_node:
         return None
@@ -1382,9 +1362,9 @@ def vllm_settings(gpus, folder, max_length, args):
     """The environment of an engine's process, and the arguments of vLLM's LLM, as dictionaries.
 
     The engine starts with random weights, so that a tensor that a weight sync leaves out shows at
-    once; with LoRA it starts with those of the checkpoint.
+    once; with LoRA it starts with the checkpoint's.
     """
-    # The engine is a world of its own: the learners' RANK, MASTER_PORT, ... are not for it
+    # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     inherited = {name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)}
     environment = {
@@ -1399,12 +1379,12 @@ def vllm_settings(gpus, folder, max_length, args):
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
-        "model": ".",  # the engine's folder, to which start_llm goes; with LoRA see below
+        "model": ".",  # start_llm goes to the engine's folder
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
-        "generation_config": "vllm",  # and not the model's, which may have a top-k
-        "logprobs_mode": "processed_logprobs",  # those at the sampling temperature
+        "generation_config": "vllm",  # not the model's, which may have a top-k
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
@@ -1417,20 +1397,20 @@ def vllm_settings(gpus, folder, max_length, args):
             options["load_format"] = "dummy"  # random
             options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
-        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # one sampler helper takes 6 to 20 s
-        # Each learner has an engine, and wants some threads for itself, too
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
+        # Each learner has an engine, and wants some threads, too
         environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
     if args.lora_rank:
-        # vLLM loads the checkpoint's weights, by our config: load_model may have untied the head
+        # The checkpoint's weights, by our config: load_model may have untied the head
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
             "hf_config_path": ".",
             "enable_lora": True,
-            # vLLM takes powers of two from 8 to 512: the next one
+            # The next power of two: vLLM takes those from 8 to 512
             "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
             "max_loras": 2,  # the last version's, and this one's
         }
@@ -1438,7 +1418,7 @@ def vllm_settings(gpus, folder, max_length, args):
 
 
 def end_if_failed(call):
-    """Ends this process where a call of vLLM's process has failed, or the process has died."""
+    """Ends this process where a call of vLLM's process has failed, or that has died."""
     if call.exception() is not None:
         end_at_once(call.exception())
 
@@ -1449,20 +1429,20 @@ class VLLM:
     def __init__(self, placement, config, max_length, args):
         """Starts the engine, and waits until it is up.
 
-        placement: see place_engine; config: the policy's; max_length: the most tokens of a prompt
-        with its response.
+        placement: see place_engine; config: the policy's; max_length: of a prompt with its
+        response.
         """
         self.index, self.count, self.gpus = placement
         self.args = args
-        self.policy_version = None  # of the weights that were synced last; None: none yet
+        self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
-        # Weights are handed over in memory where there is no GPU
+        # Without a GPU weights are handed over in memory
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
         folders.append(self.folder)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
-        # vLLM and torch read the environment when they are imported: the process is born with it
-        with clear_environment():  # and gives ours back afterwards
+        # The process is born with its environment: vLLM and torch read it when they are imported
+        with clear_environment():  # and gives ours back
             os.environ.update(environment)
             start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
@@ -1478,7 +1458,7 @@ class VLLM:
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
     def sample(self, prompts, seeds, temperature):
-        """Samples the Responses to this engine's share of some Prompts: adjacent ones."""
+        """Samples the Responses to this engine's share of some Prompts."""
         first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
         return self.submit(
             sample_responses,
@@ -1492,8 +1472,8 @@ class VLLM:
     def sync_weights(self, weights, version):
         """Gives vLLM, which must be idle, the weights of a version of the policy.
 
-        weights: as from gather_weights; all are read. With LoRA they are only written to a folder,
-        from which vLLM loads them with the first request that names it.
+        weights: as from gather_weights; all are read. vLLM loads an adapter's folder with the first
+        request that names it.
         """
         if self.args.lora_rank:
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
@@ -1501,7 +1481,7 @@ class VLLM:
         elif self.gpus:
             self.send_weights(weights)
         else:
-            # Clones, for tied weights share memory, which the file must not
+            # Clones: tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
             save_file(weights, f"{self.folder}/model.safetensors")
             self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
@@ -1510,10 +1490,10 @@ class VLLM:
         self.policy_version = version
 
     def send_weights(self, weights):
-        """Sends weights by the protocol of vLLM's workers.
+        """Sends weights by the protocol of vLLM's workers, one tensor at a time in vLLM's dtype.
 
         To an engine on a shared GPU handles of the learner's memory travel ("ipc"), to one on GPUs
-        of its own the numbers, by NCCL. One tensor at a time exists in vLLM's dtype.
+        of its own the numbers, by NCCL.
         """
         if self.policy_version is None:
             self.connect()
@@ -1559,10 +1539,10 @@ class VLLM:
 def gather_weights(model, args):
     """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
 
-    With LoRA these are the adapters' alone. Under FSDP2 each rank casts its part of a tensor to
-    args.dtype, and all ranks exchange their parts. Without FSDP2 only the cast copies.
+    With LoRA these are the adapters alone. Under FSDP2 a rank casts its part of a tensor to
+    args.dtype before all exchange their parts.
     """
-    # A tied head is the embedding. vLLM on a CPU keeps a copy, so there it is sent as the head, too
+    # A tied head is the embedding. vLLM on a CPU has a copy, so there it is sent as the head, too
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if args.lora_rank and not parameter.requires_grad:
             continue
@@ -1573,10 +1553,7 @@ def gather_weights(model, args):
 
 
 def save_adapter(weights, folder, args):
-    """Writes an adapter to a folder, in peft's form.
-
-    weights: {name: whole tensor}, of the adapter and maybe of the rest of the model.
-    """
+    """Writes an adapter to a folder, in peft's form. weights: {name: whole tensor}, also others."""
     lora_config(args).save_pretrained(folder)
     tensors = {
         f"base_model.model.{name.replace('.default', '')}": weight
@@ -1587,20 +1564,20 @@ def save_adapter(weights, folder, args):
 
 
 def sync_weights(vllm, model, version, args):
-    """Collective. Gives vLLM the weights of a policy, which are of this version.
+    """Collective. Gives vLLM the weights of a version of the policy.
 
     model: that in the policy; vllm: None where this rank owns no engine.
     """
     weights = gather_weights(model, args)
     if vllm:
         vllm.sync_weights(weights, version)
-    # Gathering is collective: a rank without an engine must read all, too
+    # A rank without an engine must read all, too: gathering is collective
     for _ in weights:
         pass
 
 
 def generate_rollout(vllm, workers, tokenizer, request, args):
-    """This rank's share of the responses to a Request, with their verifiable rewards: a Rollout.
+    """This rank's share of a Rollout: the responses to a Request, with their verifiable rewards.
 
     vllm: None where this rank owns no engine; then there is no share: None.
     """
@@ -1639,8 +1616,8 @@ def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
 def gather_rollout(share, cpu_group):
     """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
 
-    cpu_group: the ranks' gloo group; None: there is one rank. Engines are numbered by rank, so one
-    share after the other is in the order of the request.
+    cpu_group: the ranks' gloo group; None: there is one rank. Shares in the order of ranks are in
+    the order of the request.
     """
     if not cpu_group:
         return share
@@ -1657,7 +1634,7 @@ def gather_rollout(share, cpu_group):
 
 
 def draw_mini_batches(training_step, args):
-    """The optimizer batches of a training step: [epoch][mini_batch] -> rows of the batch.
+    """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
 
     Each epoch is a permutation of its own; all ranks draw the same.
     """
@@ -1688,11 +1665,10 @@ def rows_to_compute(mini_batch, computed, num_ranks):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
 
-    The rows are sorted by length, and dealt to the ranks in turn, like cards: so the ranks' n-th
-    rows are alike. A micro-batch has `size` rows; or, if micro_batch_tokens is not 0, as many as
-    stay within it, padding included. All ranks cut alike, by the longest of their n-th rows, since
-    under FSDP2 they compute together; `length` is that of the longest row on any rank.
-    lengths: of all rows of the batch, (episodes,).
+    Rows are sorted by length and dealt to the ranks in turn, like cards, so that the ranks' n-th
+    rows are alike. A micro-batch has `size` rows; or, with micro_batch_tokens, as many as stay
+    within it, padding included. All ranks cut alike, since under FSDP2 they compute together: by
+    `longest`, the longest of their n-th rows. lengths: of all rows of the batch, (episodes,).
 
     >>> rank = Accelerator(cpu=True)
     >>> lengths = torch.tensor([3, 10, 4, 4])
@@ -1704,7 +1680,7 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
     num_ranks, lengths = accelerator.num_processes, lengths.tolist()
     in_order = sorted(rows, key=lambda row: (lengths[row], row))
     own_rows = in_order[accelerator.process_index :: num_ranks]
-    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]  # on any rank
+    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
     cuts = [0]
     for i, length in enumerate(longest):
         if args.micro_batch_tokens > 0:
@@ -1719,8 +1695,8 @@ def cut_micro_batches(accelerator, rows, lengths, size, args):
 def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Each is cut as by cut_micro_batches. Returns log-probabilities or values of all rows on every
-    rank: (episodes, length), 0 in rows of no mini-batch. Outside responses only values are not 0.
+    Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
+    mini-batch.
     """
     whole = torch.zeros_like(mask)
     for mini_batch in mini_batches:
@@ -1737,14 +1713,14 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     """Collective. The reward model's scores at the last token of each response, as floats.
 
     Equal responses are scored once: what else is in a micro-batch moves the last bits, and GRPO's
-    advantages make much of that. reward_model: a ValueModel; None: the scores are None, too.
+    advantages make much of that. reward_model: None: so are the scores.
     """
     if not reward_model:
         return [None] * len(responses)
     keys = [tuple(response.row) for response in responses]
     distinct = dict(zip(keys, responses, strict=True))
     rows = list(distinct.values())
-    # As many for each rank: there may be any number
+    # As many for each rank
     rows += rows[:1] * (-len(rows) % accelerator.num_processes)
     input_ids, mask, lengths, _ = collate(rows, accelerator.device)
     indices, size = list(range(len(rows))), args.local_rollout_forward_batch_size
@@ -1830,7 +1806,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             "mismatch/masked": weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # by the old policy the mean is 1
+            "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
         }
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
@@ -1840,7 +1816,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
 
 @torch.no_grad()
 def add_sums(sums, per_token, mask):
-    """Adds to sums those over the tokens of a mask; per_token: {metric: tensor like the mask}."""
+    """Adds to sums those over the mask; per_token: {metric: tensor like the mask}."""
     for name, tensor in per_token.items():
         sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
@@ -1868,12 +1844,12 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All tensors are (episodes, length). RuntimeError: the log-probabilities differ by more than
-    rounding. A difference that is not finite is left to apply_gradients, which saves the batch.
+    All are (episodes, length). RuntimeError: log-probabilities differ by more than rounding. A
+    difference that is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    limit = 1e-2  # in float32, too, vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # dividing by a low temperature makes rounding larger
+    limit = 1e-2  # vLLM's kernels on a GPU may use TF32
+    if args.dtype == "bfloat16":  # a low temperature makes rounding larger
         limit = 0.1 / min(1.0, args.temperature)
     if limit < difference < math.inf:
         raise RuntimeError(
@@ -1886,18 +1862,17 @@ def check_adapter(vllm, policy, model, prompt, args):
     """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
 
     B starts at 0: there an engine that ignores the adapter, or has another lora_alpha, would pass
-    check_sampler. So B is noise in here, and 0 again afterwards. model: that in the policy; prompt:
-    any.
+    check_sampler. So B is noise in here, and 0 again afterwards. model: that in the policy.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
     for matrix in matrices:
         # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha.
         # add_adapter has seeded the generator
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-    sync_weights(vllm, model, -1, args)  # a version before 0, which is never trained on
+    sync_weights(vllm, model, -1, args)  # a version that is never trained on
     # A rank without an engine joins the forward pass, with a response that was not sampled
     responses = [Response(prompt, [0], [0.0], stopped=True)]
-    if vllm:  # each engine samples all of them; vllm.sample would give it a share
+    if vllm:  # each engine samples all of them
         args = replace(args, response_length=16)
         responses = vllm.submit(
             sample_responses, [prompt] * 8, range(8), args.temperature, -1, args
@@ -1914,7 +1889,7 @@ def check_adapter(vllm, policy, model, prompt, args):
 
 
 def update_metrics(accelerator, sums):
-    """Collective. Metrics of a step's updates, as floats, from each rank's sums over its tokens."""
+    """Collective. Metrics of a step's updates, from each rank's sums over its tokens."""
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
     tokens = max(1, totals.pop("tokens"))
@@ -1922,7 +1897,7 @@ def update_metrics(accelerator, sums):
 
 
 def batch_metrics(batch, beta, args):
-    """The metrics of a step's batch, before its updates; each is a tensor of one element."""
+    """Metrics of a step's batch, before its updates: tensors of one element."""
     mask = batch.mask * batch.computed[:, None]
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     # How far the sampler's log-probabilities are from the learner's
@@ -1942,7 +1917,7 @@ def batch_metrics(batch, beta, args):
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         # The KL of the sampler to the learner: the sampler's are the samples
         "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
-        # The effective sample size, as a share of the tokens
+        # Effective sample size, as a share of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }
@@ -1960,7 +1935,7 @@ def batch_metrics(batch, beta, args):
 def score_metrics(prefix, responses, args):
     """What responses earned, in all and by part. prefix: of the metrics, "objective" or "eval".
 
-    With several data sources there is each mean for each of them as well.
+    With several data sources there is each mean for each of them, too.
     """
     sources = {response.prompt.data_source for response in responses}
     collected = defaultdict(list)
@@ -2007,7 +1982,7 @@ def describe(response, policy_version):
 
 
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
-    """Collective. Scores a rollout's responses to held-out prompts, writes them, returns eval/*."""
+    """Collective. Scores a rollout's answers to held-out prompts, writes them, returns eval/*."""
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
     for sample in samples:
@@ -2031,7 +2006,7 @@ drawing = ThreadPoolExecutor(1)  # draws one picture at a time, while the loop g
 def write_metrics(accelerator, metrics, run_dir):
     """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them.
 
-    With an evaluation among them the curves are drawn, too.
+    After an evaluation the curves are drawn, too.
     """
     metrics = {name: float(value) for name, value in metrics.items()}
     accelerator.log(metrics)
@@ -2046,11 +2021,11 @@ def write_metrics(accelerator, metrics, run_dir):
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
-    The generation config is the one that the model came with, but for the end tokens, which are the
-    run's. With LoRA the adapter is written, too, to the folder "adapter" beside it, and is merged
-    into the saved model, in float32: in bfloat16 small changes would be rounded away.
+    The generation config is the model's, but for the end tokens, which are the run's. With LoRA the
+    adapter is written to the folder "adapter" beside it, and is merged into the saved model, in
+    float32: bfloat16 would round small changes away.
     """
-    weights = accelerator.get_state_dict(model)  # under FSDP2 gathered from all ranks
+    weights = accelerator.get_state_dict(model)  # gathered under FSDP2
     if not is_rank_0():
         return
     if args.lora_rank:
@@ -2064,8 +2039,8 @@ def save_model(accelerator, model, tokenizer, path, args):
         weights = model.state_dict()
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
-    # transformers refuses to save what a model may have come with, such as a temperature without
-    # do_sample. So it saves a default in its place, and we write this file ourselves.
+    # transformers refuses to save some that models come with (a temperature without do_sample): it
+    # saves a default, and we write this file
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(path, state_dict=weights)
     tokenizer.save_pretrained(path)
@@ -2076,7 +2051,7 @@ def save_model(accelerator, model, tokenizer, path, args):
 
 
 def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. Each is whole, since it got its name when it was."""
+    """A run's checkpoints, the newest last. Each is whole: it got its name when it was."""
     return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
 
 
@@ -2095,10 +2070,10 @@ def remove_checkpoints(checkpoints):
 
 
 def checkpoint_parts(trained, folder):
-    """Collective. What a checkpoint has of models and optimizers: (state dict, its folder) of each.
+    """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
 
-    trained: {name: (model, its optimizer)}. The tensors are those that train, and checkpoint.load
-    fills them in place. A run can be resumed with or without DDP or FSDP2, on any number of ranks.
+    trained: {name: (model, its optimizer)}. The tensors are those that train; checkpoint.load fills
+    them in place. A run can be resumed with or without DDP or FSDP2, on any number of ranks.
     """
     for name, (model, optimizer) in trained.items():
         weights = {
@@ -2107,8 +2082,8 @@ def checkpoint_parts(trained, folder):
             if parameter.requires_grad
         }
         yield weights, folder / name
-        # Until the policy's first update (--value_warmup_steps) its optimizer has no state to save.
-        # To load one, torch first makes it, by a step with a learning rate of 0
+        # Until a model's first update its optimizer has no state to save. To load one, torch first
+        # makes it, by a step with a learning rate of 0
         path = folder / f"{name}_optimizer"
         if optimizer.state or path.exists():
             yield get_optimizer_state_dict(model, optimizer)["state"], path
@@ -2117,8 +2092,7 @@ def checkpoint_parts(trained, folder):
 def finish_checkpoint(accelerator, run_dir, step, state, args):
     """Adds the run's .jsonl files and its state to checkpoints/unfinished, and names it; on rank 0.
 
-    state: what else is to be remembered, as a dictionary. Only the newest keep_last_n checkpoints
-    are kept.
+    state: a dictionary. Only the newest keep_last_n checkpoints are kept.
     """
     folder = run_dir / "checkpoints/unfinished"
     if not accelerator.is_main_process:
@@ -2132,10 +2106,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def save_rollout(run_dir, rollout):
-    """Adds the rollout of the step to come to checkpoints/unfinished, on rank 0.
-
-    Prompts are drawn again on resume.
-    """
+    """Adds the rollout of the step to come to checkpoints/unfinished; prompts are drawn again."""
     responses = rollout.responses + rollout.eval_responses
     rows = [vars(response) | {"prompt": None} for response in responses]
     if is_rank_0():
@@ -2187,10 +2158,7 @@ def rewind_run(run_dir, checkpoint_dir):
 
 
 def fill_in(args, world_size):
-    """A copy with the fields of run time that follow from other arguments.
-
-    ValueError: arguments do not fit together.
-    """
+    """A copy with the fields of run time. ValueError: arguments do not fit together."""
     if not (
         args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
     ):
@@ -2257,7 +2225,7 @@ def load_tokenizer(args):
 
 
 def find_stop_tokens(args, tokenizer, model):
-    """The ids that end a response: the end tokens of the model, and those of the flags."""
+    """The ids that end a response: the model's end tokens, and those of the flags."""
     eos = model.generation_config.eos_token_id
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
     if args.stop_token:
@@ -2278,17 +2246,17 @@ def find_stop_tokens(args, tokenizer, model):
 def main(args):
     """Sets all up, and then loops; on every rank."""
     start_time = time.time()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process, whatever it waits for
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes that are started
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Warnings of checkpoints by one process, of FSDP2's outputs that are views (which nobody may
-    # change in place), and of broadcast_buffers
+    # Warnings of checkpoints by one process, of FSDP2's outputs that are views, and of
+    # broadcast_buffers
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
-    # torch 2.13 prefers cuDNN's attention on new GPUs. It may give gradients of NaN (pytorch issue
-    # 196678), and prepares itself for each shape, for up to a second
+    # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
+    # issue 196678), and prepares itself for each shape, for up to a second
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     # ---- Ranks and arguments
@@ -2306,8 +2274,8 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # accelerate calls FSDP2 "FSDP", too. It is fine but for its RAM-efficient loading, by which all
-    # ranks but the first of a node would get zeros
+    # FSDP2 is "FSDP", too, and fine but for RAM-efficient loading: all ranks but the first of a
+    # node would get zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
@@ -2350,7 +2318,7 @@ def main(args):
         first_step = step_of(checkpoint_dir) + 1
         accelerator.print(f"Resumed after step {first_step - 1}; what came later is made again")
         state = json.loads((checkpoint_dir / "state.json").read_text())
-        # Under other arguments or data the steps until the checkpoint would have been others
+        # Under other arguments or data the steps before would have been others
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
             "seed",
@@ -2373,14 +2341,14 @@ def main(args):
     start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # vLLM's share of the GPU, and 2 GiB for two CUDA contexts, are not for the learner to take
+        # vLLM's share of the GPU, and 2 GiB for two CUDA contexts, are not the learner's
         contexts = 2**31 / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
-    # The model inside of `policy`: the same parameters, by the names that vLLM and others know
+    # The model in `policy`: the same parameters, by the names that vLLM and others know
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
-    ref_policy = policy  # with LoRA: its adapters are turned off for the reference
+    ref_policy = policy  # with LoRA: the adapters are turned off for it
     if args.beta > 0 and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
         ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
@@ -2426,7 +2394,7 @@ def main(args):
             checkpoint.load(part, checkpoint_id=folder)
     if is_rank_0():
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that ended in its first step may have left some, and so may steps made again
+        # Those of a run that ended in its first step, or of steps made again
         for path in run_dir.glob("*.jsonl"):
             path.unlink()
         if checkpoint_dir:
@@ -2447,8 +2415,7 @@ def main(args):
     if checkpoint_dir is None:
         sync_and_request(version=0, training_step=1)
     else:
-        # The weights that sampled this rollout are gone, so the checkpoint has it. vLLM samples
-        # nothing before the loop sends it weights
+        # The checkpoint has its rollout, since the weights that sampled it are gone
         request = make_request(first_step, train_prompts, eval_prompts, args)
         response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
 
@@ -2463,16 +2430,16 @@ def main(args):
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
 
-        # 2. The current weights, in step 1 unchanged, and then the next prompts go to vLLM,
-        # which generates while we train.
+        # 2. The current weights, in step 1 unchanged, and the next prompts go to vLLM, which
+        # generates while we train.
         if args.async_mode and not is_last:
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
         # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
         # responses, since the weights that sampled them may be gone. What vLLM samples meanwhile is
-        # not in it: it would be sampled again, from these weights. The first step of a process
-        # saves none: its models are the initial ones, or those of a checkpoint.
+        # sampled again on resume. A process saves none in its first step, which would be what it
+        # began with.
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
             state |= {
                 "seconds": time.time() - start_time,
@@ -2485,7 +2452,7 @@ def main(args):
                 finish_checkpoint(accelerator, run_dir, version, state, args)
 
         # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
-        # now. Where an evaluation was due, those of its responses too
+        # now. Where an evaluation was due, those of its responses, too
         with timed(metrics, "reward_model"):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
@@ -2552,10 +2519,10 @@ def main(args):
         )
 
         # 8. Updates
-        sums = Counter()  # whose update() adds, where a dict's would replace
+        sums = Counter()  # whose update() adds
         grad_norms = Counter()  # means over the updates
         with timed(metrics, "update"):
-            first_update = version * args.updates_per_step  # of the run
+            first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 is_first = mini_batch is first_mini_batch
                 sums.update(
@@ -2616,8 +2583,8 @@ def main(args):
 
     # ---- The end: a summary and the upload, by programs beside this script
     end_children()
-    # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
-    # it waits for gloo's threads, which may need it
+    # DDP's must not be the last reference to gloo's group of ranks: it holds Python's lock while it
+    # waits for gloo's threads, which may need it
     accelerator.clear()
     del policy, ref_policy, trained
     accelerator.end_training()
