@@ -160,7 +160,7 @@ class Args:
     run_name: str | None = None
     """folder of the run in output_dir; None: exp_name, seed and the time"""
     output_dir: str = "output"
-    """where runs are written"""
+    """folder of all runs"""
 
     # -- Data
     dataset: str = "debug_assets/train.parquet"
@@ -172,7 +172,7 @@ class Args:
     eval_dataset_split: str = "test"
     """its split on the hub"""
     max_prompt_token_length: int = 256
-    """longer prompts are dropped, and counted"""
+    """longer prompts are dropped"""
 
     # -- Models
     model_name_or_path: str = "debug_assets/model"
@@ -184,7 +184,7 @@ class Args:
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """precision of forward passes and of vLLM; trained weights stay float32"""
+    """of forward passes and vLLM; trained weights stay float32"""
     attn_implementation: str = "sdpa"
     """sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
@@ -194,11 +194,11 @@ class Args:
     lora_alpha: int = 32
     """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
-    """one-label classifier with the policy's tokenizer; None: no reward model"""
+    """one-label classifier with the policy's tokenizer"""
     reward_model_revision: str | None = None
     """its revision on the hub"""
     value_model_path: str | None = None
-    """what the value model starts from; None: the reward model, or else the policy"""
+    """start of the value model; None: the reward model, or else the policy"""
 
     # -- Optimization
     learning_rate: float = 1e-6
@@ -206,15 +206,15 @@ class Args:
     value_learning_rate: float = 1e-5
     """learning rate of the value model"""
     value_warmup_steps: int = 0
-    """first training steps, in which only the value model learns"""
+    """first steps, in which only the value model learns"""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """learning rate after its warm-up"""
     warm_up_steps: int = 0
-    """a model's first optimizer updates (not steps), in which its learning rate rises"""
+    """a model's first updates (not steps), in which its learning rate rises"""
     warmup_ratio: float = 0.0
-    """the same, as a share of all updates; for warm_up_steps 0"""
+    """warm_up_steps as a share of all updates"""
     eps: float = 1e-8
-    """AdamW's; 1e-5 (2403.17031) would halve the steps of large models"""
+    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
     weight_decay: float = 0.0
     """AdamW's"""
     max_grad_norm: float = 1.0
@@ -222,7 +222,7 @@ class Args:
 
     # -- Batches
     total_episodes: int = 100_000
-    """responses to train on in the whole run"""
+    """responses to train on"""
     number_samples_per_prompt: int = 1
     """responses sampled for each prompt: a group"""
     local_rollout_batch_size: int = 256
@@ -230,43 +230,43 @@ class Args:
     local_mini_batch_size: int = 64
     """responses per optimizer update and rank"""
     per_device_train_batch_size: int = 8
-    """responses per forward and backward pass (micro-batch) of a rank"""
+    """responses per forward and backward pass of a rank: a micro-batch"""
     local_rollout_forward_batch_size: int = 32
-    """the same for models that are not trained (reference policy, reward model)"""
+    """responses per forward pass of reference policy and reward model"""
     micro_batch_tokens: int = 0
     """most tokens of a pass, padding included, in place of these two numbers; 0: off"""
     num_epochs: int = 1
-    """passes over each batch of responses"""
+    """passes over each batch"""
     num_evals: int = 10
-    """evaluations before the last update, the first at the start; one more follows it"""
+    """evaluations before the last update, from the start; one more follows"""
     num_eval_prompts: int = 500
-    """held-out prompts of an evaluation, the same for every seed; 0: all"""
+    """held-out prompts, the same for every seed; 0: all"""
     eval_temperature: float = 0.0
-    """sampling temperature of evaluations; 0: greedy"""
+    """of evaluations; 0: greedy"""
 
     # -- Generation
     response_length: int = 256
     """most tokens in a response"""
     stop_token: str | None = None
-    """another token that ends a response; "eos": the tokenizer's end token"""
+    """another token that ends a response; "eos": the tokenizer's"""
     stop_token_id: int | None = None
     """another token that ends a response, as an id"""
     temperature: float = 1.0
     """of sampling, and of all log-probabilities"""
     vllm_gpus: tuple[int, ...] = ()
-    """indices of each node's GPUs that only vLLM uses; none: an engine on every learner's GPU"""
+    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
     vllm_tensor_parallel_size: int = 1
     """GPUs of one engine (tensor parallel); needs vllm_gpus"""
     vllm_gpu_memory_utilization: float | None = None
-    """share of a GPU's memory for vLLM; None: 0.9 of its own GPUs, 0.3 of a shared one"""
+    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
     vllm_enforce_eager: bool = False
-    """no CUDA graphs: vLLM starts faster, generates slower"""
+    """no CUDA graphs: starts faster, generates slower"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """times the reward model's score; 0: it is not used, but PPO's value model starts from it"""
+    """times the reward model's score; 0: PPO's value model still starts from it"""
     apply_verifiable_reward: bool = True
-    """score responses with compute_score, or with reward_fn"""
+    """score responses with compute_score or reward_fn"""
     verification_reward: float = 1.0
     """times the verifiable score"""
     reward_fn: str | None = None
@@ -274,31 +274,31 @@ class Args:
     reward_workers: int | None = None
     """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; a response whose call fails is left out of the loss"""
+    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
     add_r1_style_format_reward: bool = False
-    """reward the form <think>...</think><answer>...</answer>"""
+    """reward <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
-    """what that form is worth"""
+    """worth of that form"""
     non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value, whatever it earned"""
+    """a response without a stop token scores penalty_reward_value instead"""
     penalty_reward_value: float = -10.0
-    """with non_stop_penalty: that score"""
+    """with non_stop_penalty: score of a response without a stop token"""
     min_response_length: int = 0
-    """with non_stop_penalty: shorter responses are penalized as well"""
+    """with non_stop_penalty: shorter responses are penalized, too"""
 
     # -- The algorithm
     beta: float = 0.001
-    """weight of the KL penalty in the reward, with kl_target the first; 0: no reference policy"""
+    """weight of the KL penalty in the reward (the first, with kl_target); 0: no reference policy"""
     kl_target: float = 0.0
-    """KL of a whole response that beta is adapted to (1909.08593, 2.2); 0: beta is constant"""
+    """KL of a response that beta is adapted to (1909.08593, 2.2); 0: beta is constant"""
     kl_horizon: int = 10_000
-    """with kl_target: episodes in which beta changes by a fifth where the KL is far off"""
+    """episodes in which beta changes by a fifth where the KL is far off"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
     """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
     whiten_rewards: bool = False
-    """scale rewards to unit variance, keeping their mean"""
+    """to unit variance, keeping the mean"""
     cliprange: float = 0.2
-    """the ratio's lower limit is 1 - this; in PPO its upper one is 1 + this"""
+    """the ratio's lower limit is 1 - this, in PPO the upper one 1 + this"""
     dual_clip: float = 0.0
     """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
     cliprange_value: float = 0.0
@@ -310,7 +310,7 @@ class Args:
     value_lam: float = 1.0
     """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: no weights"""
+    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
     mismatch_mask: Literal["none", "token", "sequence"] = "none"
     """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
     mismatch_mask_range: float = 2.0
@@ -318,11 +318,11 @@ class Args:
 
     # -- Checkpoints
     save_freq: int = 0
-    """training steps between checkpoints; 0: no checkpoints"""
+    """steps between checkpoints; 0: none"""
     keep_last_n: int = 3
-    """checkpoints to keep, the newest; 0: all"""
+    """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint, or latest: run_name's newest. What is newer is removed"""
+    """a checkpoint, or latest: run_name's newest; newer ones are removed"""
 
     # -- Output
     with_tracking: bool = False
@@ -332,7 +332,7 @@ class Args:
     wandb_entity: str | None = None
     """its owner (user or team)"""
     push_to_hub: bool = False
-    """upload the model to the Hugging Face hub at the end, by scripts/push_to_hub.py"""
+    """upload the model at the end, by scripts/push_to_hub.py"""
     hf_entity: str | None = None
     """owner of the repository; None: who is logged in"""
     hf_repo_id: str | None = None
@@ -342,21 +342,21 @@ class Args:
 
     # -- Filled in at run time
     mini_batch_size: FilledIn[int] = 0
-    """responses per optimizer update, over all ranks"""
+    """responses per update, over all ranks"""
     world_size: FilledIn[int] = 1
     """learner processes"""
     local_world_size: FilledIn[int] = 1
     """learner processes of a node"""
     rollout_batch_size: FilledIn[int] = 0
-    """prompts per training step, over all ranks"""
+    """prompts per step, over all ranks"""
     episodes_per_step: FilledIn[int] = 0
-    """responses per training step, over all ranks"""
+    """responses per step, over all ranks"""
     updates_per_step: FilledIn[int] = 0
-    """optimizer updates per training step"""
+    """optimizer updates per step"""
     num_training_steps: FilledIn[int] = 0
-    """training steps of the run"""
+    """of the run"""
     num_updates: FilledIn[int] = 0
-    """optimizer updates of the run"""
+    """of the run"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
@@ -381,13 +381,13 @@ class Response:
 
     prompt: Prompt
     token_ids: list[int]  # as sampled; a stop token is the last one
-    logprobs: list[float]  # the sampler's
+    logprobs: list[float]
     stopped: bool  # by a stop token; else it was cut
     # From generate_rollout
     text: str = ""
-    verifiable: float | None = None  # verifiable reward; None: no ground truth, or the call failed
-    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else the call returned
-    failure: str | None = None  # why the call failed
+    verifiable: float | None = None  # None: no ground truth, or the call failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else it returned
+    failure: str | None = None  # why it failed
     # From the learner
     model_score: float | None = None  # by the reward model
     score: float | None = None  # sum of the rewards, or the penalty; None: not known
@@ -400,11 +400,11 @@ class Response:
 
 @dataclass
 class Request:
-    """What the learner asks of generation: a training step's responses, an evaluation."""
+    """What the learner asks of generation."""
 
     prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
     seeds: list[int]  # (episodes,)
-    eval_prompts: list[Prompt]  # held-out prompts; empty where no evaluation is due
+    eval_prompts: list[Prompt]  # empty where no evaluation is due
 
 
 @dataclass
@@ -412,7 +412,7 @@ class Rollout:
     """The responses to a Request, or one engine's share of them."""
 
     policy_version: int  # of the policy that sampled
-    responses: list[Response]  # (episodes,)
+    responses: list[Response]
     eval_responses: list[Response]
     times: dict[str, float]  # metrics: seconds
 
@@ -421,10 +421,10 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is that of the longest row. From `mask` on, all is 0 outside responses.
+    `length` is the longest row's. From `mask` on, all is 0 outside responses.
     """
 
-    input_ids: Tensor  # (episodes, length), token ids
+    input_ids: Tensor  # (episodes, length)
     lengths: Tensor  # (episodes,), int64, tokens of a row
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
     scores: Tensor  # (episodes,), 0.0 where there is none
@@ -443,7 +443,7 @@ class Batch:
 
 
 def is_rank_0():
-    """Whether this process is the first of all."""
+    """Whether this process is the first."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -458,7 +458,7 @@ def timed(metrics, name):
     """Notes the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
-    # Kernels run behind the Python code; only the main thread starts any
+    # Kernels run behind Python; only the main thread starts any
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
@@ -470,7 +470,7 @@ ending = threading.Lock()
 
 
 def end_children():
-    """Ends vLLM and the reward workers, with all that they started and wrote."""
+    """Ends vLLM and the reward workers, with what they started and wrote."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for process_group in process_groups:
@@ -479,8 +479,8 @@ def end_children():
 
 
 def end_at_once(error):
-    """Prints an error and ends this process, whatever its other threads wait for."""
-    ending.acquire()  # for good: the first error is the cause, others wait here for the end
+    """Prints an error and ends this process, whatever its threads wait for."""
+    ending.acquire()  # for good: others wait here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
@@ -493,9 +493,9 @@ def end_at_once(error):
 
 
 def load_rows(path, split):
-    """The rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
+    """Rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
     if path.endswith(".jsonl"):
-        # datasets would give each column one type: "01" beside 2 becomes 1
+        # datasets would make "01" beside 2 a 1
         with open(path) as file:
             return [json.loads(line) for line in file]
     if path.endswith(".parquet"):
@@ -504,9 +504,9 @@ def load_rows(path, split):
 
 
 def tokenize_prompt(prompt, tokenizer):
-    """The text of a prompt (a string, or messages) and its token ids.
+    """The text of a prompt (a string, or messages for the chat template) and its token ids.
 
-    Messages are rendered with the chat template; an answer that ends them is left out.
+    An answer that ends the messages is left out.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -525,7 +525,7 @@ def uses_reward_model(args):
 def read_prompt(row, origin, tokenizer, args, is_eval):
     """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
 
-    row: with verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
+    It has verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
     ground_truth}`, `extra_info`; or open-instruct's `messages`, `dataset`, `ground_truth`.
     """
     content, data_source = row.get("messages"), row.get("dataset")
@@ -536,10 +536,10 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
         if rule.get("style") != "model" or rule.get("eval"):
             ground_truth = rule.get("ground_truth")
-    # Rows without a ground truth are fine where a reward model scores them
+    # Without a ground truth a row may be scored by the reward model
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
         raise ValueError(f"{origin} has no `ground_truth`, which the reward needs")
-    # Held-out prompts are scored by a rule where there is one
+    # Held-out prompts are scored by a rule where they can be
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
@@ -570,7 +570,7 @@ def load_prompts(path, split, tokenizer, args, is_eval):
 def draw_prompts(num_prompts, start, count, seed):
     """Indices of prompts number `start` to `start + count` of the run.
 
-    Each pass over the dataset is one seeded permutation of it.
+    Each pass over the dataset is a seeded permutation.
 
     >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
     [0, 1, 2, 3, 4]
@@ -585,10 +585,9 @@ def draw_prompts(num_prompts, start, count, seed):
 
 
 def make_request(training_step, train_prompts, eval_prompts, args):
-    """The request for a training step: a function of the step.
+    """The request for a training step; after the last, for the last evaluation alone.
 
-    After the last step it is for the last evaluation alone. Seeds of responses are hashes: with
-    sums, runs of neighbouring --seed would have responses in common.
+    Seeds are hashes: with sums, runs of neighbouring --seed would share responses.
     """
     steps_before, num_steps = training_step - 1, args.num_training_steps
     count = args.rollout_batch_size if steps_before < num_steps else 0
@@ -598,8 +597,8 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
         for i in range(len(prompts))
     ]
-    # Evaluations are two steps apart at the least: an async script samples its first two with the
-    # same weights. None is in the last step, whose metrics have the last evaluation
+    # At least two steps apart: an async script samples its first two with the same weights. The
+    # last step's metrics have the last evaluation
     num_evals = min(args.num_evals, num_steps // 2)
     due = [i * num_steps // num_evals for i in range(num_evals)]
     if steps_before not in (*due, num_steps):
@@ -628,7 +627,7 @@ def grade_gsm8k(response, ground_truth):
 
 
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
-    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise."""
+    """The verifiable reward of a response."""
     if data_source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
     if "gsm8k" in data_source:
@@ -640,7 +639,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 
 
 def read_score(result):
-    """The score in what a reward function returned, and its metrics: verl's return a dictionary.
+    """The score in what a reward function returned, and its metrics (verl's return a dictionary).
 
     >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
     (0.5, {'acc': 1.0})
@@ -660,7 +659,7 @@ def read_score(result):
 
 @cache
 def load_reward_fn(reward_fn):
-    """The function of --reward_fn path/to/file.py:function, which can import its neighbours."""
+    """The function of path/to/file.py:function, which can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     return getattr(importlib.import_module(Path(path).stem), name)
@@ -669,8 +668,8 @@ def load_reward_fn(reward_fn):
 def start_reward_process(reward_fn):
     """Prepares a worker's process. Returns its id, which is its process group's, too.
 
-    It must end with the script. It dies with its parent, the fork server (PDEATHSIG), which ends
-    when the write end of its pipe is closed everywhere: so the inherited one is closed here.
+    It dies with its parent, the fork server (PDEATHSIG). That ends with the script, when the write
+    end of its pipe is closed everywhere: so the inherited one is closed here.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -680,7 +679,7 @@ def start_reward_process(reward_fn):
 
 
 def call_reward_fn(reward_fn, response):
-    """A copy of a response with its verifiable reward and metrics, or with what went wrong."""
+    """A copy of a response with its verifiable reward, or with what went wrong."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
@@ -706,7 +705,7 @@ def call_reward_fn(reward_fn, response):
 
 def start_reward_worker(reward_fn):
     """Starts a process for --reward_fn. Returns it, and its group's id."""
-    # What takes long to import is imported once, by the fork server
+    # Long imports are done once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
     process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
@@ -715,7 +714,7 @@ def start_reward_worker(reward_fn):
 
 
 def call_worker(workers, response, args):
-    """As call_reward_fn, in a worker that is idle.
+    """As call_reward_fn, in an idle worker.
 
     --reward_fn may raise, hang, exit or crash. That costs one response its score: a worker that
     does not answer in time, or dies, is replaced.
@@ -736,7 +735,7 @@ def call_worker(workers, response, args):
 
 
 def grade_responses(responses, tokenizer, workers, args):
-    """Copies of the responses with texts and verifiable rewards, on all workers at once.
+    """Copies of the responses with texts and verifiable rewards.
 
     workers: a queue of what start_reward_worker returns.
     """
@@ -764,7 +763,7 @@ R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>
 def has_r1_format(response):
     """Whether a response has the form <think>...</think><answer>...</answer>.
 
-    The prompt may have opened <think> already, as some chat templates do.
+    The prompt may have opened <think> already.
     """
     text = response.text
     if response.prompt.text.rstrip().endswith("<think>"):
@@ -773,7 +772,7 @@ def has_r1_format(response):
 
 
 def score_responses(accelerator, reward_model, responses, args):
-    """Collective. Copies of the responses with their scores: the sum of rewards, or the penalty."""
+    """Collective. Copies of the responses with their scores."""
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
@@ -814,7 +813,7 @@ def revision_of(path, args):
 
 
 def lora_config(args):
-    """peft's configuration of the adapters of policy and value model."""
+    """peft's configuration of adapters."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -828,10 +827,9 @@ def lora_config(args):
 
 
 def add_adapter(model, args):
-    """Gives each linear layer of a frozen model, but its head, an adapter to train (2106.09685).
+    """Gives each linear layer of a frozen model, but its head, an adapter (2106.09685), in float32.
 
-    A layer W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B
-    is 0 at first. Both are float32.
+    W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B is 0.
     """
     from peft import inject_adapter_in_model
 
@@ -855,9 +853,9 @@ def set_adapter_scale(model, scale):
 def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
-    A model that is trained whole is float32; one that is frozen, or has adapters, is of args.dtype.
-    ValueError: the checkpoint lacks a tensor. A value model may lack its head, which then is zeros,
-    so that the first advantages are rewards to come and no noise.
+    It is float32 if it is trained whole, else (frozen, adapters) of args.dtype. ValueError: the
+    checkpoint lacks a tensor. A value model may lack its head: zeros, so that the first advantages
+    are rewards to come and no noise.
     """
     is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
@@ -885,7 +883,7 @@ def load_model(auto_class, path, args, trained, **config_options):
         model.config.tie_word_embeddings = head.weight is embedding.weight
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    # Gradient checkpointing works in training mode only. Dropout is off by the config
+    # Gradient checkpointing needs training mode. Dropout is off by the config
     model.train(trained).requires_grad_(is_trained_whole)
     if trained and args.lora_rank:
         add_adapter(model, args)
@@ -906,7 +904,7 @@ def token_logprobs(logits, labels):
 def tf32(enabled):
     """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
 
-    TF32 has 11 bits: outside it would round positions above 2,048 in rotary embeddings.
+    Outside, its 11 bits would round positions above 2,048 in rotary embeddings.
     """
     torch.backends.cuda.matmul.allow_tf32 = enabled
     yield
@@ -927,9 +925,9 @@ def head_logits(hidden, head, soft_cap):
 class ChunkedHead(torch.autograd.Function):
     """token_logprobs of head_logits, for some positions at a time.
 
-    All logits would be the largest thing in memory. The backward pass computes them again, chunk by
-    chunk, and adds to one gradient of the head. Entropies have no gradient here; docs/fork.md adds
-    it. torch's linear_cross_entropy knows neither entropies nor soft_cap.
+    All logits would be the largest thing in memory. The backward pass computes them again, and adds
+    to one gradient of the head. Entropies have no gradient here (docs/fork.md). torch's
+    linear_cross_entropy knows neither entropies nor soft_cap.
     """
 
     @staticmethod
@@ -971,8 +969,7 @@ class ChunkedHead(torch.autograd.Function):
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    Matrix products are in args.dtype, and so is the residual stream, unless the model is trained
-    whole and without FSDP2: then it is float32.
+    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -985,25 +982,25 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        # Some models scale their logits (Cohere, Granite), or limit them (Gemma)
+        # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.scale = scale / args.temperature
-        # The limited logits s * cap * tanh(x / cap) are those of s * x with s * cap for a cap
+        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap:
             self.soft_cap *= self.scale
 
     def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (batch, length).
+        """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
 
-        mask: 1 where there is a response token, else 0, as are the results there.
+        mask: 1 where there is a response token.
         """
         hidden = hidden_states(self.model, input_ids, self.args)
         # What is read at a position predicts the token after it
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # The head computes in float32 (2506.13585); with bfloat16 models TF32 is precise enough
+        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
         head = self.model.get_output_embeddings().weight
         dtype = torch.promote_types(head.dtype, torch.float32)
         logprobs, entropies = ChunkedHead.apply(
@@ -1019,8 +1016,8 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token.
 
-    A value model's head says what rewards are to come after the token: the value that the next
-    token begins with. A reward model's scores the sequence up to and with the token.
+    A value model's head says what rewards are to come after a token: the value that the next begins
+    with. A reward model's scores the sequence up to and with the token.
     """
 
     def __init__(self, model, args):
@@ -1031,19 +1028,19 @@ class ValueModel(nn.Module):
     def forward(self, input_ids, mask):
         """Values: (batch, length). The mask is not needed."""
         hidden = hidden_states(self.model, input_ids, self.args)
-        # The head computes in float32
+        # In float32
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
 def place_model(accelerator, model, args):
     """Collective. Puts a PolicyModel or ValueModel on this rank's device.
 
-    Under FSDP2 the rank gets its part of each parameter, else a copy, inside DDP if it is trained.
+    Under FSDP2 the rank gets its part of each parameter, else a copy, in DDP if it is trained.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
-    # A layer is gathered while it computes, in args.dtype; its gradients are added in float32. The
-    # rest (embedding, last norm, head) is gathered in its own dtype
+    # A layer is gathered in args.dtype while it computes, the rest (embedding, head) in its own;
+    # gradients are added in float32
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model.model._no_split_modules:
@@ -1062,7 +1059,7 @@ def load_value_or_reward_model(accelerator, path, args, trained):
 
 
 def to_rows(values, mask):
-    """Puts values where the mask is 1, in order; the rest is 0. Returns a tensor like the mask.
+    """Puts values where the mask is 1, in order, and 0 elsewhere. Returns a tensor like the mask.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
@@ -1196,11 +1193,11 @@ def compute_gae(rewards, values, mask, gamma, lam):
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap.
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
-    The sampler may be a step older, and its kernels are others
+    The sampler may be a step older, and has other kernels
     (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
-    are too far apart; the token still counts in the mean of the loss. All are (batch, length).
+    are too far apart; the token still counts in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
@@ -1226,9 +1223,9 @@ def policy_loss(
 ):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    log_ratio: new - old log-probabilities. The ratio is clipped to [1 - cliprange,
-    1 + cliprange_higher]; for negative advantages dual_clip is another limit (1912.09729). All
-    tensors have one shape, a number for each token.
+    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; for
+    negative advantages dual_clip is another limit (1912.09729). A number for each token, all of one
+    shape.
 
     >>> loss, clipped = policy_loss(
     ...     log_ratio=torch.tensor([0.0, 1.0]),
@@ -1249,14 +1246,14 @@ def policy_loss(
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
         clipped = clipped | too_large
-    # After the max: the weight says how much a token counts, not which loss is the larger
+    # After the max: it says how much a token counts, not which loss is the larger
     return loss * importance_weights, clipped
 
 
 def value_loss(values, old_values, returns, cliprange_value):
     """Half the squared error per token, and where its clip around the old values binds.
 
-    All are of one shape. With cliprange_value 0 nothing is clipped.
+    All are of one shape. cliprange_value 0: no clip.
 
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
@@ -1270,9 +1267,7 @@ def value_loss(values, old_values, returns, cliprange_value):
 
 
 def lr_multiplier(update, num_updates, args):
-    """The learning rate of a model's update, counted from 0, as a share of the base rate.
-
-    It is above 0 to the last update.
+    """The learning rate of a model's update, from 0, as a share of the base rate; never 0.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -1310,7 +1305,7 @@ def start_llm(options, config, folder):
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_script, daemon=True).start()
-    # vLLM's cache of compiled code goes by the model's path: this way "." in every run
+    # vLLM's cache of compiled code goes by the model's path: "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
     # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
@@ -1328,9 +1323,9 @@ def call_llm(method, *args, **kwargs):
 
 
 def sample_responses(prompts, seeds, temperature, version, args):
-    """Samples a Response to each Prompt, each with a seed, so that a run can be repeated.
+    """Samples a Response to each Prompt, each with its seed.
 
-    version: of the policy. With LoRA its adapter is in the folder version_<version>.
+    version: of the policy, whose adapter, if any, is in the folder version_<version>.
     """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -1342,16 +1337,16 @@ def sample_responses(prompts, seeds, temperature, version, args):
             temperature=temperature,
             max_tokens=args.response_length,
             stop_token_ids=args.stop_token_ids,
-            ignore_eos=True,  # the end tokens are stop_token_ids, and no others
+            ignore_eos=True,  # stop_token_ids alone end a response
             logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,  # one number per sampled token
+            flat_logprobs=True,
             detokenize=False,
         )
         for seed in seeds
     ]
     adapter = None
     if args.lora_rank:
-        # A name, an id and a folder; ids start at 1, versions at the -1 of check_adapter
+        # A name, an id from 1 on (versions start at check_adapter's -1), and a folder
         adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
     outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
     responses = []
@@ -1369,8 +1364,8 @@ def sample_responses(prompts, seeds, temperature, version, args):
 def place_engine(rank, num_gpus, args):
     """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
 
-    Without vllm_gpus every rank owns an engine, on its own GPU; with them the first ranks of each
-    node do. GPUs are indices into the num_gpus visible ones of the node; () is the CPU.
+    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
+    are indices into the node's num_gpus visible ones; () is the CPU.
 
     >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
     (3, 4, (1,))
@@ -1391,10 +1386,10 @@ def place_engine(rank, num_gpus, args):
 
 
 def vllm_settings(gpus, folder, max_length, args):
-    """The environment of an engine's process, and the arguments of vLLM's LLM, as dictionaries.
+    """The environment of an engine's process, and the arguments of vLLM's LLM.
 
-    The engine starts with random weights, so that a tensor that a weight sync leaves out shows at
-    once; with LoRA it starts with the checkpoint's.
+    It starts with random weights, so that a tensor that a weight sync leaves out shows; with LoRA
+    with the checkpoint's.
     """
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -1430,7 +1425,7 @@ def vllm_settings(gpus, folder, max_length, args):
             options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
-        # Each learner has an engine, and wants some threads, too
+        # Learner and engine share the cores
         environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
@@ -1450,7 +1445,7 @@ def vllm_settings(gpus, folder, max_length, args):
 
 
 def end_if_failed(call):
-    """Ends this process where a call of vLLM's process has failed, or that has died."""
+    """Ends this process where a call of vLLM's has failed, or its process has died."""
     if call.exception() is not None:
         end_at_once(call.exception())
 
@@ -1461,8 +1456,7 @@ class VLLM:
     def __init__(self, placement, config, max_length, args):
         """Starts the engine, and waits until it is up.
 
-        placement: see place_engine; config: the policy's; max_length: of a prompt with its
-        response.
+        placement: see place_engine; max_length: of a prompt with its response.
         """
         self.index, self.count, self.gpus = placement
         self.args = args
@@ -1473,8 +1467,8 @@ class VLLM:
         folders.append(self.folder)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
-        # The process is born with its environment: vLLM and torch read it when they are imported
-        with clear_environment():  # and gives ours back
+        # vLLM and torch read the environment when they are imported: the process is born with it
+        with clear_environment():
             os.environ.update(environment)
             start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
@@ -1486,7 +1480,7 @@ class VLLM:
         return call
 
     def call(self, method, *args, **kwargs):
-        """Calls a method of vLLM's LLM and waits for it, with the time limit of weight syncs."""
+        """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
     def sample(self, prompts, seeds, temperature):
@@ -1502,10 +1496,9 @@ class VLLM:
         ).result()
 
     def sync_weights(self, weights, version):
-        """Gives vLLM, which must be idle, the weights of a version of the policy.
+        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights.
 
-        weights: as from gather_weights; all are read. vLLM loads an adapter's folder with the first
-        request that names it.
+        vLLM loads an adapter's folder with the first request that names it.
         """
         if self.args.lora_rank:
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
@@ -1524,8 +1517,8 @@ class VLLM:
     def send_weights(self, weights):
         """Sends weights by the protocol of vLLM's workers, one tensor at a time in vLLM's dtype.
 
-        To an engine on a shared GPU handles of the learner's memory travel ("ipc"), to one on GPUs
-        of its own the numbers, by NCCL.
+        To a shared GPU handles of the learner's memory travel ("ipc"), to others the numbers, by
+        NCCL.
         """
         if self.policy_version is None:
             self.connect()
@@ -1548,7 +1541,7 @@ class VLLM:
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
     def connect(self):
-        """Sets vLLM's weight transfer up; with --vllm_gpus makes an NCCL communicator."""
+        """Sets vLLM's weight transfer up."""
         if not self.args.vllm_gpus:
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
@@ -1569,12 +1562,11 @@ class VLLM:
 
 
 def gather_weights(model, args):
-    """Collective. A policy's weights as vLLM gets them, one by one: (name, whole tensor).
+    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one.
 
-    With LoRA these are the adapters alone. Under FSDP2 a rank casts its part of a tensor to
-    args.dtype before all exchange their parts.
+    Under FSDP2 a rank casts its part to args.dtype before all exchange their parts.
     """
-    # A tied head is the embedding. vLLM on a CPU has a copy, so there it is sent as the head, too
+    # vLLM on a CPU has a copy of a tied head: it is sent as the head, too
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if args.lora_rank and not parameter.requires_grad:
             continue
@@ -1585,7 +1577,7 @@ def gather_weights(model, args):
 
 
 def save_adapter(weights, folder, args):
-    """Writes an adapter to a folder, in peft's form. weights: {name: whole tensor}, also others."""
+    """Writes the adapter among the weights, {name: whole tensor}, to a folder, in peft's form."""
     lora_config(args).save_pretrained(folder)
     tensors = {
         f"base_model.model.{name.replace('.default', '')}": weight
@@ -1596,22 +1588,22 @@ def save_adapter(weights, folder, args):
 
 
 def sync_weights(vllm, model, version, args):
-    """Collective. Gives vLLM the weights of a version of the policy.
+    """Collective. Gives vLLM, which is None on a rank without an engine, a version's weights.
 
-    model: that in the policy; vllm: None where this rank owns no engine.
+    model: that in the policy.
     """
     weights = gather_weights(model, args)
     if vllm:
         vllm.sync_weights(weights, version)
-    # A rank without an engine must read all, too: gathering is collective
+    # Gathering is collective: a rank without an engine reads all, too
     for _ in weights:
         pass
 
 
 def generate_rollout(vllm, workers, tokenizer, request, args):
-    """This rank's share of a Rollout: the responses to a Request, with their verifiable rewards.
+    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout.
 
-    vllm: None where this rank owns no engine; then there is no share: None.
+    None where this rank owns no engine: vllm is None.
     """
     if not vllm:
         return None
@@ -1630,14 +1622,13 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
 def gather_rollout(share, cpu_group):
     """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
 
-    cpu_group: the ranks' gloo group; None: there is one rank. Shares in the order of ranks are in
-    the order of the request.
+    cpu_group: the ranks' gloo group; None: one rank. Shares by rank are in the request's order.
     """
     if not cpu_group:
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = filter(None, shares)  # rank 0 owns an engine; its times are reported
+    rollout, *others = filter(None, shares)  # its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -1650,7 +1641,7 @@ def gather_rollout(share, cpu_group):
 def draw_mini_batches(training_step, args):
     """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
 
-    Each epoch is a permutation of its own; all ranks draw the same.
+    Each epoch is a permutation, on all ranks the same.
     """
     generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
     epochs = []
@@ -1663,10 +1654,10 @@ def draw_mini_batches(training_step, args):
 def cut_micro_batches(accelerator, rows, lengths, size, args):
     """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
 
-    Rows are sorted by length and dealt to the ranks in turn, like cards, so that the ranks' n-th
-    rows are alike. A micro-batch has `size` rows; or, with micro_batch_tokens, as many as stay
-    within it, padding included. All ranks cut alike, since under FSDP2 they compute together: by
-    `longest`, the longest of their n-th rows. lengths: of all rows of the batch, (episodes,).
+    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has `size`
+    rows; or, with micro_batch_tokens, as many as stay within it, padding included. All ranks cut
+    alike, since under FSDP2 they compute together: `longest` is the longest of their n-th rows.
+    lengths: of all rows of the batch.
 
     >>> rank = Accelerator(cpu=True)
     >>> lengths = torch.tensor([3, 10, 4, 4])
@@ -1700,18 +1691,18 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
     for mini_batch in mini_batches:
         for rows, length in cut_micro_batches(accelerator, mini_batch, lengths, size, args):
             outputs = model(input_ids[rows, :length], mask[rows, :length])
-            if isinstance(outputs, tuple):  # a policy's entropies are not asked for
+            if isinstance(outputs, tuple):  # a policy's entropies
                 outputs, _ = outputs
             whole[rows, :length] = outputs
-    # A row is 0 on all ranks but one, so the sum is exact
+    # A row is 0 on all ranks but one: the sum is exact
     return accelerator.reduce(whole)
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
-    """Collective. The reward model's scores at the last token of each response, as floats.
+    """Collective. The reward model's scores at the last token of each response, or Nones.
 
     Equal responses are scored once: what else is in a micro-batch moves the last bits, and GRPO's
-    advantages make much of that. reward_model: None: so are the scores.
+    advantages make much of that.
     """
     if not reward_model:
         return [None] * len(responses)
@@ -1730,9 +1721,9 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. Each loss is the mean over the tokens of the mini-batch's
-    loss_mask on all ranks, so the gradient does not depend on the cut (2503.14476, 3.3). Returns
-    sums over this rank's tokens, for update_metrics.
+    mini_batch: rows of the batch. Each loss is the mean over the mini-batch's loss_mask on all
+    ranks, so the gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums
+    over tokens.
     """
     num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
@@ -1744,8 +1735,8 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
         loss_mask = batch.loss_mask[rows, :length]
         sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-        # DDP exchanges gradients in the last pass alone (as by its no_sync). FSDP2 does in each: it
-        # would have to keep whole ones until then
+        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each: it
+        # would have to keep whole ones
         policy.require_backward_grad_sync = i == len(micro_batches) - 1
         value_model.require_backward_grad_sync = i == len(micro_batches) - 1
 
@@ -1803,7 +1794,7 @@ def add_sums(sums, per_token, mask):
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
 
-    FloatingPointError: the norm, which all ranks see alike, is not finite; the batch is saved.
+    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
@@ -1815,7 +1806,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
-    # They are in DDP's buckets. If they became None, the next passes would make others beside them
+    # In DDP's buckets. If they were None, the next passes would make others
     optimizer.zero_grad(set_to_none=False)
     return norm
 
@@ -1823,8 +1814,8 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: log-probabilities differ by more than rounding. A
-    difference that is not finite is left to apply_gradients, which saves the batch.
+    All are (episodes, length). RuntimeError: they differ by more than rounding. A difference that
+    is not finite is left to apply_gradients, which saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
     limit = 1e-2  # vLLM's kernels on a GPU may use TF32
@@ -1840,16 +1831,16 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
 def check_adapter(vllm, policy, model, prompt, args):
     """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
 
-    B starts at 0: there an engine that ignores the adapter, or has another lora_alpha, would pass
-    check_sampler. So B is noise in here, and 0 again afterwards. model: that in the policy.
+    B starts at 0: an engine that ignores the adapter, or has another lora_alpha, would pass
+    check_sampler. So B is noise in here, and 0 afterwards. model: that in the policy.
     """
     matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
     for matrix in matrices:
-        # What the adapter adds is about a quarter of what a layer gives, for any rank and alpha.
+        # The adapter adds about a quarter of what a layer gives, for any rank and alpha.
         # add_adapter has seeded the generator
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)  # a version that is never trained on
-    # A rank without an engine joins the forward pass, with a response that was not sampled
+    # A rank without an engine joins the forward pass, with any response
     responses = [Response(prompt, [0], [0.0], stopped=True)]
     if vllm:  # each engine samples all of them
         args = replace(args, response_length=16)
@@ -1868,7 +1859,7 @@ def check_adapter(vllm, policy, model, prompt, args):
 
 
 def update_metrics(accelerator, sums):
-    """Collective. Metrics of a step's updates, from each rank's sums over its tokens."""
+    """Collective. Metrics of a step's updates, from each rank's sums."""
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
     tokens = max(1, totals.pop("tokens"))
@@ -1890,7 +1881,7 @@ def batch_metrics(batch, beta, args):
         "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
-        # The KL of the sampler to the learner: the sampler's are the samples
+        # KL of the sampler to the learner
         "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
         # Effective sample size, as a share of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
@@ -1908,7 +1899,7 @@ def batch_metrics(batch, beta, args):
 
 
 def score_metrics(prefix, responses, args):
-    """What responses earned, in all and by part. prefix: of the metrics, "objective" or "eval".
+    """What responses earned: metrics of a prefix, "objective" or "eval".
 
     With several data sources there is each mean for each of them, too.
     """
@@ -1925,7 +1916,7 @@ def score_metrics(prefix, responses, args):
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
-            # Rewards may give partial credit, and only the whole is right
+            # Only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
         for name, value in parts.items():
             if value is not None:
@@ -1957,7 +1948,7 @@ def describe(response, policy_version):
 
 
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
-    """Collective. Scores a rollout's answers to held-out prompts, writes them, returns eval/*."""
+    """Collective. Scores answers to held-out prompts, writes them, returns eval/*."""
     responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
     samples = [describe(response, rollout.policy_version) for response in responses]
     for sample in samples:
@@ -1975,11 +1966,11 @@ def run_program(name, run_dir, *options):
         subprocess.run([sys.executable, path, run_dir, *options])
 
 
-drawing = ThreadPoolExecutor(1)  # draws one picture at a time, while the loop goes on
+drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on
 
 
 def write_metrics(accelerator, metrics, run_dir):
-    """Writes a step's metrics to metrics.jsonl and to the trackers, and shows some of them.
+    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some.
 
     After an evaluation the curves are drawn, too.
     """
@@ -1996,9 +1987,8 @@ def write_metrics(accelerator, metrics, run_dir):
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
-    The generation config is the model's, but for the end tokens, which are the run's. With LoRA the
-    adapter is written to the folder "adapter" beside it, and is merged into the saved model, in
-    float32: bfloat16 would round small changes away.
+    The generation config is the model's, with the run's end tokens. An adapter is written to a
+    folder beside it, and merged into the model in float32: bfloat16 would round small changes away.
     """
     weights = accelerator.get_state_dict(model)  # gathered under FSDP2
     if not is_rank_0():
@@ -2026,7 +2016,7 @@ def save_model(accelerator, model, tokenizer, path, args):
 
 
 def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. Each is whole: it got its name when it was."""
+    """A run's checkpoints, the newest last. They get their names when they are whole."""
     return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
 
 
@@ -2047,8 +2037,8 @@ def remove_checkpoints(checkpoints):
 def checkpoint_parts(trained, folder):
     """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
 
-    trained: {name: (model, its optimizer)}. The tensors are those that train; checkpoint.load fills
-    them in place. A run can be resumed with or without DDP or FSDP2, on any number of ranks.
+    trained: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in place, are
+    those that train. DDP, FSDP2 and the number of ranks may be others on resume.
     """
     for name, (model, optimizer) in trained.items():
         weights = {
@@ -2057,17 +2047,17 @@ def checkpoint_parts(trained, folder):
             if parameter.requires_grad
         }
         yield weights, folder / name
-        # Until a model's first update its optimizer has no state to save. To load one, torch first
-        # makes it, by a step with a learning rate of 0
+        # Before a model's first update its optimizer has no state. To load one, torch makes it, by
+        # a step with a learning rate of 0
         path = folder / f"{name}_optimizer"
         if optimizer.state or path.exists():
             yield get_optimizer_state_dict(model, optimizer)["state"], path
 
 
 def finish_checkpoint(accelerator, run_dir, step, state, args):
-    """Adds the run's .jsonl files and its state to checkpoints/unfinished, and names it; on rank 0.
+    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
 
-    state: a dictionary. Only the newest keep_last_n checkpoints are kept.
+    Only the newest keep_last_n checkpoints are kept.
     """
     folder = run_dir / "checkpoints/unfinished"
     if not accelerator.is_main_process:
@@ -2081,7 +2071,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def find_run(args):
-    """The folder of the run, and the checkpoint to resume; None: the run begins."""
+    """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
     if args.resume_from_checkpoint == "latest":
         checkpoints = list_checkpoints(run_dir)
@@ -2202,16 +2192,15 @@ def main(args):
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Warnings of checkpoints by one process, of FSDP2's outputs that are views, and of
-    # broadcast_buffers
+    # About checkpoints by one process, FSDP2's outputs that are views, and broadcast_buffers
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
     # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
-    # issue 196678), and prepares itself for each shape, for up to a second
+    # issue 196678), and prepares itself for each shape
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     # ---- Ranks and arguments
-    timeout = timedelta(hours=2)  # others wait while a rank downloads, loads or saves a model
+    timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
@@ -2225,8 +2214,7 @@ def main(args):
     cpu_group = None
     if accelerator.num_processes > 1:
         cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 is "FSDP", too, and fine but for RAM-efficient loading: all ranks but the first of a
-    # node would get zeros
+    # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if accelerator.is_fsdp2:
         is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
@@ -2290,10 +2278,10 @@ def main(args):
     start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
-        # vLLM's share of the GPU, and 2 GiB for two CUDA contexts, are not the learner's
+        # vLLM's share, and 2 GiB for two CUDA contexts, are not the learner's
         contexts = 2**31 / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
-    # The model in `policy`: the same parameters, by the names that vLLM and others know
+    # The model in `policy`: the same parameters, by the names that others know
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
@@ -2389,8 +2377,8 @@ def main(args):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
-        # A failed reward does not mean a wrong answer: the response is left out of the loss, and
-        # the 0.0 in place of its score counts nowhere
+        # A failed reward is no wrong answer: the response is left out of the loss, and the 0.0 in
+        # place of its score counts nowhere
         has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
 
@@ -2400,8 +2388,8 @@ def main(args):
         loss_mask = mask * has_score[:, None]
 
         # Log-probabilities and values before any update, (episodes, length). The batch is cut as in
-        # the first epoch: other shapes would change the last bits, and the ratios of the first
-        # update would not be exactly 1.
+        # the first epoch: other shapes would change the last bits, and the first ratios would not
+        # be exactly 1.
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(metrics, "forward"):
@@ -2454,8 +2442,8 @@ def main(args):
             returns=returns,
         )
 
-        # 8. Updates. The value model learns in all of them, the policy after the value model's
-        # warm-up; each schedule of learning rates starts at its model's first update.
+        # 8. Updates. The policy learns after the value model's warm-up; each schedule of learning
+        # rates starts at its model's first update.
         trains_policy = training_step > args.value_warmup_steps
         sums = Counter()  # whose update() adds
         grad_norms = Counter()  # means over the updates
