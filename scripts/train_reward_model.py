@@ -171,28 +171,27 @@ class Pair:
 
 
 def load_rows(path, split):
-    """The rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
-    suffix = Path(path).suffix
-    if suffix == ".jsonl":
-        # datasets would give each column one type: "01" beside 2 becomes 1
+    """Rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
+    if path.endswith(".jsonl"):
+        # datasets would make "01" beside 2 a 1
         with open(path) as file:
             return [json.loads(line) for line in file]
-    if suffix == ".parquet":
+    if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
     return datasets.load_dataset(path, split=split).to_list()
 
 
 def tokenize_prompt(prompt, tokenizer):
-    """The text of a prompt (a string, or messages) and its token ids.
+    """The text of a prompt (a string, or messages for the chat template) and its token ids.
 
-    Messages are rendered with the chat template; an answer that ends them is left out.
+    An answer that ends the messages is left out.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
     if prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    # The template has written the special tokens already
+    # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -258,9 +257,7 @@ def load_pairs(accelerator, path, split, tokenizer, args):
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    There is no attention mask: a causal model reads no later token, so none of the padding on the
-    right. Matrix products are in args.dtype, and so is the residual stream. Only where a model is
-    trained whole and without FSDP2, it is float32.
+    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
@@ -351,9 +348,7 @@ def calibration_error(margins, num_bins=10):
 
 
 def lr_multiplier(update, num_updates, args):
-    """The learning rate of a model's update number `update`, as a share of the base rate.
-
-    Updates count from 0. The rate is above 0 to the last of num_updates.
+    """The learning rate of a model's update, from 0, as a share of the base rate; never 0.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -479,7 +474,7 @@ def save_reward_model(reward_model, tokenizer, path):
 
 
 def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. Each is whole, since it got its name when it was."""
+    """A run's checkpoints, the newest last. They get their names when they are whole."""
     return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
 
 
@@ -498,10 +493,9 @@ def remove_checkpoints(checkpoints):
 
 
 def finish_checkpoint(accelerator, run_dir, step, state, args):
-    """Adds the run's .jsonl files and its state to checkpoints/unfinished, and names it; on rank 0.
+    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
 
-    state: what else is to be remembered, as a dictionary. Only the newest keep_last_n checkpoints
-    are kept.
+    Only the newest keep_last_n checkpoints are kept.
     """
     folder = run_dir / "checkpoints/unfinished"
     if not accelerator.is_main_process:
@@ -515,7 +509,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 
 def find_run(args):
-    """The folder of the run, and the checkpoint to resume; None: the run begins."""
+    """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
     if args.resume_from_checkpoint == "latest":
         checkpoints = list_checkpoints(run_dir)
