@@ -1425,6 +1425,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
+        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
