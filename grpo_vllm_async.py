@@ -28,8 +28,7 @@ Training step g, on every rank:
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
     3. checkpoint                         ...                            ...
     4. reward model                       ...
-    5. to 8. forward passes,              ...
-       advantages, updates              verifiable rewards
+    5. to 8. advantages, updates        verifiable rewards
 
 Before step 1, weights of version 0 and prompts 1 go out; a version is the number of completed
 training steps. Weights travel between the receipt of one batch and the request for the next: vLLM
@@ -53,8 +52,8 @@ fourth, the reference policy's.
 
 There is no value model: each prompt is answered several times, and the advantage of a response is
 how much better it scored than the others of its group. The KL to the reference policy is a term of
-the loss, not of the reward. Two savings are not GRPO's: responses without a gradient are not
-computed, and the first update of a step computes its old log-probabilities itself.
+the loss, not of the reward. Advantages need no log-probabilities, and are often 0. So responses
+without a gradient are not computed, and a step's first update computes its old log-probabilities.
 
 With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
 the adapter to a folder, which each request names. The reference policy is the policy with its
@@ -76,7 +75,7 @@ Skip what is about lora_rank at first.
     data, rewards             from a row of a dataset to a Request; to a score        skim, 25
     models                    wrappers that give log-probabilities, values or scores  read, 30
     mathematics               KL, advantages, losses, with examples                   read, 25
-    vLLM                      its process, weight sync, the generation thread         read, 35
+    vLLM                      its process, weight sync, generation                    read, 35
     forward and backward      micro-batches; the gradient of one mini-batch           read, 20
     metrics, checkpoints      what is written                                         skip at first
     arguments                 what must fit together                                  skip at first
@@ -85,8 +84,8 @@ Skip what is about lora_rank at first.
 "Collective" in a docstring: every rank must call the function, in the same order.
 
 arXiv: GRPO 2402.03300; PPO 1707.06347; options of DAPO 2503.14476 (cliprange_higher,
-mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence);
-asynchronous RLHF 2410.18252.
+mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence).
+Asynchronous RLHF 2410.18252.
 """
 
 import contextlib
@@ -1143,9 +1142,9 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
-    The sampler may be a step older, and has other kernels
-    (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
-    are too far apart; the token still counts in the loss's mean.
+    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
+    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
+    the token still counts in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
@@ -1172,9 +1171,8 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     """How much better a response scored than its group (2402.03300): (episodes,), like scores.
 
     The samples of a prompt stand side by side. "standard" divides by the group's unbiased
-    deviation + 1e-8, "centered" does not (2503.20783). Where all scores of a group are equal the
-    advantages are exactly 0, whatever the rounding of their mean. What has no score does not count
-    in its group, and its advantage is 0.
+    deviation + 1e-8, "centered" does not (2503.20783). A group whose scores are all equal has
+    advantages of exactly 0. What has no score does not count in its group, and gets 0.
 
     >>> scores = torch.tensor([1.0, 3.0, 0.1, 0.1])
     >>> group_advantages(scores, torch.ones(4), 2, "standard").tolist()
@@ -1188,18 +1186,10 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     if normalization == "standard":
         variances = (advantages**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         advantages = advantages / (variances.sqrt() + 1e-8)
-    return advantages.masked_fill(~has_spread(groups, has_score), 0.0).flatten()
-
-
-def has_spread(groups, has_score):
-    """Whether a group's scores differ: (groups, 1). Both are (groups, samples of a prompt).
-
-    >>> has_spread(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), has_score=torch.ones(2, 2)).tolist()
-    [[True], [False]]
-    """
+    # Means are rounded, so equal scores are looked for
     largest = groups.masked_fill(has_score == 0, -math.inf).amax(1, keepdim=True)
     smallest = groups.masked_fill(has_score == 0, math.inf).amin(1, keepdim=True)
-    return ~(largest <= smallest)  # so that a score of nan does not pass unseen
+    return advantages.masked_fill(largest <= smallest, 0.0).flatten()
 
 
 def policy_loss(
@@ -1383,6 +1373,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
+        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -1640,17 +1631,15 @@ def draw_mini_batches(training_step, args):
 def rows_to_compute(mini_batch, computed, num_ranks):
     """The rows of a mini-batch that go through the policy: those to be computed, and a few others.
 
-    The others fill up: each rank gets equally many rows, and at least one, so that all ranks make
-    as many passes. They enter no loss.
+    The others fill up, and enter no loss: each rank gets equally many rows, and at least one.
 
     >>> rows_to_compute([0, 1, 2, 3], computed=torch.tensor([0, 1, 1, 1]), num_ranks=2)
     [1, 2, 3, 0]
     """
     computed = computed.tolist()
-    needed = [row for row in mini_batch if computed[row]]
-    others = [row for row in mini_batch if not computed[row]]
-    count = max(1, math.ceil(len(needed) / num_ranks)) * num_ranks
-    return (needed + others)[:count]
+    in_order = sorted(mini_batch, key=lambda row: not computed[row])
+    needed = sum(computed[row] for row in mini_batch)
+    return in_order[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
 
 
 def cut_micro_batches(accelerator, rows, lengths, size, args):
@@ -1723,20 +1712,15 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch; is_first: no update of the step came before, so the
-    log-probabilities computed here are the old ones as well, and go into batch.logprobs. The loss
-    is a sum over the mini-batch's tokens, on all ranks together, divided by one number, so the
-    gradient does not depend on how the batch is cut (2503.14476, 3.3). Returns sums over this
-    rank's tokens, which update_metrics turns into metrics.
+    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
+    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
+    is_first: of the step's mini-batches. What is computed here are its old log-probabilities, too.
     """
-    mini_batch_mask = batch.loss_mask[mini_batch]
-    num_responses = int(mini_batch_mask.amax(1).sum())
-    normalizers = {
-        "token": int(mini_batch_mask.sum()),
-        "sequence": num_responses,
-        "constant": num_responses * args.response_length,
-    }
-    normalizer = max(1, normalizers[args.loss_aggregation])
+    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
+    if args.loss_aggregation != "token":
+        normalizer = max(1, int(batch.loss_mask[mini_batch].amax(1).sum()))
+    if args.loss_aggregation == "constant":
+        normalizer *= args.response_length
     mini_batch = rows_to_compute(mini_batch, batch.computed, accelerator.num_processes)
     micro_batches = cut_micro_batches(
         accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
@@ -1745,7 +1729,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     for i, (rows, length) in enumerate(micro_batches):
         # All that follows is (micro_batch, length)
         input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
-        # Rows that fill up have a loss of 0. Without them here they are in no metric either
+        # Rows that fill up are in no metric either
         loss_mask = batch.loss_mask[rows, :length] * batch.computed[rows, None]
         sums["tokens"] += loss_mask.sum(dtype=torch.float64)
         # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each: it
@@ -1758,12 +1742,12 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         old_logprobs = batch.logprobs[rows, :length]
         sampler_logprobs = batch.sampler_logprobs[rows, :length]
         weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
-        log_ratio = (logprobs - old_logprobs) * loss_mask
-        loss_log_ratio = log_ratio
+        token_log_ratio = (logprobs - old_logprobs) * loss_mask
+        log_ratio = token_log_ratio
         if args.importance_sampling_level == "sequence":
-            loss_log_ratio = sequence_mean(log_ratio, loss_mask)
+            log_ratio = sequence_mean(token_log_ratio, loss_mask)
         pg_loss, pg_clipped = policy_loss(
-            loss_log_ratio,
+            log_ratio,
             batch.advantages[rows, :length],
             weights,
             cliprange=args.cliprange,
@@ -1774,11 +1758,9 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         if args.beta > 0:
             ref_logprobs = batch.ref_logprobs[rows, :length]
             kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
-            # The estimate holds for tokens of this policy, and an older one sampled these. The
-            # token's ratio (new/old) and the weight (old/sampler) make up for that. For the
-            # gradient of KL(policy || reference) kl1 and kl3 differentiate the ratio, and kl2
-            # does not (2510.01555).
-            token_ratio = log_ratio.exp()
+            # Older policies sampled the tokens: the ratio new/old and the weight old/sampler make
+            # up for that. kl1 and kl3 need the ratio's gradient, kl2 must not have it (2510.01555)
+            token_ratio = token_log_ratio.exp()
             if args.kl_estimator == "kl2":
                 token_ratio = token_ratio.detach()
             kl = kl * token_ratio * weights
@@ -1789,10 +1771,10 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         loss = (token_loss * scale).sum() / normalizer
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
-        ratio = loss_log_ratio.exp()
+        ratio = log_ratio.exp()
         per_token = {
             "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": log_ratio**2 / 2,
+            "policy/approxkl_avg": token_log_ratio**2 / 2,
             "policy/clipfrac_avg": pg_clipped,
             "mismatch/masked": weights == 0,
             "policy/entropy_avg": entropies,
@@ -1897,13 +1879,12 @@ def batch_metrics(batch, beta, args):
     if args.importance_sampling_level == "sequence":
         log_ratios = sequence_mean(mismatch, mask)
     ratios = log_ratios.exp()[mask.bool()]  # (tokens,)
-    groups = batch.scores.view(-1, args.number_samples_per_prompt)
-    has_score = batch.has_score.view(-1, args.number_samples_per_prompt)
+    has_spread = batch.advantages.abs().amax(1).view(-1, args.number_samples_per_prompt).any(1)
     metrics = {
         "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
         "objective/entropy": -logprobs.sum() / batch.computed.sum(),
         "val/computed_responses": batch.computed.sum(),
-        "val/zero_variance_groups": (~has_spread(groups, has_score)).sum(),
+        "val/zero_variance_groups": (~has_spread).sum(),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         # KL of the sampler to the learner
@@ -2274,10 +2255,11 @@ def main(args):
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
-    if args.warm_up_steps >= args.num_updates:
+    num_policy_updates = args.num_updates
+    if args.warm_up_steps >= num_policy_updates:
         raise ValueError(
             f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
-            f"updates ({args.num_updates}); see --total_episodes"
+            f"updates ({num_policy_updates}); see --total_episodes"
         )
     if args.number_samples_per_prompt < 2:
         raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
@@ -2374,7 +2356,7 @@ def main(args):
         daemon=True,
     ).start()
 
-    # ---- The run's folder, and the first batch
+    # ---- The run's folder
     if checkpoint_dir:
         for part, folder in checkpoint_parts(trained, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
@@ -2416,8 +2398,8 @@ def main(args):
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
 
-        # 2. The current weights, in step 1 unchanged, and the next prompts go to vLLM, which
-        # generates while we train.
+        # 2. The current weights (in step 1 those that vLLM has) and the next prompts go to vLLM,
+        # which generates while we train.
         if args.async_mode and not is_last:
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
@@ -2468,9 +2450,11 @@ def main(args):
             computed = torch.ones_like(computed)
         advantages = advantages[:, None] * mask  # (episodes, length)
 
-        # 7. Log-probabilities before any update, (episodes, length). The first mini-batch has 0
-        # here: its update computes them, with the same weights. The others are cut as in the first
-        # epoch, so that rounding is the same
+        # 7. What an update needs.
+        # Log-probabilities before any update, (episodes, length). The batch is cut as in the
+        # first epoch: other shapes would change the last bits, and the first ratios would not
+        # be 1.
+        # The first mini-batch has 0 here: its update computes them, with the same weights
         epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
         others = [rows_to_compute(rows, computed, accelerator.num_processes) for rows in others]
@@ -2519,7 +2503,7 @@ def main(args):
                         check_sampler(
                             batch.logprobs, sampler_logprobs, mask * computed[:, None], args
                         )
-                lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
+                lr = args.learning_rate * lr_multiplier(update, num_policy_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                 grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 

@@ -28,8 +28,7 @@ Training step g, on every rank:
        verifiable rewards of the responses <--------------------------
        share them with the other ranks
     4. reward model
-    5. to 8. forward passes, advantages,
-       updates
+    5. to 8. advantages, updates
 
 A version is the number of completed training steps. The learner waits while vLLM samples, and vLLM
 while the learner trains. ppo_vllm_async.py has them work side by side.
@@ -1167,17 +1166,11 @@ def adapted_beta(beta, kl, args):
 def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
 
-    All are (batch, length), 0 outside the mask. A response's last token is terminal.
+    All are (batch, length); results are 0 outside the mask. A response's last token is terminal.
 
-    >>> advantages, returns = compute_gae(
-    ...     rewards=torch.tensor([[0.0, 1.0, 0.0]]),
-    ...     values=torch.tensor([[0.5, 0.5, 9.0]]),
-    ...     mask=torch.tensor([[1, 1, 0]]),
-    ...     gamma=1.0,
-    ...     lam=0.5,
-    ... )
-    >>> advantages.tolist(), returns.tolist()
-    ([[0.25, 0.5, 0.0]], [[0.75, 1.0, 0.0]])
+    >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
+    >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
+    (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
     """
     rewards = rewards * mask
     values = values * mask
@@ -1195,9 +1188,9 @@ def compute_gae(rewards, values, mask, gamma, lam):
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
-    The sampler may be a step older, and has other kernels
-    (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
-    are too far apart; the token still counts in the loss's mean.
+    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
+    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
+    the token still counts in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
@@ -1251,9 +1244,7 @@ def policy_loss(
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error per token, and where its clip around the old values binds.
-
-    All are of one shape. cliprange_value 0: no clip.
+    """Half the squared error, and where its clip (0: none) binds, per token; all of one shape.
 
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
@@ -1415,6 +1406,7 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
+        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -1721,11 +1713,10 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. Each loss is the mean over the mini-batch's loss_mask on all
-    ranks, so the gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums
-    over tokens.
+    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
+    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
     """
-    num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
+    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
         accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
     )
@@ -1748,7 +1739,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             batch.returns[rows, :length],
             args.cliprange_value,
         )
-        loss = (vf_loss * loss_mask).sum() / num_tokens
+        loss = (vf_loss * loss_mask).sum() / normalizer
         (loss * accelerator.num_processes).backward()
         add_sums(sums, {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}, loss_mask)
         if not trains_policy:
@@ -1767,7 +1758,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             cliprange_higher=args.cliprange,
             dual_clip=args.dual_clip,
         )
-        loss = (pg_loss * loss_mask).sum() / num_tokens
+        loss = (pg_loss * loss_mask).sum() / normalizer
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
         ratio = log_ratio.exp()
@@ -2387,9 +2378,9 @@ def main(args):
         all_rows = list(range(len(responses)))
         loss_mask = mask * has_score[:, None]
 
-        # Log-probabilities and values before any update, (episodes, length). The batch is cut as in
-        # the first epoch: other shapes would change the last bits, and the first ratios would not
-        # be exactly 1.
+        # Log-probabilities before any update, (episodes, length). The batch is cut as in the
+        # first epoch: other shapes would change the last bits, and the first ratios would not
+        # be 1.
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(metrics, "forward"):

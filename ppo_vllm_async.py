@@ -28,8 +28,7 @@ Training step g, on every rank:
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
     3. checkpoint                         ...                            ...
     4. reward model                       ...
-    5. to 8. forward passes,              ...
-       advantages, updates              verifiable rewards
+    5. to 8. advantages, updates        verifiable rewards
 
 Before step 1, weights of version 0 and prompts 1 go out; a version is the number of completed
 training steps. Weights travel between the receipt of one batch and the request for the next: vLLM
@@ -73,7 +72,7 @@ Skip what is about lora_rank at first.
     data, rewards             from a row of a dataset to a Request; to a score        skim, 25
     models                    wrappers that give log-probabilities, values or scores  read, 30
     mathematics               KL, advantages, losses, with examples                   read, 25
-    vLLM                      its process, weight sync, the generation thread         read, 35
+    vLLM                      its process, weight sync, generation                    read, 35
     forward and backward      micro-batches; the gradient of one mini-batch           read, 20
     metrics, checkpoints      what is written                                         skip at first
     arguments                 what must fit together                                  skip at first
@@ -82,7 +81,8 @@ Skip what is about lora_rank at first.
 "Collective" in a docstring: every rank must call the function, in the same order.
 
 arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's implementation details
-2403.17031; asynchronous RLHF 2410.18252.
+2403.17031.
+Asynchronous RLHF 2410.18252.
 """
 
 import contextlib
@@ -1177,17 +1177,11 @@ def adapted_beta(beta, kl, args):
 def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
 
-    All are (batch, length), 0 outside the mask. A response's last token is terminal.
+    All are (batch, length); results are 0 outside the mask. A response's last token is terminal.
 
-    >>> advantages, returns = compute_gae(
-    ...     rewards=torch.tensor([[0.0, 1.0, 0.0]]),
-    ...     values=torch.tensor([[0.5, 0.5, 9.0]]),
-    ...     mask=torch.tensor([[1, 1, 0]]),
-    ...     gamma=1.0,
-    ...     lam=0.5,
-    ... )
-    >>> advantages.tolist(), returns.tolist()
-    ([[0.25, 0.5, 0.0]], [[0.75, 1.0, 0.0]])
+    >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
+    >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
+    (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
     """
     rewards = rewards * mask
     values = values * mask
@@ -1205,9 +1199,9 @@ def compute_gae(rewards, values, mask, gamma, lam):
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
-    The sampler may be a step older, and has other kernels
-    (https://fengyao.notion.site/off-policy-rl). By --mismatch_mask the weight is 0 where the two
-    are too far apart; the token still counts in the loss's mean.
+    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
+    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
+    the token still counts in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
@@ -1261,9 +1255,7 @@ def policy_loss(
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error per token, and where its clip around the old values binds.
-
-    All are of one shape. cliprange_value 0: no clip.
+    """Half the squared error, and where its clip (0: none) binds, per token; all of one shape.
 
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
@@ -1750,11 +1742,10 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. Each loss is the mean over the mini-batch's loss_mask on all
-    ranks, so the gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums
-    over tokens.
+    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
+    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
     """
-    num_tokens = max(1, int(batch.loss_mask[mini_batch].sum()))
+    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
         accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
     )
@@ -1777,7 +1768,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             batch.returns[rows, :length],
             args.cliprange_value,
         )
-        loss = (vf_loss * loss_mask).sum() / num_tokens
+        loss = (vf_loss * loss_mask).sum() / normalizer
         (loss * accelerator.num_processes).backward()
         add_sums(sums, {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}, loss_mask)
         if not trains_policy:
@@ -1796,7 +1787,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             cliprange_higher=args.cliprange,
             dual_clip=args.dual_clip,
         )
-        loss = (pg_loss * loss_mask).sum() / num_tokens
+        loss = (pg_loss * loss_mask).sum() / normalizer
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
         ratio = log_ratio.exp()
@@ -2382,7 +2373,7 @@ def main(args):
         daemon=True,
     ).start()
 
-    # ---- The run's folder, and the first batch
+    # ---- The run's folder
     if checkpoint_dir:
         for part, folder in checkpoint_parts(trained, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
@@ -2425,8 +2416,8 @@ def main(args):
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
 
-        # 2. The current weights, in step 1 unchanged, and the next prompts go to vLLM, which
-        # generates while we train.
+        # 2. The current weights (in step 1 those that vLLM has) and the next prompts go to vLLM,
+        # which generates while we train.
         if args.async_mode and not is_last:
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
@@ -2462,9 +2453,9 @@ def main(args):
         all_rows = list(range(len(responses)))
         loss_mask = mask * has_score[:, None]
 
-        # Log-probabilities and values before any update, (episodes, length). The batch is cut as in
-        # the first epoch: other shapes would change the last bits, and the first ratios would not
-        # be exactly 1.
+        # Log-probabilities before any update, (episodes, length). The batch is cut as in the
+        # first epoch: other shapes would change the last bits, and the first ratios would not
+        # be 1.
         epochs = draw_mini_batches(training_step, args)
         ref_logprobs = None
         with timed(metrics, "forward"):
