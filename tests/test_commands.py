@@ -31,7 +31,7 @@ TESTED = {
     "python scripts/inspect_run.py": "test_inspect",
     "python scripts/evaluate.py": "test_evaluate",
     "python scripts/push_to_hub.py": "test_hub",
-    "python scripts/worked_example.py": "test_docs",
+    "python scripts/dev/worked_example.py": "test_docs",
     "python scripts/benchmark/": "by hand",
     "python ppo_sync.py --help": "below",
 }

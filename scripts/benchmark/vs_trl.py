@@ -203,7 +203,7 @@ def trl_python():
 
 def make_assets(folder):
     """Model and training prompts of each workload, and the reward."""
-    sys.path.insert(0, str(REPO / "scripts"))
+    sys.path.insert(0, str(REPO / "scripts" / "dev"))
     import make_debug_assets
     import torch
     from datasets import Dataset
@@ -384,7 +384,7 @@ def compare_learning(args):
     from matplotlib.figure import Figure
 
     subprocess.run(
-        [sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True
+        [sys.executable, REPO / "scripts" / "dev" / "make_debug_assets.py"], cwd=REPO, check=True
     )
     assets = REPO / "debug_assets"
     settings = {
