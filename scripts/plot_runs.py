@@ -121,7 +121,7 @@ def lines_of(curves: list[Curve]) -> list[dict]:
 def read_lines(path):
     """The lines of a .jsonl file as a list of dicts, without one that is half written."""
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
@@ -449,7 +449,7 @@ def check(args, parser):
     """What a user may have got wrong is one line, before anything is drawn or written."""
     known = set()
     for run_dir in args.runs:
-        metrics = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else []
+        metrics = read_metrics(run_dir)
         if not metrics:
             parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
         if X_AXES[args.x][0] not in metrics[-1]:
