@@ -103,7 +103,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def assets():
     subprocess.run(
-        [sys.executable, "scripts/dev/make_debug_assets.py"], cwd=REPO, check=True, capture_output=True
+        [sys.executable, "scripts/dev/make_debug_assets.py"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
     )
     return REPO / "debug_assets"
 
