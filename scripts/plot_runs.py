@@ -142,7 +142,7 @@ def own_metrics(metrics: list[dict]) -> list[str]:
     >>> own_metrics([line, {"objective/reward/right": 1, "objective/reward/right/a": 1}])
     ['objective/reward/right']
     """
-    names = dict.fromkeys(name for line in metrics for name in line)
+    names = sorted({name for line in metrics for name in line})
     wholes = {*KNOWN, *names}
     return [
         name
