@@ -45,10 +45,15 @@ LINES = [
     {"training_step": 2},
     {"training_step": 40, "eval/verifiable_correct_rate": 0.8125, "eval/policy_version": 40},
 ]
-# Without waiting between attempts
-IMPATIENT = "import runpy, sys, time; time.sleep = lambda _: None; sys.argv.pop(0); "
-IMPATIENT += f"sys.path.insert(0, {str(PUSH.parent)!r}); "
-IMPATIENT += "runpy.run_path(sys.argv[0], run_name='__main__')"
+# Programs with shorter waiting times, as code for `python -c`
+IMPATIENT = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import provenance, push_to_hub
+provenance.HUB_TIMEOUT = push_to_hub.SILENCE = 1
+time.sleep = lambda _: None
+{name}.main()
+"""
 
 
 @pytest.fixture
@@ -97,12 +102,14 @@ def call(hub, *command, **variables):
 def check_refusal(result, run_dir, *words):
     """Two lines: what failed, and the command that repeats it."""
     assert result.returncode == 1
-    lines = result.stderr.splitlines()
-    (what,) = (line for line in lines if line.startswith("Not uploaded to "))
-    (how,) = (line for line in lines if line.startswith("To try again: "))
+    (what,) = (line for line in result.stderr.splitlines() if line.startswith("Not uploaded to "))
     assert [word for word in words if word not in what] == [], what
-    assert str(PUSH) in how and str(run_dir) in how
+    assert str(run_dir) in result.stderr.partition("\nTo try again: ")[2]
     assert "Traceback" not in result.stderr
+
+
+def impatient(name):
+    return "-c", IMPATIENT.format(folder=str(PUSH.parent), name=name)
 
 
 # ----------------------------------------------------------------------------------------- upload
@@ -138,42 +145,40 @@ def test_branch_has_the_files_of_the_run(hub, run_dir):
     assert str(run_dir.parent) not in card
 
 
-def test_card_has_the_address_of_the_tracked_run(run_dir, monkeypatch):
-    asked = []
-
+@pytest.mark.parametrize(
+    ("key", "found", "has_address"),
+    [
+        ("secret", [SimpleNamespace(url="https://wandb.ai/us/tandem/runs/newest")], True),
+        ("secret", [], False),
+        ("", None, False),  # without a login wandb would ask for one at the terminal
+    ],
+)
+def test_card_has_the_address_of_the_tracked_run(key, found, has_address, run_dir, monkeypatch):
     class Api:
         default_entity = "us"
 
         def __init__(self, timeout):
-            pass
+            assert found is not None
 
-        def runs(self, *where, **how):
-            asked.append((where, how))
-            return [SimpleNamespace(url="https://wandb.ai/us/tandem/runs/newest")]
+        def runs(self, project, filters, **_):
+            assert (project, filters) == ("us/tandem", {"display_name": "run"})
+            return found
 
     monkeypatch.setattr("wandb.Api", Api)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("NETRC", "/nowhere")
+    monkeypatch.setenv("WANDB_API_KEY", key)
     args = json.loads((run_dir / "args.json").read_text())
     tracked = {"with_tracking": True, "wandb_project_name": "tandem", "wandb_entity": None}
     card = push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
-    assert "| tracked | https://wandb.ai/us/tandem/runs/newest |" in card
-    assert asked[0][0] == ("us/tandem",) and asked[0][1]["filters"] == {"display_name": "run"}
-    monkeypatch.delenv("WANDB_API_KEY")
-    monkeypatch.setenv("NETRC", "/nowhere")
-    asked.clear()  # without a login wandb would ask for one at the terminal
-    assert "tracked" not in push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
-    assert asked == []
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    monkeypatch.setattr(Api, "runs", lambda *_, **__: [])
-    assert "tracked" not in push_to_hub.make_card(run_dir, args | tracked, "me/model", "run")
+    assert ("| tracked | https://wandb.ai/us/tandem/runs/newest |" in card) == has_address
     assert "tracked" not in push_to_hub.make_card(run_dir, args, "me/model", "run")
 
 
 @pytest.mark.slow
 def test_names_of_the_arguments_are_taken(hub, run_dir):
     names = {"hf_repo_id": f"{TEAM}/model", "hf_repo_revision": "first"}
-    write_text(run_dir / "args.json", json.dumps(ARGS | names))  # an old run, without provenance
+    write_text(run_dir / "args.json", json.dumps(ARGS | names))
     (run_dir / "model/model.safetensors").unlink()  # what is small goes up the same way with Xet
     result = call(hub, PUSH, run_dir, HF_HUB_DISABLE_XET="0")
     assert result.stdout == f"Uploaded: {hub.address}/{TEAM}/model/tree/first\n", result.stderr
@@ -183,7 +188,7 @@ def test_names_of_the_arguments_are_taken(hub, run_dir):
 def test_upload_that_was_cut_is_repeated(hub, run_dir):
     before = files_of(run_dir)
     for hub.cuts in ("PUT /large/", "/commit/"):  # a large file, then what goes up with the commit
-        result = call(hub, "-c", IMPATIENT, PUSH, run_dir)
+        result = call(hub, *impatient("push_to_hub"), run_dir)
         check_refusal(result, run_dir, "Server disconnected")
         assert hub.branches[f"{ME}/ppo_sync", "run"] == {}
         assert files_of(run_dir) == before
@@ -194,23 +199,18 @@ def test_upload_that_was_cut_is_repeated(hub, run_dir):
 
 
 @pytest.mark.slow
-def test_hub_that_refuses_is_told_in_two_lines(hub, run_dir):
+def test_refusals_are_told_in_two_lines(hub, run_dir):
     result = call(hub, PUSH, run_dir, HF_TOKEN="hf_old")
     check_refusal(result, run_dir, "401")
     assert "hf_old" not in result.stdout + result.stderr
     result = call(hub, PUSH, run_dir, "--repo_id", "others/model", "--revision", "x")
     check_refusal(result, run_dir, "others/model", "rights")
-    assert "--repo_id others/model --revision x" in result.stderr
+    assert f"{PUSH} {run_dir} --repo_id others/model --revision x" in result.stderr
     assert not any(hub.branches.values())
-
-
-@pytest.mark.slow
-def test_run_that_has_not_ended_is_refused(hub, run_dir):
-    (run_dir / "model/config.json").unlink()
+    (run_dir / "model/config.json").unlink()  # the run has not ended
     result = call(hub, PUSH, run_dir)
     assert result.returncode == 2
     assert "has no model/config.json" in result.stderr.splitlines()[-1]
-    assert hub.requests == []
 
 
 # -------------------------------------------------------------------------------------- provenance
@@ -218,16 +218,11 @@ def test_run_that_has_not_ended_is_refused(hub, run_dir):
 
 CALLER = """
 import subprocess, sys
-program = [sys.executable, {program!r}, {run_dir!r}]
-sys.exit(subprocess.run(program).returncode)
+sys.exit(subprocess.run([sys.executable, *{program!r}, {run_dir!r}]).returncode)
 """
 LAUNCHER = """
 import subprocess, sys
 sys.exit(subprocess.run([sys.executable, *sys.argv[2:]]).returncode)
-"""
-NVIDIA_SMI = """#!/bin/sh
-echo Fast GPU
-echo Fast GPU
 """
 
 
@@ -237,12 +232,11 @@ def caller(run_dir, tmp_path):
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     folder = tmp_path / "code"
-    program = CALLER.format(program=str(PROVENANCE), run_dir=str(run_dir))
+    program = CALLER.format(program=[str(PROVENANCE)], run_dir=str(run_dir))
     write_text(folder / "train.py", program)
-    write_text(folder / "nvidia-smi", NVIDIA_SMI)
-    (folder / "nvidia-smi").chmod(0o755)
-    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    write_text(folder / "nvidia-smi", "#!/bin/sh\necho Fast GPU\necho Fast GPU\n").chmod(0o755)
     write_text(folder / "accelerate", LAUNCHER)
+    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in ("init -q", "add train.py", "commit -q -m first"):
         subprocess.run([*git, *words.split()], check=True)
     write_text(run_dir / "args.json", json.dumps(ARGS | {"push_to_hub": False}))
@@ -261,26 +255,23 @@ def test_what_made_a_run_is_written_down(hub, caller, run_dir):
     command = provenance_of(run_dir)["command"]
     assert command == [Path(sys.executable).name, str(caller), "--seed", "2"]
     call(hub, caller.with_name("accelerate"), "launch", caller, "--seed", "2", PATH=path)
-    made = provenance_of(run_dir)
+    args = json.loads((run_dir / "args.json").read_text())
+    made = args.pop("provenance")
     assert made["command"] == ["accelerate", "launch", str(caller), "--seed", "2"]
     assert made["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
     assert len(made["commit"]) == 40
     assert made["gpu"] == "2 x Fast GPU"
     assert made["versions"]["transformers"] and made["versions"]["python"]
-    assert hub.requests == []
-    args = json.loads((run_dir / "args.json").read_text())
-    assert {**args, "provenance": None} == {**ARGS, "push_to_hub": False, "provenance": None}
-    assert TOKEN not in (run_dir / "args.json").read_text()
+    assert args == ARGS | {"push_to_hub": False}
+    assert hub.requests == [] and TOKEN not in json.dumps(made)
 
 
 @pytest.mark.slow
 def test_commit_says_that_the_script_was_changed(hub, caller, run_dir):
-    with open(caller, "a") as file:
-        file.write("# changed\n")
+    write_text(caller, caller.read_text() + "# changed\n")
     call(hub, caller)
     assert provenance_of(run_dir)["commit"].endswith("-dirty")
-    copy = caller.with_name("copy.py")
-    copy.write_bytes(caller.read_bytes())
+    copy = write_text(caller.with_name("copy.py"), caller.read_text())  # git does not know it
     subprocess.run(["git", "-C", caller.parent, "checkout", "-q", "train.py"], check=True)
     call(hub, copy)
     assert provenance_of(run_dir)["commit"].endswith("-dirty")
@@ -293,9 +284,8 @@ def test_place_on_the_hub_is_known_before_the_training(hub, caller, run_dir):
         assert call(hub, caller).returncode == 0
         assert json.loads(reader.read()) == ARGS  # never a file that is half written
     args = json.loads((run_dir / "args.json").read_text())
-    assert args["hf_repo_id"] == f"{ME}/ppo_sync"
-    assert args["hf_repo_revision"] == "run"
-    assert args["hf_repo_url"] == f"{hub.address}/{ME}/ppo_sync/tree/run"
+    place = (args["hf_repo_id"], args["hf_repo_revision"], args["hf_repo_url"])
+    assert place == (f"{ME}/ppo_sync", "run", f"{hub.address}/{ME}/ppo_sync/tree/run")
     # A refused login costs the place alone
     write_text(run_dir / "args.json", json.dumps(ARGS))
     result = call(hub, caller, HF_TOKEN="hf_old")
@@ -304,34 +294,14 @@ def test_place_on_the_hub_is_known_before_the_training(hub, caller, run_dir):
     assert provenance_of(run_dir)["commit"]
 
 
-IMPATIENT_PROVENANCE = f"""
-import sys
-sys.path.insert(0, {str(PROVENANCE.parent)!r})
-import provenance
-provenance.HUB_TIMEOUT = 1
-provenance.main()
-"""
-
-
-IMPATIENT_PUSH = f"""
-import sys
-sys.path.insert(0, {str(PUSH.parent)!r})
-import push_to_hub
-push_to_hub.SILENCE = 1
-push_to_hub.main()
-"""
-
-
 @pytest.mark.slow
 def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
-    write_text(run_dir / "args.json", json.dumps(ARGS))
-    impatient = write_text(tmp_path / "impatient.py", IMPATIENT_PROVENANCE)
-    caller = CALLER.format(program=str(impatient), run_dir=str(run_dir))
-    caller = write_text(tmp_path / "train.py", caller)
+    program = CALLER.format(program=impatient("provenance"), run_dir=str(run_dir))
+    caller = write_text(tmp_path / "train.py", program)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody reads
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        result = call(SimpleNamespace(address=address), caller)
-        pushed = call(SimpleNamespace(address=address), "-c", IMPATIENT_PUSH, run_dir)
+        hub = SimpleNamespace(address=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        result = call(hub, caller)
+        pushed = call(hub, *impatient("push_to_hub"), run_dir)
     assert result.returncode == 1
     assert result.stderr == "provenance.py: no answer of the hub in 1 s\n"
     assert provenance_of(run_dir)["versions"]
