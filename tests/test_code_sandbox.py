@@ -80,10 +80,23 @@ HUMANEVAL = {
 PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 
 
+# These would pass assertions that were judged in their own process
+EQUAL_TO_EVERYTHING = """class Equal(str):
+    def __eq__(self, other): return True
+def double(x): return Equal()"""
+READING_THE_ASSERTION = """import ast, sys
+def double(x):
+    frame = sys._getframe()
+    while "case" not in frame.f_locals: frame = frame.f_back
+    return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())"""
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "expected"),
     [
         (HONEST, HONEST_TESTS, 1.0),
+        (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
+        (READING_THE_ASSERTION, HONEST_TESTS, 0.0),
         (HONEST, json.dumps(HONEST_TESTS), 1.0),
         (HONEST.partition("\n```\nIt")[0], HONEST_TESTS, 1.0),  # cut off
         (WRONG, HONEST_TESTS, 0.5),
@@ -134,26 +147,19 @@ CHILD_PROCESSES = """one, other = multiprocessing.Pipe()
 multiprocessing.Process(target=other.send, args=(7,)).start()
 assert one.recv() == 7
 assert int(subprocess.check_output([sys.executable, "-c", "print(7)"])) == 7"""
+# What a case may leave to the next
+LEFT = """os.makedirs('a/b')
+open('a/b/c', 'w')
+try:
+    while True: os.fork() or os.setsid() or time.sleep(60)
+except OSError: pass"""
+CLEAN = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _ in range(12)]"
+CLOSED = "os.makedirs('a/b')\nos.chmod('a', 0)"
 
 
-def test_right_program_may_use_what_it_needs(run):
-    assert run([THREADS, CHILD_PROCESSES]) == [True, True]
-
-
-# They would pass assertions that were judged in their own process
-EQUAL_TO_EVERYTHING = """class Equal(str):
-    def __eq__(self, other): return True
-def double(x): return Equal()"""
-READING_THE_ASSERTION = """import ast, sys
-def double(x):
-    frame = sys._getframe()
-    while "case" not in frame.f_locals: frame = frame.f_back
-    return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())"""
-
-
-@pytest.mark.parametrize("program", [EQUAL_TO_EVERYTHING, READING_THE_ASSERTION])
-def test_no_trick_passes_an_assertion_that_is_judged_outside(score, program):
-    assert score(program, HONEST_TESTS) == 0.0
+def test_cases_have_what_they_need_and_nothing_of_those_before(run):
+    assert run([THREADS, CHILD_PROCESSES, LEFT, CLEAN]) == [True] * 4
+    assert run([CLOSED, CLEAN]) == [True, False]  # what a program closes costs its own cases
 
 
 # None of these programs comes to its end
@@ -177,7 +183,7 @@ LEAVING = {
     "sys.exit": "sys.exit(0)",
     "os._exit": "os._exit(0)",
     "killing its parent": "one = os.getppid()\nos.kill(one, 9)\nassert os.getppid() != one",
-    "forged results": """for fd in range(64):
+    "forging results": """for fd in range(64):
     try: os.write(fd, b'{"reached_end": true, "stdout": ""}\\n' * 9)
     except OSError: pass
 os._exit(0)""",
@@ -186,6 +192,7 @@ os._exit(0)""",
 CHILDREN = """read, write = os.pipe()
 for _ in range(3):
     if os.fork() == 0:
+        HIDDEN
         memory = mmap.mmap(-1, 300 << 20)
         for _ in range(300): memory.write(bytes(1 << 20))
         os.write(write, b"x")
@@ -196,7 +203,8 @@ TAKING = {
     "processes": "pids = [os.fork() or time.sleep(60) for _ in range(100)]",
     "10 GB": "bytearray(10 << 30)",
     "disk": "file = open('x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))",
-    "memory in sum": CHILDREN,
+    "memory in sum": CHILDREN.replace("HIDDEN", "pass"),
+    "memory in sum, unseen": CHILDREN.replace("HIDDEN", "libc.prctl(4, 0)"),
 }
 ENDLESS = {"loop": "while True: pass", "sleep": "time.sleep(60)"}
 
@@ -236,21 +244,6 @@ def test_many_endless_cases_end_with_the_time_of_the_response(sandbox, score, mo
     monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 2)
     program = "def f(endless):\n  while endless: pass"
     assert score(program, ["f(False)"] + ["f(True)"] * 19) == 1 / 20
-
-
-# What a case may leave to the next
-LEFT = """os.makedirs('a/b')
-open('a/b/c', 'w')
-try:
-    while True: os.fork() or os.setsid() or time.sleep(60)
-except OSError: pass"""
-CLOSED = "os.makedirs('a/b')\nos.chmod('a', 0)"
-
-
-def test_nothing_that_a_case_leaves_reaches_the_next(run):
-    clean = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _ in range(12)]"
-    assert run([LEFT, clean]) == [True, True]
-    assert run([CLOSED, clean]) == [True, False]  # what a program closes costs its own cases
 
 
 def test_sandboxes_side_by_side_have_processes_memory_and_files_of_their_own(score):
@@ -293,9 +286,8 @@ def test_killed_worker_leaves_nothing_running(sandbox):
     worker = subprocess.Popen([sys.executable, "-c", call], env=environ)
     try:
         # Of what tries the sandbox out, nothing is busy for so long
-        wait_until(
-            lambda: max(map(busy_seconds, descendants(worker)), default=0) > 0.5, 30, "it runs"
-        )
+        is_busy = lambda: max(map(busy_seconds, descendants(worker)), default=0) > 0.5  # noqa: E731
+        wait_until(is_busy, 30, "it runs")
         running = descendants(worker)
     finally:
         worker.kill()
@@ -324,13 +316,8 @@ def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "__file__", "/usr/bin/env")
     with pytest.raises(RuntimeError, match="not true in it") as refused:
         sandbox.find_sandbox()
-    probes = (
-        "there is no network",
-        "this project cannot",
-        "System V memory",
-        "user namespaces are",
-    )
-    assert [probe for probe in probes if probe not in str(refused.value)] == []
+    for probe in ("no network", "this project cannot", "System V memory", "user namespaces are"):
+        assert probe in str(refused.value)
 
 
 @pytest.fixture
@@ -385,9 +372,7 @@ def test_trouble_of_a_service_is_no_failure_of_the_program(service):
     service.status = "SandboxError"
     with pytest.raises(RuntimeError, match="SandboxError"):
         service.score("code", HONEST, HONEST_TESTS)
-
-
-def test_endless_program_at_a_service_is_its_own_failure(service):
-    service.run_seconds = 2.0
+    # The time of an endless program is its own
+    service.status, service.queue_seconds, service.run_seconds, service.jobs = None, 0.0, 2.0, []
     assert service.score("code", HONEST, HONEST_TESTS * 10) == 0.0
     assert [job["run_timeout"] for job in service.jobs] == [2, 2, 1]

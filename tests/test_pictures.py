@@ -28,10 +28,6 @@ def draw(curves, x_axis="step", more=()):
     return {axes.get_title(): axes for axes in figure.axes}
 
 
-def legend_of(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
 @pytest.fixture
 def make_run(tmp_path):
     """make_run(name, metrics, args of args.json or none) -> the run's folder"""
@@ -69,7 +65,8 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
     lines[1]["eval/policy_version"] = 2
     axes = draw({"run": [lines]})["Score"]
     held_out, training = axes.get_lines()
-    assert legend_of(axes) == ["held-out: eval/scores", "training: objective/scores"]
+    said = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert said == ["held-out: eval/scores", "training: objective/scores"]
     assert held_out.get_xydata().tolist() == [[0, 0.1], [2, 0.9]]
     assert training.get_xydata().tolist() == [[1, 0.2], [2, 0.4]]
     assert (held_out.get_marker(), training.get_marker()) == ("o", "None")
@@ -83,12 +80,7 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
     ("metric", "values", "lowest", "highest"),
     [
         ("objective/sequence_lengths", [6.0, 6.04], (5, 5.6), (6.4, 7)),  # noise is not blown up
-        (
-            "policy/entropy_avg",
-            [0.4, 0.1],
-            (0.05, 0.1),
-            (0.4, 0.45),
-        ),  # what changes fills its panel
+        ("policy/entropy_avg", [0.4, 0.1], (0.05, 0.1), (0.4, 0.45)),  # change fills its panel
         ("mismatch/ess", [1, 0.99], (-0.1, 0), (1, 1.1)),  # a share of one
         # What lies far below the range does not hide the rest
         ("val/explained_variance", [0.1, -24.0], (-1.2, -1), (1, 1.2)),
@@ -112,6 +104,11 @@ def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
             assert line.get_color() == ("C0" if value in (0.8, 0.3) else "C1")
     # A part alone is the score once more
     assert list(draw({"A": [lines]})) == ["Score"]
+
+
+def test_reward_trainer_has_its_panels():
+    lines = steps(loss__preference_avg=[0.7, 0.5], objective__accuracy=[0.5, 0.8])
+    assert list(draw({"rm": [lines]})) == ["Pairs ranked right", "Preference loss"]
 
 
 def test_run_of_one_step_is_visible_and_has_ticks_at_whole_steps():
@@ -163,11 +160,6 @@ def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
         ("ppo, learning_rate 0.3 (2 runs)", [1, 2]),
         (str(run_dirs[4]), [1]),  # its path: other folders have its name
     ]
-
-
-def test_reward_trainer_has_its_panels():
-    lines = steps(loss__preference_avg=[0.7, 0.5], objective__accuracy=[0.5, 0.8])
-    assert list(draw({"rm": [lines]})) == ["Pairs ranked right", "Preference loss"]
 
 
 OWN = {"eval__reward__short": [None, 0.25], "objective__reward__short": [0.5, 0.75]}

@@ -262,6 +262,7 @@ def run_cases() -> None:
     import errno
     import json
     import os
+    import re
     import resource
     import select
     import shutil
@@ -334,14 +335,23 @@ def run_cases() -> None:
         ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
         run_function(code, case, secret, sink)
 
+    def memory_of(process):
+        """Bytes of a process, those that n processes share counted as an nth."""
+        try:
+            with open(f"/proc/{process}/smaps_rollup") as file:
+                return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
+        except PermissionError:  # it has made itself not dumpable: shared ones are counted whole
+            with open(f"/proc/{process}/statm") as file:
+                return resource.getpagesize() * int(file.read().split()[1])
+
     def memory_of_all():
-        """Bytes that all processes but this one have, shared ones counted for each."""
-        pages = 0
+        """Bytes that all processes but this one have."""
+        total = 0
         for process in os.listdir("/proc"):
             if process.isdecimal() and process != "1":
-                with contextlib.suppress(OSError), open(f"/proc/{process}/statm") as file:
-                    pages += int(file.read().split()[1])
-        return pages * resource.getpagesize()
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    total += memory_of(process)
+        return total
 
     def wait(pid, stream, seconds):
         """What the child wrote, and whether it ended well.
@@ -625,6 +635,7 @@ def find_sandbox() -> list[str]:
         "processes are limited": raises(
             f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"
         ),
+        "memory in sum can be read": "assert 'Pss:' in open('/proc/self/smaps_rollup').read()",
         "user namespaces are closed": (
             "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1"
         ),
