@@ -201,33 +201,29 @@ def greedy_answers(model_dir, prompts):
     """What transformers answers: [(text, whether it stopped)]."""
     model = script.AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = script.AutoTokenizer.from_pretrained(model_dir)
-    answers = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": 1, "pad_token_id": 0}
         new = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-        answers.append((tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1))
-    return answers
+        yield tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1
 
 
 @pytest.mark.slow
 def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
     args = json.loads((faked_run / "args.json").read_text())
     rows = script.load_rows(args["eval_dataset"], "test")
-    truth = rows[0]["reward_model"]["ground_truth"]
-    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truth))
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
     args |= {"reward_timeout": 1.0, "eval_prompts": 0, "reward_fn": f"{reward}:score"}
     write_text(faked_run / "args.json", json.dumps(args))
 
     command = [sys.executable, "scripts/evaluate.py", faked_run]
-    result = subprocess.run(
-        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    streams = {"env": environment(), "capture_output": True, "text": True}
+    result = subprocess.run(command, cwd=REPO, timeout=300, **streams)
     assert result.returncode == 0, result.stderr
     evaluation, answers = evaluation_in(faked_run)
-    expected = greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers])
+    expected = list(greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers]))
     assert [(answer["response"], answer["stopped"]) for answer in answers] == expected
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
     scores = [float(text == truth) for (text, _), truth in zip(expected, truths, strict=True)]
     assert [answer["score"] for answer in answers] == [None, *scores[1:]]
     assert {0.0, 1.0} == set(scores[1:])

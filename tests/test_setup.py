@@ -54,8 +54,7 @@ class Machine:
     """A clone in an empty folder, and a PATH that holds stubs and the shell's own programs only."""
 
     def __init__(self, folder):
-        self.bin = folder / "bin"
-        self.clone = folder / "clone"
+        self.bin, self.clone = folder / "bin", folder / "clone"
         self.bin.mkdir()
         (self.clone / "scripts").mkdir(parents=True)
         shutil.copy(REPO / "scripts" / "setup.sh", self.clone / "scripts")
@@ -68,31 +67,24 @@ class Machine:
         (self.bin / "sitecustomize.py").write_text(SITE)
         (folder / "Python.h").touch()
         self.calls_file = folder / "calls.txt"
-        self.environment = {
-            "PATH": str(self.bin),
-            "HOME": str(folder),
-            "PYTHON": str(self.bin / "python"),
-            "STUBS": str(self.bin),
-            "CALLS": str(self.calls_file),
-            "FAILS": "",
-            "GLIBC": "glibc 2.36",
-            "INCLUDE": str(folder),
-            "PIP_CONFIG_FILE": os.devnull,
-        }
+        paths = {"PATH": self.bin, "STUBS": self.bin, "PYTHON": self.bin / "python"}
+        paths |= {"HOME": folder, "INCLUDE": folder, "CALLS": self.calls_file}
+        self.environment = {name: str(path) for name, path in paths.items()}
+        self.environment |= {"GLIBC": "glibc 2.36", "FAILS": "", "PIP_CONFIG_FILE": os.devnull}
 
     def add(self, name, text):
         (self.bin / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
         (self.bin / name).chmod(0o755)
 
+    def give_gpus(self):
+        self.add("nvidia-smi", NVIDIA_SMI)
+        self.environment["GPUS"] = "580.65.06, 9.0\n580.65.06, 9.0"
+
     def set_up(self, **environment):
         self.calls_file.unlink(missing_ok=True)
-        return subprocess.run(
-            ["bash", "scripts/setup.sh"],
-            cwd=self.clone,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-        )
+        environment = self.environment | environment
+        command, streams = ["bash", "scripts/setup.sh"], {"capture_output": True, "text": True}
+        return subprocess.run(command, cwd=self.clone, env=environment, **streams)
 
     @property
     def calls(self):
@@ -101,26 +93,16 @@ class Machine:
     @property
     def installs(self):
         """What uv and pip were to install, without what is always there."""
-        text = [call for call in self.calls if " install " in call and " -q " not in call]
-        text = [re.sub(r"python -m pip .*install", "pip", call) for call in text]
-        text = [
-            re.sub("uv pip install --python .venv/bin/python --compile-bytecode", "uv", call)
-            for call in text
-        ]
-        return [call.replace(" --index-strategy unsafe-best-match", "") for call in text]
+        text = "\n".join(call for call in self.calls if " install " in call and " -q " not in call)
+        text = re.sub(r"python -m pip .*install", "pip", text)
+        of_uv = "uv pip install --python .venv/bin/python --compile-bytecode"
+        of_uv += " --index-strategy unsafe-best-match"
+        return text.replace(of_uv, "uv").splitlines()
 
 
 @pytest.fixture
 def machine(tmp_path):
     return Machine(tmp_path)
-
-
-GPUS = "580.65.06, 9.0\n580.65.06, 9.0"
-
-
-def give_gpus(machine):
-    machine.add("nvidia-smi", NVIDIA_SMI)
-    machine.environment["GPUS"] = GPUS
 
 
 REFUSED = [
@@ -141,7 +123,7 @@ REFUSED = [
 @pytest.mark.parametrize(("has_gpus", "environment", "lacking", "words"), REFUSED)
 def test_machine_that_lacks_something_is_told_what(has_gpus, environment, lacking, words, machine):
     if has_gpus:
-        give_gpus(machine)
+        machine.give_gpus()
     if lacking:
         (machine.bin / lacking).unlink()
     old = machine.clone / ".venv" / "old"
@@ -164,7 +146,7 @@ def test_machine_that_lacks_something_is_told_what(has_gpus, environment, lackin
 def test_machine_that_has_enough_passes(has_gpus, environment, machine):
     (machine.bin / "gcc").unlink()
     if has_gpus:
-        give_gpus(machine)
+        machine.give_gpus()
     result = machine.set_up(**environment)
     assert result.returncode == 0, result.stderr
     of_cpus = "" if has_gpus else " torchvision torchaudio"
@@ -193,7 +175,7 @@ INSTALLS = [
 @pytest.mark.parametrize(("has_gpus", "fails", "status", "installs"), INSTALLS)
 def test_what_fails_is_tried_otherwise(has_gpus, fails, status, installs, machine):
     if has_gpus:
-        give_gpus(machine)
+        machine.give_gpus()
     result = machine.set_up(FAILS=fails)
     assert result.returncode == status, result.stderr
     assert machine.installs == installs
