@@ -19,7 +19,7 @@ OTHER_FLAGS = """
     config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
-    repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
+    summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
 """
 
 
