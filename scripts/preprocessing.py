@@ -23,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import datasets
 import huggingface_hub
@@ -53,8 +53,6 @@ class Args:
     """a .jsonl or .parquet file, or a folder with one a split; None: the hub"""
     local_save_dir: str
     """folder for the files that are written"""
-    split_name: Literal["train", "validation", "test"] | None = None
-    """split of a local file whose name tells none"""
 
 
 def printable(text: str) -> str:
@@ -132,7 +130,7 @@ def split_in_name(name: str) -> str | None:
 
 
 def find_files(args: Args) -> dict[str, list[Path]]:
-    """The local files of each split, by --split_name or by their names."""
+    """The local files of each split, by their names."""
     path = Path(args.local_dataset_path).expanduser()
     if not path.exists():
         bad_input(f"--local_dataset_path {path}: no such file or folder")
@@ -140,17 +138,12 @@ def find_files(args: Args) -> dict[str, list[Path]]:
     files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
     if not files:
         bad_input(f"--local_dataset_path {path}: no .jsonl or .parquet file")
-    if args.split_name and path.is_dir():
-        bad_input("--split_name is for a single file; give that file")
 
     splits = defaultdict(list)
     for file in files:
-        split = args.split_name or split_in_name(file.name)
+        split = split_in_name(file.name)
         if split is None:
-            bad_input(
-                f"{file}: its name tells no split (train, validation, test); "
-                "give this file alone, with --split_name"
-            )
+            bad_input(f"{file}: its name tells no split (train, validation, test); rename it")
         if file.resolve() == (output_folder(args) / f"{split}.parquet").resolve():
             bad_input(f"{file} would be overwritten; choose another --local_save_dir")
         splits[split].append(file)

@@ -54,12 +54,6 @@ HH = [
     {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": " No.\n\nHuman: Oh.\n\nAssistant: Yes."},
 ]
 ROWS = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "full_hh_rlhf": HH}
-HUBS = {
-    "gsm8k": ("openai/gsm8k", "main"),
-    "math": ("DigitalLearningGmbH/MATH-lighteval",),
-    "hellaswag": ("Rowan/hellaswag",),
-    "full_hh_rlhf": ("Dahoas/full-hh-rlhf",),
-}
 
 
 @pytest.fixture(params=ROWS)
@@ -185,14 +179,7 @@ DROPPED = {
     ("full_hh_rlhf", "parse_dialogue", "in a row"): ["Human: Hi\n\nHuman: Hi\n\nAssistant:"],
     ("full_hh_rlhf", "parse_dialogue", "empty turn"): ["Human: Hi\n\nAssistant:" + HH[1]["prompt"]],
     ("math", "last_boxed", "boxed"): ["5}", r"\boxed{5", r"\boxed{ } 5} {", r"\boxed 5"],
-    ("gsm8k", "final_number", "no number after ####"): [
-        "####",
-        "5",
-        "#### 1/2",
-        "#### 5 #### x",
-        "#### -",
-        "#### .",
-    ],
+    ("gsm8k", "final_number", "no number after ####"): ["####", "5", "#### 1/2", "#### 5 #### x"],
 }
 
 
@@ -219,7 +206,7 @@ def test_hub_is_the_default(any_script, preprocess, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert preprocess(any_script, None, *flags_for(any_script))[0] == 0
-    assert asked == [HUBS[any_script]]
+    assert asked == [load(any_script).HUB]
     assert {row["data_source"] for row in read(tmp_path / "out" / "train.parquet")} == {asked[0][0]}
 
 
@@ -233,9 +220,6 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
     files = {path.stem: len(read(path)) for path in (tmp_path / "out").iterdir()}
     assert files == {"train": 3, "test": 1}
     assert f"{tmp_path}/out/validation.parquet: not written, for no row is left" in said
-    path = write_rows(tmp_path / "trained_on_this.jsonl", GSM8K)
-    assert preprocess("gsm8k", path, "--split_name", "test")[0] == 0
-    assert len(read(tmp_path / "out" / "test.parquet")) == 3
 
 
 BAD = [

@@ -33,17 +33,14 @@ def test_a_failed_reward_is_no_wrong_answer_and_a_share_no_right_one():
     assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0}  # of prompt 1 alone
 
 
-def test_ten_samples_of_a_prompt_are_not_ten_prompts():
-    few = [row(prompt, float(prompt < 2)) for prompt in range(4)]
-    many = [row(prompt, float(prompt < 2)) for prompt in range(4) for _ in range(10)]
+def test_prompts_are_the_units_and_sources_are_told_apart():
+    few = [row(prompt, float(prompt < 2), "ab"[prompt % 2]) for prompt in range(4)]
+    many = [line for line in few for _ in range(10)]
     for name in ("score", "pass@1"):
         assert evaluate.summarize(many)[name] == evaluate.summarize(few)[name]
-
-
-def test_data_sources_are_told_apart():
-    results = evaluate.summarize_sources([row(0, 1.0, "a"), row(1, 0.0, "b")])
+    results = evaluate.summarize_sources([*few, row(4, 1.0, "b")])
     means = {source: figures["score"]["mean"] for source, figures in results.items()}
-    assert means == {"all": 0.5, "a": 1.0, "b": 0.0}
+    assert means == {"all": 0.6, "a": 0.5, "b": 0.6667}
 
 
 class FakeVLLM:

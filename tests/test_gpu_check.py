@@ -68,18 +68,14 @@ def test_command_writes_all_output_to_one_file(gpu, setup, status, said, tmp_pat
     assert [line for line in said if line not in lines] == []
 
 
-def test_parts_are_chosen_by_how_they_begin(check):
+def test_parts_are_chosen_by_how_they_begin_and_need_a_gpu(check, monkeypatch):
     assert gpu_check.choose_parts([]) == list(gpu_check.PARTS)
     assert gpu_check.choose_parts(["overlap", "learn_g"]) == ["learn_grpo", "overlap"]
     status, lines, err = check("sync", "snyc")
     assert (status, lines) == (2, [])
     assert "'snyc'" in err and "sync_ppo_float32" in err
-
-
-def test_torch_without_a_gpu_is_told_and_nothing_runs(check, monkeypatch):
     monkeypatch.setattr(gpu_check, "HAS_GPU", False)
-    monkeypatch.setattr(gpu_check, "PARTS", {"a": lambda: pytest.fail("it runs")})
-    status, lines, err = check()
+    status, lines, err = check("sync")
     assert (status, lines) == (2, [])
     assert "torch finds no GPU" in err and "driver 580" in err
 
@@ -234,32 +230,26 @@ def test_arithmetic_of_a_step_by_hand(monkeypatch):
     assert grpo == {"arithmetic/forward": 2.06, "arithmetic/update": 16.48}
 
 
+DIFFERENCE, RATE = "mismatch/logprob_diff_mean", "eval/verifiable_correct_rate"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "difference", "is_right"),
+    ("part", "metric", "value", "is_right"),
     # By one update old weights, --async_mode had 0.012 to 0.053 in the steps 2 to 5 on a CPU
     [
-        ("float32", 2e-7, True),
-        ("float32", 0.012, False),
-        ("bfloat16", 0.004, True),
-        ("bfloat16", 0.0135, False),
-        ("bfloat16", math.nan, False),
-        ("bfloat16", None, False),
+        ("sync_ppo_float32", DIFFERENCE, 2e-7, True),
+        ("sync_ppo_float32", DIFFERENCE, 0.012, False),
+        ("sync_ppo_bfloat16", DIFFERENCE, 0.004, True),
+        ("sync_ppo_bfloat16", DIFFERENCE, 0.0135, False),
+        ("sync_ppo_bfloat16", DIFFERENCE, math.nan, False),
+        ("sync_ppo_bfloat16", "lr", 0.1, False),
+        ("learn_grpo", RATE, 0.99, True),
+        ("learn_grpo", RATE, 0.5, False),
     ],
 )
-def test_sync_fails_where_the_difference_is_more_than_rounding(
-    dtype, difference, is_right, monkeypatch
-):
-    values = [None] if difference is None else [1e-7, difference, 1e-7]
-    steps = [{"mismatch/logprob_diff_mean": value} for value in values]
-    monkeypatch.setattr(gpu_check, "run", lambda command: steps)
-    assert ("error" not in gpu_check.check_sync(gpu_check.PPO, dtype)) == is_right
-
-
-@pytest.mark.parametrize(("after", "is_right"), [(0.99, True), (0.5, False)])
-def test_learning_fails_where_nothing_is_learnt(after, is_right, monkeypatch):
-    steps = [{"eval/verifiable_correct_rate": rate} for rate in (0.46, after)]
-    monkeypatch.setattr(gpu_check, "run", lambda command: steps)
-    assert ("error" not in gpu_check.check_learning("grpo")) == is_right
+def test_old_weights_and_no_learning_are_errors(part, metric, value, is_right, monkeypatch):
+    monkeypatch.setattr(gpu_check, "run", lambda command: [{metric: 1e-7}, {metric: value}])
+    assert ("error" not in gpu_check.PARTS[part]()) == is_right
 
 
 @pytest.mark.slow
