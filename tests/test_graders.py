@@ -31,7 +31,7 @@ IN_THE_SCRIPTS = {
 }
 MATH, HELLASWAG = "DigitalLearningGmbH/MATH-lighteval", "Rowan/hellaswag"
 ENDINGS = (
-    ["#### 2", "#### A good ending is (2)", "The answer is 2. A man would.", "#### C", "#### 1? #### 2"],
+    ["#### 2", "#### An ending is (2)", "It is 2. A man would.", "#### C", "#### 1? #### 2"],
     ["First 2, then 1", "#### 12", "B", ""],
 )
 IN_GRADERS = {

@@ -379,7 +379,7 @@ def compare_learning(args):
             # Reported a step late; and nothing is left out since the imports
             after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]
             for line in evaluated:
-                line["seconds"] = after[line["eval/policy_version"]]
+                line["seconds"] = after[int(line["eval/policy_version"])]
                 line["since_imports"] = line["time/from_scratch"]
         reached = next((line for line in evaluated if line[key] >= 0.9), None)
         when = "0.9 not reached"
