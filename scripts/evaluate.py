@@ -9,9 +9,9 @@ with intervals.
     python scripts/evaluate.py output/RUN --samples 8 --model debug_assets/model
 
 Prompts, lengths, stop tokens and rewards are those of the run, by its
-args.json. The tokenizer and its chat template are those of RUN/model. Paths in
-args.json that are not absolute count from where you stand, so start it where
-the run was started. vLLM has one GPU, or the CPU where there is none.
+args.json. Paths there that are not absolute count from where you stand, so
+start it where the run was started. vLLM has one GPU, or the CPU where there is
+none.
 
 "Right" means a verifiable score of 1 or more, as in the run's metrics. pass@k
 is the share of prompts of which one of k answers is right, by the unbiased
@@ -19,16 +19,13 @@ estimator of arXiv 2107.03374. A response whose reward failed has no score, and
 a prompt with fewer than k scores no pass@k.
 
 An interval is of 95%, and says how far other prompts of the same kind might
-have moved the figure. The prompts are its units, for samples of one prompt are
-alike. Of a score or a length it is the mean of the prompts' means, plus and
-minus 1.96 standard errors. Of a rate (pass@k, stop rate) it is Wilson's, which
-stays between 0 and 1, and is no point where every answer was right. Fewer than
-30 prompts are too few for either. What another seed of training would have
-given is not in it.
+have moved the figure; what another seed of training would have given is not in
+it. The prompts are its units, for samples of one prompt are alike. Fewer than
+30 prompts are too few.
 
 It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
-evaluation.json. NAME says what was asked, and ends in a hash of all settings.
-What is there is not made again.
+evaluation.json. NAME says what was asked, how many prompts and how many answers
+to each, and ends in a hash of all settings. What is there is not made again.
 """
 
 import argparse
@@ -45,6 +42,9 @@ from collections import defaultdict
 from dataclasses import fields, replace
 from pathlib import Path
 
+# Flags of the scripts that this program may replace
+REPLACED = ("eval_dataset", "eval_dataset_split", "eval_prompts", "eval_temperature")
+REPLACED += ("response_length", "reward_fn", "seed")
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
 
 
@@ -65,7 +65,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def estimate_mean(values: list[float]) -> dict:
-    """The mean of the prompts' values, with an interval by its standard error; none of one prompt.
+    """The mean of the prompts' values, plus and minus 1.96 standard errors; none of one prompt.
 
     >>> estimate_mean([1.0, 2.0, 3.0, 6.0])  # their variance is 14 / 3
     {'mean': 3.0, 'low': 0.883, 'high': 5.117}
@@ -80,21 +80,16 @@ def estimate_mean(values: list[float]) -> dict:
 def estimate_rate(values: list[float]) -> dict:
     """The mean of the prompts' rates, each from 0 to 1, with Wilson's interval.
 
-    Where all rates are 0 or 1 its ends are the p with |mean - p| = 1.96 sqrt(p (1 - p) / n):
+    It stays between 0 and 1, and is no point where every answer was right. Where all rates are 0 or
+    1 its ends are the p with |mean - p| = 1.96 sqrt(p (1 - p) / n). Other rates spread less: their
+    n is as many answers as would give the mean this variance.
 
     >>> estimate_rate([1.0] * 15 + [0.0] * 5)
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881}
-    >>> is_near = lambda p: abs(0.75 - p) < Z * math.sqrt(p * (1 - p) / 20)
-    >>> inside = [p / 10_000 for p in range(10_001) if is_near(p / 10_000)]
-    >>> inside[0], inside[-1]
-    (0.5313, 0.8881)
-
-    Other rates spread less. So their n is as many answers as would give the mean this variance:
-
+    >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in (0.5313, 0.8881)]
+    [1.96, 1.96]
     >>> estimate_rate([0.7, 0.8] * 10)
     {'mean': 0.75, 'low': 0.7275, 'high': 0.7713}
-    >>> estimate_rate([0.5] * 2)
-    {'mean': 0.5, 'low': 0.0945, 'high': 0.9055}
     >>> estimate_rate([1.0] * 20)
     {'mean': 1.0, 'low': 0.8389, 'high': 1.0}
     """
@@ -156,9 +151,9 @@ def summarize_sources(rows: list[dict]) -> dict:
 def show(evaluation: dict):
     """Prints an evaluation.json."""
     settings, results = evaluation["settings"], evaluation["results"]
-    samples, temperature = settings["samples"], settings["temperature"]
+    samples, temperature = settings["samples"], settings["eval_temperature"]
     each = f"{samples} answers to each prompt" if samples > 1 else "an answer to each prompt"
-    print(f"\n{evaluation['model']} on {settings['dataset']}")
+    print(f"\n{evaluation['model']} on {settings['eval_dataset']}")
     print(f"{each}, at temperature {temperature:g}")
     for source, figures in results.items():
         about = f"{figures['prompts']:,} prompts, {figures['responses']:,} responses"
@@ -194,46 +189,33 @@ def read_arguments(script, options):
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
-    given = {
-        "eval_dataset": options.dataset,
-        "eval_dataset_split": options.dataset_split,
-        "eval_prompts": options.prompts,
-        "response_length": options.response_length,
-        "reward_fn": options.reward_fn,
-        "seed": options.seed,
-    }
+    given = {name: getattr(options, name) for name in REPLACED}
     args = replace(args, **{name: value for name, value in given.items() if value is not None})
-    if options.temperature is not None:
-        return replace(args, eval_temperature=options.temperature)
     # Several greedy answers would be one
-    several = options.samples > 1 and args.eval_temperature == 0
-    return replace(args, eval_temperature=args.temperature) if several else args
+    if options.samples > 1 and args.eval_temperature == 0:
+        args = replace(args, eval_temperature=args.temperature)
+    return args
 
 
-def settings_of(args, options):
+def settings_of(args, options, num_prompts):
     """What an evaluation is known by."""
     config = (options.model or options.run / "model") / "config.json"
-    return {
+    settings = {
         "model": str(options.model or "trained"),  # and not by the place of the run, which may move
         "model_saved": round(config.stat().st_mtime, 3),  # a resumed run saves another
-        "dataset": args.eval_dataset,
-        "dataset_split": args.eval_dataset_split,
-        "prompts": args.eval_prompts,
+        "prompts": num_prompts,
         "samples": options.samples,
-        "temperature": args.eval_temperature,
-        "response_length": args.response_length,
-        "reward_fn": args.reward_fn,
-        "seed": args.seed,
     }
+    return settings | {name: getattr(args, name) for name in REPLACED if name != "eval_prompts"}
 
 
 def name_of(settings):
     """The name of the folder of an evaluation."""
     model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
-    dataset = Path(settings["dataset"]).stem
+    dataset = Path(settings["eval_dataset"]).stem
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    size = f"{settings['prompts'] or 'all'}x{settings['samples']}"
-    return f"{model}_{dataset}_{size}_t{settings['temperature']:g}_{digest}"
+    size = f"{settings['prompts']}x{settings['samples']}"
+    return f"{model}_{dataset}_{size}_t{settings['eval_temperature']:g}_{digest}"
 
 
 def load_held_out(script, args, options):
@@ -339,7 +321,11 @@ def evaluate(options, fail):
         fail("the run has no --eval_dataset; say --dataset")
     if args.reward_fn and not os.path.isfile(args.reward_fn.rpartition(":")[0]):
         fail(f"--reward_fn {args.reward_fn}: there is no such file; say path/to/file.py:function")
-    settings = settings_of(args, options)
+    try:
+        tokenizer, prompts = load_held_out(script, args, options)
+    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+        fail(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    settings = settings_of(args, options, len(prompts))
     folder = options.run / "evaluations" / name_of(settings)
     path = folder / "evaluation.json"
     if path.exists():
@@ -348,26 +334,20 @@ def evaluate(options, fail):
         return
 
     started_at = time.time()
-    try:
-        tokenizer, prompts = load_held_out(script, args, options)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:
-        fail(" ".join([str(error), *getattr(error, "__notes__", [])]))
     responses = answer_prompts(script, tokenizer, prompts, args, options)
     rows = [describe(response, i, options.samples) for i, response in enumerate(responses)]
-    output = options.output or folder / "responses.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(output, "w") as file:
+    with open(folder / "responses.jsonl", "w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     evaluation = {
         "model": str(options.model or options.run / "model"),
         "settings": settings,
         "results": summarize_sources(rows),
-        "responses": str(output),
         "seconds": round(time.time() - started_at, 1),
     }
     path.write_text(json.dumps(evaluation, indent=2))
     show(evaluation)
-    print(f"\n{path}\n{output}")
+    print(f"\nAll responses and figures: {folder}")
 
 
 def main():
@@ -381,32 +361,24 @@ def main():
     add("--samples", type=int, default=1, help="answers to each prompt (default 1)")
     temperature = "default: the run's --eval_temperature; where that is 0 and there are several "
     temperature += "samples, the run's --temperature"
-    add("--temperature", type=float, help=temperature)
-    add("--dataset", help="held-out prompts; default: the run's")
-    add("--dataset_split", help="their split, when they are on the hub; default: the run's")
+    add("--temperature", dest="eval_temperature", type=float, help=temperature)
+    add("--dataset", dest="eval_dataset", help="held-out prompts; default: the run's")
+    split = "their split, when they are on the hub; default: the run's"
+    add("--dataset_split", dest="eval_dataset_split", help=split)
     prompts = "how many of them, 0: all; default: the run's --eval_prompts, the same ones"
-    add("--prompts", type=int, help=prompts)
+    add("--prompts", dest="eval_prompts", type=int, help=prompts)
     add("--reward_fn", metavar="FILE:FUNCTION", help="in place of the run's rule")
     add("--response_length", type=int, help="most tokens; default: the run's")
     add("--model", type=Path, help="folder of a model with the run's tokens; default: RUN/model")
     add("--seed", type=int, help="seed of the sampling; default: the run's")
-    add("--output", type=Path, help="file for the responses; default: in RUN/evaluations")
     options = parser.parse_args()
 
-    model = options.model or options.run / "model"
-    if not (options.run / "args.json").is_file():
-        parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
-    if not (model / "config.json").is_file():
-        parser.error(f"{model} holds no config.json: it is not the folder of a model")
-    at_least = {"samples": 1, "prompts": 0, "response_length": 1, "temperature": 0}
-    for name, least in at_least.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            parser.error(f"--{name} must be {least} or more")
-    if options.samples > 1 and options.temperature == 0:
+    files = {options.run: "args.json", options.model or options.run / "model": "config.json"}
+    for folder, name in files.items():
+        if not (folder / name).is_file():
+            parser.error(f"{folder} holds no {name}: it is not the folder of a run or a model")
+    if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")
-    if options.output and options.output.exists():
-        parser.error(f"--output {options.output} exists already")
     evaluate(options, parser.error)
 
 

@@ -20,7 +20,7 @@ report=output/gpu_check_$(date -u +%Y%m%d_%H%M%S).txt
     bash scripts/setup.sh
     PYTHON=.venv/bin/python
   fi
-  "$PYTHON" scripts/make_debug_assets.py
+  "$PYTHON" scripts/dev/make_debug_assets.py
   "$PYTHON" scripts/benchmark/gpu_check.py "$@"
 ) 2>&1 | tee "$report"
 status=$?  # pipefail: that of the checks

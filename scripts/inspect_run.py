@@ -6,6 +6,9 @@ responses with their tokens coloured by advantage.
     python scripts/inspect_run.py output/RUN
     # again every 10 seconds, until the run is at its end or Ctrl-C
     python scripts/inspect_run.py output/RUN --watch 10
+    # what the scripts print at a run's end: answers before and after training,
+    # what limited its speed, commands that go on from here; draws the pictures
+    python scripts/inspect_run.py output/RUN --summary
 """
 
 import argparse
@@ -18,37 +21,235 @@ import shlex
 import sys
 import textwrap
 import time
+from collections import Counter
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import mean
 
-from plot_runs import read_metrics
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from plot_runs import draw_run, own_metrics, read_lines, read_metrics
 from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from summarize_run import describe_speed, end_of_prompt, show_score
+from tokenizers import Tokenizer
 
-CURVES = [
-    "objective/scores",
-    "eval/verifiable_correct_rate",
-    "objective/kl",
-    "policy/entropy_avg",
-    "objective/sequence_lengths",
-    "objective/stop_rate",
-    "val/explained_variance",
-    # of a reward model
-    "objective/accuracy",
-    "eval/accuracy",
-]
+RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
+CURVES = ["objective/scores", RATE, "objective/kl", "policy/entropy_avg"]
+CURVES += ["objective/sequence_lengths", "objective/stop_rate", "val/explained_variance"]
+CURVES += ["objective/accuracy", "eval/accuracy"]  # of a reward model
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = "_.-=+*#@"  # for a terminal that knows ASCII alone
 GREY, GREEN, RED = (128, 128, 128), (0, 170, 0), (220, 0, 0)  # seen on black and on white
 TAIL = 2**24  # bytes of rollouts.jsonl that are read: it grows with the run
 
+# What is timed (time/NAME) and what it is called: on the side of vLLM, which works beside training
+# in an asynchronous run, and on the learner's
+GENERATION = {"generation": "generation", "reward": "rewards", "evaluation": "evaluations"}
+TRAINING = {
+    "update": "updates",
+    "forward": "forward passes",
+    "reward_model": "reward model",
+    "weight_sync": "weight sync",
+    "checkpoint": "checkpoints",
+}
+# Who is waited for, and what helps
+REMEDIES = {
+    "generation": ("vLLM", "more GPUs for vLLM (--vllm_gpus) or shorter responses help"),
+    "reward": ("the rewards", "more --reward_workers or a faster reward help"),
+    "evaluation": ("the evaluations", "a smaller --num_evals or fewer --eval_prompts help"),
+}
+LONG = 0.15  # a share of the time that is worth a word
 
-def sparkline(values, blocks=BLOCKS, width=28):
+
+def printable(text: str) -> str:
+    """Without the control characters that a terminal would obey."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text)
+
+
+def end_of_prompt(prompt: str) -> str:
+    """The end of a prompt, which says what was asked, in one line."""
+    prompt = printable(" ".join(prompt.split()))
+    return prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"
+
+
+def show_score(score: float | None) -> str:
+    """None: its reward failed."""
+    return "none" if score is None else f"{score:.3g}"
+
+
+# ------------------------------------------------------------------------------ the speed
+
+
+def describe_speed(metrics: list[dict]) -> str | None:
+    """Which side of a run waited for the other, and what to do about it.
+
+    None: neither waited for long, or there are too few steps to know. Where the sides take turns
+    none of them waits; then it says what a step was spent on.
+    """
+    is_async = any(line.get("policy/staleness") for line in metrics)
+    training = dict(TRAINING)
+    if not any("objective/reward_model_score" in line for line in metrics):
+        training["reward_model"] = "reports of evaluations"  # what is timed there besides
+    # A process begins with waiting: for its models, and for the first responses. Those of step 2
+    # were asked for when nothing was trained yet
+    generated = "time/generation"
+    steps = [line for last, line in pairwise(metrics) if generated in last and generated in line]
+    seconds = Counter()
+    for line in steps[1:]:
+        seconds.update({name.removeprefix("time/"): value for name, value in line.items()})
+    if not seconds["training"]:
+        return None
+
+    if not is_async:
+        spent = describe_shares(seconds, GENERATION | training, seconds["training"])
+        said = f"Generation and training took turns (a step: {spent})"
+        if seconds["reward"] < LONG * seconds["training"]:
+            return said
+        return f"{said}. The reward is slow: {REMEDIES['reward'][1]}"
+
+    generation = sum(seconds[part] for part in GENERATION)
+    # A wait reaches over several steps of the learner, so it is compared with what generation does
+    vllm_waited = seconds["wait_for_prompts"] / (seconds["wait_for_prompts"] + generation)
+    learner_waited = seconds["wait_for_generation"] / seconds["training"]
+    if max(vllm_waited, learner_waited) < LONG:
+        return None
+    if vllm_waited > learner_waited:
+        spent = describe_shares(seconds, training, seconds["training"])
+        return (
+            f"vLLM waited for the learner {vllm_waited:.0%} of the time (a training step: "
+            f"{spent}): more learners or shorter responses help"
+        )
+    spent = describe_shares(seconds, GENERATION, generation)
+    slow = [REMEDIES[part] for part in GENERATION if seconds[part] >= generation / 3]
+    waited_for = " and ".join(who for who, _ in slow)
+    remedies = "; ".join(remedy for _, remedy in slow)
+    return (
+        f"The learner waited for {waited_for} {learner_waited:.0%} of the time (a batch: "
+        f"{spent}): {remedies}"
+    )
+
+
+def describe_shares(seconds, parts: dict[str, str], whole: float) -> str:
+    """What share of the whole each part took, where that is 1% or more.
+
+    >>> describe_shares({"update": 3.0, "weight_sync": 1.0, "forward": 0.0}, TRAINING, 4.0)
+    'updates 75%, weight sync 25%'
+    """
+    shares = {called: seconds.get(part, 0.0) / whole for part, called in parts.items()}
+    return ", ".join(f"{called} {share:.0%}" for called, share in shares.items() if share >= 0.01)
+
+
+# ------------------------------------------------------------------------------ --summary
+
+
+def describe_evaluations(metrics: list[dict]) -> list[str]:
+    """What the first and the last evaluation say: answers right, and where it differs their score.
+
+    >>> first, last = {RATE: 0.5}, {RATE: 0.75, SCORE: 0.8, "eval/policy_version": 40}
+    >>> describe_evaluations([first | {"eval/policy_version": 0}, {}, last])[0]
+    'Held-out prompts answered right: 50.0% before training, 75.0% after 40 steps'
+    >>> describe_evaluations([last])[1]
+    'Mean verifiable score of their answers: 0.800 after 40 steps'
+    """
+
+    def when(line):
+        version = line["eval/policy_version"]  # the steps that the policy had trained
+        return f"after {version:.0f} steps" if version > 0 else "before training"
+
+    evaluations = [line for line in metrics if RATE in line]
+    if not evaluations:
+        return []
+    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    rates = [f"{line[RATE]:.1%} {when(line)}" for line in shown]
+    sentences = [f"Held-out prompts answered right: {', '.join(rates)}"]
+    # Rewards that are shares of 1: an answer may be worth something and not be right
+    if any(line.get(SCORE, line[RATE]) != line[RATE] for line in evaluations):
+        scores = [f"{line.get(SCORE, line[RATE]):.3f} {when(line)}" for line in shown]
+        sentences.append(f"Mean verifiable score of their answers: {', '.join(scores)}")
+    return sentences
+
+
+def describe_troubles(metrics: list[dict]) -> list[str]:
+    """Whether there was nothing to learn from, and whether many of the last responses were cut.
+
+    >>> for said in describe_troubles([{"objective/scores": 0.0, "objective/scores_std": 0.0}]):
+    ...     print(said)
+    In every step all responses scored alike, at last 0: there was nothing to learn from
+    >>> print(*describe_troubles([{"objective/stop_rate": 0.25}]))
+    75% of the last responses were cut: a longer --response_length or --non_stop_penalty helps
+    """
+    sentences = []
+    if all(line.get("objective/scores_std", 1) <= 0 for line in metrics):
+        score = f"{metrics[-1]['objective/scores']:g}"
+        said = f"In every step all responses scored alike, at last {score}"
+        sentences.append(f"{said}: there was nothing to learn from")
+    cut = 1 - metrics[-1].get("objective/stop_rate", 1)  # a reward trainer's run has none
+    if cut > 0.2:
+        advice = "a longer --response_length or --non_stop_penalty helps"
+        sentences.append(f"{cut:.0%} of the last responses were cut: {advice}")
+    return sentences
+
+
+def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
+    """Answers to the first held-out prompts, by the first policy that was asked and by the last."""
+    versions = sorted({sample["policy_version"] for sample in samples})
+    if len(versions) < 2:
+        return []
+    before = [sample for sample in samples if sample["policy_version"] == versions[0]]
+    after = {s["prompt"]: s for s in samples if s["policy_version"] == versions[-1]}
+    lines = []
+    for first in before[:number]:
+        last = after.get(first["prompt"])
+        if last is None:  # the run was resumed with other held-out prompts
+            continue
+        lines += ["", end_of_prompt(first["prompt"])]
+        for when, sample in (("before", first), ("after", last)):
+            response = textwrap.shorten(printable(sample["response"]), 200, placeholder=" ...")
+            lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
+    return lines
+
+
+def next_steps(run_dir: Path) -> list[str]:
+    """Commands that go on from here, as they can be typed where this program was called."""
+    here, scripts = Path.cwd(), Path(__file__).parent
+
+    def command(*words):
+        paths = [Path(word) for word in (sys.executable, *words)]
+        paths = [path.relative_to(here) if path.is_relative_to(here) else path for path in paths]
+        return shlex.join(map(str, paths))
+
+    lines = [
+        f"Look at it:  {command(scripts / 'inspect_run.py', run_dir)}",
+        f"Compare it:  {command(scripts / 'plot_runs.py', run_dir, 'OTHER_RUN')}",
+    ]
+    model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
+    if model.is_dir():
+        lines.append(f'Use it:      transformers.AutoModelForCausalLM.from_pretrained("{model}")')
+        # vLLM would choose bfloat16, which rounds a part of a merged adapter's change away
+        dtype = ', dtype="float32"' if (run_dir / "adapter").is_dir() else ""
+        lines.append(f'             vllm.LLM("{model}"{dtype})')
+    elif checkpoints:
+        newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
+        lines.append(f"Resume it:   its command with --resume_from_checkpoint {newest}")
+    return lines
+
+
+def print_summary(run_dir: Path, metrics: list[dict]):
+    draw_run(run_dir)
+    sentences = [*describe_evaluations(metrics), *describe_troubles(metrics)]
+    sentences.append(describe_speed(metrics))
+    sentences += [*describe_samples(read_lines(run_dir / "samples.jsonl")), ""]
+    sentences.append(f"Model, metrics, samples and pictures: {run_dir}")
+    sentences += next_steps(run_dir)
+    print(*(said for said in sentences if said is not None), sep="\n")
+
+
+# ------------------------------------------------------------------------------ curves
+
+
+def sparkline(values, width=28) -> str:
     """A block for each value, or for the mean of neighbours where there are more than `width`.
 
     Changes of a few per cent look small, also where nothing else happens.
@@ -65,41 +266,23 @@ def sparkline(values, blocks=BLOCKS, width=28):
     means = [mean(values[start:end]) for start, end in pairwise(edges)]
     low = min(means)
     span = max(max(means) - low, 0.05 * max(map(abs, means))) or 1.0
-    return "".join(blocks[round((value - low) / span * (len(blocks) - 1))] for value in means)
+    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in means)
 
 
-def show_curves(metrics, blocks):
-    """A table of the metrics that the run has: first value, curve, last value."""
+def show_curves(metrics: list[dict]):
+    """A table of CURVES and of the run's own metrics: first value, curve, last value."""
     table = Table("metric", "first", "", "last", box=None, pad_edge=False)
-    for name in CURVES:
+    for name in [*CURVES, *own_metrics(metrics)]:
         values = [line[name] for line in metrics if math.isfinite(line.get(name, math.nan))]
         if values:
-            table.add_row(name, f"{values[0]:.3g}", sparkline(values, blocks), f"{values[-1]:.3g}")
+            table.add_row(name, f"{values[0]:.3g}", sparkline(values), f"{values[-1]:.3g}")
     return table
 
 
-def describe_run(run_dir, args, metrics, is_finished):
-    """Lines on what run it is, and how far."""
-    script, model = args["exp_name"], args["model_name_or_path"]
-    lines = [f"{args['run_name']}: {script}, {model}"]
-    command = args.get("provenance", {}).get("command")
-    if command:
-        lines.append(shlex.join(command))
-    if not metrics:
-        return [*lines, "No step is finished yet"]
-    last = metrics[-1]
-    step = f"Step {last['training_step']:.0f} of {number_of_steps(args)}"
-    minutes = f"{last['time/from_scratch'] / 60:.1f} minutes"
-    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
-    ago = "" if is_finished else f"; that was {since:.1f} minutes ago"
-    return [*lines, f"{step}, after {minutes}{ago}"]
+# ------------------------------------------------------------------------------ responses
 
 
-def number_of_steps(args):
-    return args.get("num_training_steps") or args["num_updates"]  # of a reward model
-
-
-def last_responses(path):
+def last_responses(path: Path) -> list[dict]:
     """The lines of the last training step in rollouts.jsonl; without one that is half written."""
     start = max(0, path.stat().st_size - TAIL)
     with open(path, "rb") as file:
@@ -115,15 +298,11 @@ def last_responses(path):
 
 
 @functools.cache
-def load_tokenizer(run_dir, name, revision):
+def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     """The run's tokenizer, or while there is no model in the run's folder the one it began with.
 
     None: not here. Nothing is downloaded. (transformers would take seconds to start.)
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-    from tokenizers import Tokenizer
-
     for folder in (run_dir / "model", Path(name)):
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -134,11 +313,15 @@ def load_tokenizer(run_dir, name, revision):
     return None
 
 
-def split_tokens(tokenizer, token_ids, advantages):
-    """A response's (text, advantage) of each token.
+def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
+    """(text, advantage) of each token of a response; without a tokenizer, of each word.
 
     Tokens that are parts of one character are together, with their mean.
     """
+    token_ids, advantages = row["token_ids"], row["advantages"]
+    if tokenizer is None:
+        words = re.findall(r"\s*\S+", row["response"]) or [""]
+        return [(word, mean(advantages)) for word in words]
     pieces, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
         # A token's text may depend on the one before it, such as a space at its beginning
@@ -151,19 +334,7 @@ def split_tokens(tokenizer, token_ids, advantages):
     return pieces
 
 
-def split_response(row, tokenizer):
-    """(text, advantage) of each token of a line of rollouts.jsonl; without tokens, of each word."""
-    if tokenizer is not None and "token_ids" in row:
-        return split_tokens(tokenizer, row["token_ids"], row["advantages"])
-    words = re.findall(r"\s*\S+", row["response"]) or [""]
-    return [(word, mean_advantage(row)) for word in words]
-
-
-def mean_advantage(row):
-    return mean(row["advantages"]) if "advantages" in row else row["advantage"]
-
-
-def style_of(advantage, largest):
+def style_of(advantage: float, largest: float) -> str:
     """A colour for an advantage: green above 0, red below, the stronger the larger.
 
     >>> style_of(0.5, largest=0.5), style_of(-0.1, largest=0.5), style_of(0.0, largest=0.5)
@@ -177,14 +348,9 @@ def style_of(advantage, largest):
     return f"rgb({','.join(map(str, channels))})"
 
 
-def printable(text):
-    """Without the control characters that a terminal would obey."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text)
-
-
 def show_response(row, pieces, largest, number):
     """A line of figures, and below it the response: of more than `number` tokens the two ends."""
-    average = mean_advantage(row)
+    average = mean(row["advantages"])
     advantage = f"advantage {average:+.2f}"
     in_order = sorted(pieces, key=lambda piece: piece[1])
     (worst, low), (best, high) = in_order[0], in_order[-1]
@@ -197,12 +363,10 @@ def show_response(row, pieces, largest, number):
         gap = (f" [... {len(pieces) - 2 * half} more ...] ", 0.0)
         pieces = [*pieces[:half], gap, *pieces[len(pieces) - half :]]
     text = Text.assemble(*((printable(piece), style_of(a, largest)) for piece, a in pieces))
-    return Group(
-        Text(figures, style_of(average, largest)), Padding(text, (0, 0, 0, 2), expand=False)
-    )
+    return [Text(figures, style_of(average, largest)), Padding(text, (0, 0, 0, 2), expand=False)]
 
 
-def show_responses(rows, tokenizer, options):
+def show_responses(rows: list[dict], tokenizer, options) -> list:
     """What rollouts.jsonl has of a step, with a heading for each prompt."""
     pieces = [split_response(row, tokenizer) for row in rows]
     largest = max(abs(advantage) for response in pieces for _, advantage in response)
@@ -213,67 +377,82 @@ def show_responses(rows, tokenizer, options):
     ]
     shown = list(zip(rows, pieces, strict=True))[: options.responses]
     for prompt, responses in groupby(shown, key=lambda pair: pair[0]["prompt"]):
-        responses = list(responses)
         group = [row for row in rows if row["prompt"] == prompt]
-        parts += ["", Text(printable(end_of_prompt(prompt)), "bold")]
+        parts += ["", Text(end_of_prompt(prompt), "bold")]
         truth = group[0]["ground_truth"]
         if truth not in (None, "None"):  # a reward model alone scored
             truth = textwrap.shorten(printable(truth), 100, placeholder=" ...")
             parts.append(f"Ground truth: {truth}")
         if len(group) > 1:
             parts.append("Scores: " + " ".join(show_score(row["score"]) for row in group))
-        parts += [show_response(*pair, largest, options.tokens) for pair in responses]
+        for row, response in responses:
+            parts += show_response(row, response, largest, options.tokens)
     return parts
 
 
-def show_run(run_dir, args, options, blocks=BLOCKS):
+# ------------------------------------------------------------------------------ the program
+
+
+def show_run(run_dir: Path, args: dict, options):
     """What is to be printed, and whether the run is at its end."""
-    has_metrics = (run_dir / "metrics.jsonl").is_file()
-    metrics = read_metrics(run_dir) if has_metrics else []
-    is_finished = bool(metrics) and metrics[-1]["training_step"] == number_of_steps(args)
-    first, *others = describe_run(run_dir, args, metrics, is_finished)
-    parts = [Text(first, "bold"), *others, ""]
-    if metrics:
-        parts += [show_curves(metrics, blocks), ""]
+    metrics = read_metrics(run_dir)
+    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
+    is_finished = bool(metrics) and metrics[-1]["training_step"] == steps
+    model = args["model_name_or_path"]
+    parts = [Text(f"{args['run_name']}: {args['exp_name']}, {model}", "bold")]
+    if "provenance" in args:
+        parts.append(shlex.join(args["provenance"]["command"]))
+    if not metrics:
+        return Group(*parts, "No step is finished yet"), False
+    last = metrics[-1]
+    where = f"Step {last['training_step']:.0f} of {steps}"
+    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
+    ago = "" if is_finished else f"; that was {since:.1f} minutes ago"
+    parts.append(f"{where}, after {last['time/from_scratch'] / 60:.1f} minutes{ago}")
+    parts += ["", show_curves(metrics), ""]
     speed = describe_speed(metrics)
     if speed:
         parts += [speed, ""]
     rollouts = run_dir / "rollouts.jsonl"
     rows = last_responses(rollouts) if rollouts.is_file() else []
     if rows:
-        name = args["tokenizer_name_or_path"] or args["model_name_or_path"]
+        name = args["tokenizer_name_or_path"] or model
         tokenizer = load_tokenizer(run_dir, name, args["model_revision"])
         parts += show_responses(rows, tokenizer, options)
     return Group(*parts), is_finished
 
 
 def main():
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="show it again so often")
+    parser.add_argument("--summary", action="store_true", help="what the scripts say at its end")
     responses, tokens = "how many responses at most (8)", "of each response at most (120)"
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     parser.add_argument("--tokens", type=int, default=120, metavar="N", help=tokens)
     options = parser.parse_args()
-    if not (options.run / "args.json").is_file():
-        parser.error(f"{options.run} holds no args.json; plot_runs.py can do without it")
-    args = json.loads((options.run / "args.json").read_text())
-
+    run_dir = options.run
+    if not (run_dir / "args.json").is_file():
+        parser.error(f"{run_dir} holds no args.json: it is not the folder of a run")
+    if options.summary:
+        metrics = read_metrics(run_dir)
+        if not metrics:
+            parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
+        print_summary(run_dir, metrics)
+        return
+    args = json.loads((run_dir / "args.json").read_text())
     console = Console(markup=False, emoji=False, highlight=False)
-    blocks = BLOCKS if console.encoding.startswith("utf") else ASCII_BLOCKS
-    show = functools.partial(show_run, options.run, args, options, blocks)
-    shown, is_finished = show()
+    shown, is_finished = show_run(run_dir, args, options)
     if options.watch is None:
         console.print(shown)
         return
     with contextlib.suppress(KeyboardInterrupt), Live(shown, console=console) as live:
         while not is_finished:
             time.sleep(options.watch)
-            shown, is_finished = show()
+            shown, is_finished = show_run(run_dir, args, options)
             live.update(shown)
 
 

@@ -1,8 +1,10 @@
 """Draws the curves of a run, or compares several in a picture and a table.
 
 Only metrics.jsonl is needed. While a run trains, it has the steps so far.
+Metrics of your own come after those that the scripts have.
 
-    # curves.png in the run's folder, drawn anew, and token_length.png
+    # curves.png in the run's folder, drawn anew, and token_length.png, unless
+    # all prompts have as many tokens
     python scripts/plot_runs.py output/RUN
     # several runs: comparison.png in this folder, and a table on the terminal
     python scripts/plot_runs.py output/A output/B
@@ -13,9 +15,9 @@ Only metrics.jsonl is needed. While a run trains, it has the steps so far.
 
 import argparse
 import json
-import math
 import os
 from pathlib import Path
+from statistics import fmean as mean
 from typing import NamedTuple
 
 # What an x axis can show: the metric that it is read from, and its title
@@ -35,33 +37,23 @@ class Panel(NamedTuple):
     fewest: int = 1  # metrics; a run with fewer of them has no such panel
 
 
+RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
+PARTS = ["verifiable_score", "reward_model_score", "format_rate"]
 PANELS = [
     # The first three are the reward trainer's
-    Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], at_least=(0.5, 1)),
-    Panel("Preference loss", ["eval/loss", "loss/preference_avg"], at_least=(0, 0.7)),
+    Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
+    Panel("Preference loss", ["eval/loss", "loss/preference_avg"], (0, 0.7)),
     Panel("Score of chosen less rejected", ["eval/margin", "objective/margin"]),
-    Panel(
-        "Answered right",
-        ["eval/verifiable_correct_rate", "objective/verifiable_correct_rate"],
-        at_least=(0, 1),
-    ),
+    Panel("Answered right", [f"eval/{RIGHT}", f"objective/{RIGHT}"], (0, 1)),
     Panel("Score", ["eval/scores", "objective/scores"]),
-    Panel(
-        "Parts of the score (training batches)",
-        ["objective/verifiable_score", "objective/reward_model_score", "objective/format_rate"],
-        fewest=2,
-    ),
-    Panel("KL to the reference policy (nats per response)", ["objective/kl"], at_least=(0, 0.01)),
+    Panel("Parts of the score, training", [f"objective/{part}" for part in PARTS], fewest=2),
+    Panel("KL to the reference policy (nats per response)", ["objective/kl"], (0, 0.01)),
     Panel("Entropy (nats per token)", ["policy/entropy_avg"]),
-    Panel("Response length (tokens)", ["eval/sequence_lengths", "objective/sequence_lengths"]),
+    Panel("Response length (tokens)", [f"eval/{LENGTHS}", f"objective/{LENGTHS}"]),
     Panel("Value model: explained variance", ["val/explained_variance"], (-1, 1), (-1, 1)),
-    Panel("Share of tokens clipped", ["policy/clipfrac_avg"], at_least=(0, 0.05)),
-    Panel(
-        "Gradient norm, before it is clipped",
-        ["optim/grad_norm", "optim/value_grad_norm"],
-        at_least=(0, 0),
-    ),
-    Panel("Sampler against learner: effective sample size", ["mismatch/ess"], at_least=(0, 1)),
+    Panel("Share of tokens clipped", ["policy/clipfrac_avg"], (0, 0.05)),
+    Panel("Gradient norm before clipping", ["optim/grad_norm", "optim/value_grad_norm"], (0, 0)),
+    Panel("Sampler against learner: effective sample size", ["mismatch/ess"], (0, 1)),
     Panel(
         "Sampler against learner: largest log-probability difference",
         ["mismatch/logprob_diff_max"],
@@ -70,9 +62,20 @@ PANELS = [
     Panel(
         "Seconds per step, without a process's first",
         ["time/training", "time/generation", "time/update"],
-        at_least=(0, 0),
+        (0, 0),
     ),
 ]
+# What the scripts log besides, with all of time/, perf/ and mismatch/: drawn if --metrics names it
+UNDRAWN = """
+    training_step episode epoch lr objective/scores_std objective/reward_failures objective/kl_coef
+    objective/non_score_reward objective/rlhf_reward objective/entropy objective/stop_rate
+    loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version policy/staleness
+    val/ratio val/ratio_var val/clipfrac_avg val/computed_responses val/zero_variance_groups
+    eval/verifiable_score eval/reward_model_score eval/format_rate eval/reward_failures
+    eval/stop_rate eval/policy_version eval/calibration_error eval/scores_mean eval/scores_std
+"""
+KNOWN = {*UNDRAWN.split(), *(name for panel in PANELS for name in panel.metrics)}
+KNOWN |= {"time", "perf", "mismatch"}
 SMALLEST_SPAN = 0.2  # of a y axis, as a share of the largest value: noise is not blown up
 LINE_STYLES = ["-", "--", ":"]
 
@@ -87,6 +90,7 @@ COLUMNS = {
     "KL": ("objective/kl", True),
     "length": ("objective/sequence_lengths", True),
     "steps": ("training_step", False),
+    "minutes": ("time/from_scratch", False),
 }
 # Arguments in which the runs of one group may differ: what a seed changes, and names
 OF_A_RUN = {"seed", "data_hash", "run_name", "output_dir", "resume_from_checkpoint", "provenance"}
@@ -107,13 +111,17 @@ class Curve(NamedTuple):
     runs: list[Run]
 
 
+def lines_of(curves: list[Curve]) -> list[dict]:
+    return [line for curve in curves for run in curve.runs for line in run.metrics]
+
+
 # ------------------------------------------------------------------------------ reading
 
 
 def read_lines(path):
-    """The lines of a .jsonl file as a list of dicts; the last one is left out if it was cut off."""
+    """The lines of a .jsonl file as a list of dicts, without one that is half written."""
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
@@ -125,56 +133,66 @@ def read_metrics(run_dir):
     return read_lines(run_dir / "metrics.jsonl")
 
 
+def own_metrics(metrics: list[dict]) -> list[str]:
+    """Names of metrics that are none of the scripts': a fork's, or from a reward's dictionary.
+
+    Without those that split another metric by data source.
+
+    >>> line = {"time/reward": 2, "objective/scores": 1, "objective/scores/debug/sorting": 1}
+    >>> own_metrics([line, {"objective/reward/right": 1, "objective/reward/right/a": 1}])
+    ['objective/reward/right']
+    """
+    names = sorted({name for line in metrics for name in line})
+    wholes = {*KNOWN, *names}
+    return [
+        name
+        for name in names
+        if name not in KNOWN and not any(name.startswith(f"{whole}/") for whole in wholes)
+    ]
+
+
+def short_name(name: str) -> str:
+    """What a metric of held-out prompts and its counterpart of training have in common."""
+    return name.removeprefix("eval/").removeprefix("objective/")
+
+
 def read_runs(run_dirs: list[Path]) -> list[Run]:
-    """Each is called what its folder is called, or its path where two folders have one name."""
-    names = [run_dir.resolve().name for run_dir in run_dirs]
+    """Of several runs each is called by its path, which tells folders of one name apart."""
     runs = []
-    for run_dir, name in zip(run_dirs, names, strict=True):
+    for run_dir in run_dirs:
         args_file = run_dir / "args.json"
         args = json.loads(args_file.read_text()) if args_file.is_file() else {}
-        unique = name if names.count(name) == 1 else str(run_dir)
-        runs.append(Run(unique, read_metrics(run_dir), args))
+        name = str(run_dir) if len(run_dirs) > 1 else run_dir.resolve().name
+        runs.append(Run(name, read_metrics(run_dir), args))
     return runs
 
 
 def group_seeds(runs: list[Run]) -> list[Curve]:
     """Runs whose arguments differ in nothing but seed and names become one curve.
 
-    Its name is what their names begin with; of two alike, each says in what it differs.
+    It is called by its script, and by what sets it apart from the others.
 
-    >>> runs = [Run(f"ppo_{i}", [], {"seed": i, "beta": beta}) for i, beta in enumerate([0, 0, 1])]
-    >>> [curve.name for curve in group_seeds(runs)]
-    ['ppo (2 runs)', 'ppo_2']
-    >>> runs.append(runs[2]._replace(name="ppo_3"))
-    >>> [curve.name for curve in group_seeds(runs)]
-    ['ppo, beta 0 (2 runs)', 'ppo, beta 1 (2 runs)']
+    >>> def run(seed, beta):
+    ...     return Run(f"run_{seed}", [], {"exp_name": "ppo", "seed": seed, "beta": beta})
+    >>> [curve.name for curve in group_seeds([run(1, 0.0), run(2, 0.0), run(3, 0.1)])]
+    ['ppo, beta 0.0 (2 runs)', 'run_3']
     """
     groups = {}
     for run in runs:
         same = {name: value for name, value in run.args.items() if name not in OF_A_RUN}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append(run)
+    settings = [json.loads(same) for same in groups]
     curves = []
-    for group in groups.values():
-        name = group[0].name
-        if len(group) > 1:
-            shared = os.path.commonprefix([run.name for run in group])  # noqa: RUF071
-            name = shared.rstrip("_-. ") or name
-        curves.append(Curve(name, group))
-
-    named = []
-    for curve in curves:
-        args = curve.runs[0].args
-        others = [other.runs[0].args for other in curves if other.name == curve.name]
+    for own, group in zip(settings, groups.values(), strict=True):
         differing = [
             f"{name} {value}"
-            for name, value in args.items()
-            if name not in OF_A_RUN and any(other.get(name) != value for other in others)
+            for name, value in own.items()
+            if any(other.get(name) != value for other in settings)
         ]
-        name = ", ".join([curve.name, *differing[:2]])
-        if len(curve.runs) > 1:
-            name += f" ({len(curve.runs)} runs)"
-        named.append(Curve(name, curve.runs))
-    return named
+        name = ", ".join([str(own.get("exp_name", group[0].name)), *differing[:3]])
+        name = f"{name} ({len(group)} runs)" if len(group) > 1 else group[0].name
+        curves.append(Curve(name, group))
+    return curves
 
 
 # ------------------------------------------------------------------------------ the picture
@@ -184,11 +202,6 @@ def points_of(metrics: list[dict], key: str, x_axis: str) -> dict[int, tuple[flo
     """{training steps that were done: (x, value)} of one metric.
 
     An evaluation is of the policy before its line's update, but for the last one.
-
-    >>> first = {"training_step": 1, "episode": 8, "eval/policy_version": 0, "eval/scores": 0.5}
-    >>> last = {"training_step": 2, "episode": 16, "eval/policy_version": 2, "eval/scores": 0.9}
-    >>> points_of([first, last], "eval/scores", "episode")
-    {0: (0, 0.5), 2: (16, 0.9)}
     """
     x_metric, _ = X_AXES[x_axis]
     x_of = {0: 0} | {line["training_step"]: line[x_metric] for line in metrics if x_metric in line}
@@ -216,40 +229,22 @@ def first_steps(metrics: list[dict]) -> set[int]:
 
 
 def mean_points(runs: list[Run], key: str, x_axis: str) -> list[tuple[float, ...]]:
-    """(x, mean, least, greatest) of each step that all runs have come to, of those with the metric.
-
-    >>> lines = [[{"training_step": 1, "lr": 0.5}], [{"training_step": 1, "lr": 1.0}]]
-    >>> mean_points([Run("a", lines[0], {}), Run("b", lines[1], {})], "lr", "step")
-    [(1.0, 0.75, 0.5, 1.0)]
-    """
+    """(x, mean, least, greatest) of each step that all runs with the metric have come to."""
     every = [points for run in runs if (points := points_of(run.metrics, key, x_axis))]
-    if not every:
-        return []
     rows = []
-    for step in sorted(set.intersection(*map(set, every))):
+    for step in sorted(set.intersection(*map(set, every))) if every else []:
         xs, values = zip(*(points[step] for points in every), strict=True)
-        mean = sum(values) / len(values)
-        rows.append((sum(xs) / len(xs), mean, min(values), max(values)))
+        rows.append((mean(xs), mean(values), min(values), max(values)))
     return rows
-
-
-def label_of(key: str, panel: Panel) -> str:
-    """How a panel's legend calls a metric: where it shows both kinds, held-out or training."""
-    if not any(other.startswith("eval/") for other in panel.metrics):
-        return key
-    return f"{'held-out' if key.startswith('eval/') else 'training'}: {key}"
 
 
 def set_y_axis(axes, panel: Panel):
     """Room for what was drawn, neither blown up nor shrunk by values that are out of range."""
+    if panel.logarithmic:
+        axes.set_yscale("log")
+        return
     bottom, top = axes.dataLim.intervaly
     if bottom > top:  # no value is finite
-        return
-    if panel.logarithmic:  # whole powers of ten
-        lowest = math.floor(math.log10(max(bottom, 1e-7)))
-        highest = math.ceil(math.log10(max(top, 1e-7)))
-        axes.set_ylim(10.0**lowest, 10.0 ** max(highest, lowest + 2))
-        axes.set_yscale("log")
         return
     if panel.at_least:
         bottom, top = min(bottom, panel.at_least[0]), max(top, panel.at_least[1])
@@ -260,31 +255,29 @@ def set_y_axis(axes, panel: Panel):
     axes.set_ylim(middle - 0.55 * span, middle + 0.55 * span)
 
 
-def draw_panel(axes, panel: Panel, curves: list[Curve], colors: list, x_axis: str):
+def draw_panel(axes, panel: Panel, curves: list[Curve], x_axis: str):
     """Lines with dots are of held-out prompts; a shade goes from the least run to the greatest."""
     from matplotlib.lines import Line2D
 
     handles = []
     styles = iter(LINE_STYLES)
+    has_both = any(key.startswith("eval/") for key in panel.metrics)
     for key in panel.metrics:
         held_out = key.startswith("eval/")
-        look = {"linewidth": 1.2, "linestyle": "--" if held_out else next(styles)}
-        drawn = False
-        for curve, color in zip(curves, colors, strict=True):
+        look = {"linewidth": 1.2, "markersize": 4, "linestyle": "--" if held_out else next(styles)}
+        for number, curve in enumerate(curves):
             points = mean_points(curve.runs, key, x_axis)
             if not points:
                 continue
             xs, means, least, greatest = zip(*points, strict=True)
             # A line of one point is not to be seen
             look["marker"] = "o" if held_out else "." if len(xs) == 1 else None
-            axes.plot(xs, means, color=color, markersize=4, **look)
+            axes.plot(xs, means, color=f"C{number}", **look)
             if len(curve.runs) > 1:
-                axes.fill_between(xs, least, greatest, color=color, alpha=0.2, linewidth=0)
-            drawn = True
-        if drawn:
-            color = "0.3" if len(curves) > 1 else colors[0]
-            label = label_of(key, panel)
-            handles.append(Line2D([], [], color=color, label=label, markersize=4, **look))
+                axes.fill_between(xs, least, greatest, color=f"C{number}", alpha=0.2, linewidth=0)
+        color = "0.3" if len(curves) > 1 else "C0"
+        kind = ("held-out: " if held_out else "training: ") if has_both else ""
+        handles.append(Line2D([], [], color=color, label=f"{kind}{key}", **look))
     set_y_axis(axes, panel)
     axes.set_title(panel.title, fontsize=10)
     axes.grid(alpha=0.3)
@@ -294,19 +287,15 @@ def draw_panel(axes, panel: Panel, curves: list[Curve], colors: list, x_axis: st
         axes.set_ylabel(panel.metrics[0], fontsize=7)
 
 
-def draw_curves(curves: list[Curve], x_axis="step", more=()):
-    """A figure with one panel for each group of metrics that the runs have.
-
-    more: names of metrics, with a panel each.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
-
-    runs = [run for curve in curves for run in curve.runs]
+def panels_of(curves: list[Curve], x_axis: str, more: list[str]) -> list[Panel]:
+    """The panels that the runs have metrics for: the scripts', the runs' own, and `more`."""
+    own = {}
+    for name in own_metrics(lines_of(curves)):
+        own.setdefault(short_name(name), []).append(name)
+    every = PANELS + [Panel(title, sorted(names)) for title, names in own.items()]
+    every += [Panel(name, [name]) for name in more]
     panels = []
-    for panel in PANELS + [Panel(name, [name]) for name in more]:
+    for panel in every:
         drawn = [
             key
             for key in panel.metrics
@@ -314,24 +303,31 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
         ]
         if len(drawn) >= panel.fewest:
             panels.append(panel._replace(metrics=drawn))
+    return panels
+
+
+def draw_curves(curves: list[Curve], x_axis="step", more=()):
+    """A figure with one panel for each group of metrics that the runs have."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    panels = panels_of(curves, x_axis, more)
     if not panels:
         raise SystemExit("plot_runs.py: these runs have no metric that it draws; see --metrics")
-    colors = [f"C{i}" for i in range(len(curves))]
-    if len(curves) > 10:
-        colors = [matplotlib.colormaps["turbo"](i / (len(curves) - 1)) for i in range(len(curves))]
-
     rows = (len(panels) + 2) // 3
     columns = min(3, len(panels))
     figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     x_metric, x_title = X_AXES[x_axis]
-    farthest = max(line.get(x_metric, 0) for run in runs for line in run.metrics)
+    farthest = max(line.get(x_metric, 0) for line in lines_of(curves))
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number, xlabel=x_title)
-        draw_panel(axes, panel, curves, colors, x_axis)
+        draw_panel(axes, panel, curves, x_axis)
         axes.set_xlim(-0.03 * farthest, 1.03 * farthest)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
 
+    runs = [run for curve in curves for run in curve.runs]
     scripts = sorted({run.args["exp_name"] for run in runs if "exp_name" in run.args})
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     if scripts:
@@ -342,8 +338,8 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
         figure.suptitle(title, fontsize=12)
         return figure
     handles = [
-        Line2D([], [], color=color, linewidth=3, label=curve.name)
-        for curve, color in zip(curves, colors, strict=True)
+        Line2D([], [], color=f"C{number}", linewidth=3, label=curve.name)
+        for number, curve in enumerate(curves)
     ]
     legend = figure.legend(handles=handles, title=title, loc="outside upper center", ncols=columns)
     legend.get_title().set_fontsize(12)
@@ -359,10 +355,8 @@ def draw_token_lengths(lengths: list[int], run_name: str):
     axes = figure.add_subplot(xlabel="tokens in the prompt", ylabel="prompts")
     axes.set_title(f"{run_name}: {len(lengths):,} prompts", fontsize=10)
     width = (max(lengths) - min(lengths)) // 50 + 1  # whole lengths, 50 bins at most
-    edges = [length - 0.5 for length in range(min(lengths), max(lengths) + width + 1, width)]
-    axes.hist(lengths, bins=edges)
+    axes.hist(lengths, bins=range(min(lengths), max(lengths) + width + 1, width), align="left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
 
 
@@ -374,68 +368,78 @@ def save(figure, path: Path):
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    print(f"Wrote {path}")
 
 
-def draw_run(run_dir: Path, x_axis="step", more=()):
+def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
     """Draws a run's own pictures: its curves, and once the lengths of its prompts."""
     (run,) = read_runs([run_dir])
-    save(draw_curves([Curve(run.name, [run])], x_axis, more), run_dir / "curves.png")
-    lengths, picture = run_dir / "token_length.json", run_dir / "token_length.png"
-    if not lengths.is_file():
-        return
-    if not picture.exists() or picture.stat().st_mtime < lengths.stat().st_mtime:
-        save(draw_token_lengths(json.loads(lengths.read_text()), run.name), picture)
+    pictures = [run_dir / "curves.png"]
+    save(draw_curves([Curve(run.name, [run])], x_axis, more), pictures[0])
+    file, picture = run_dir / "token_length.json", run_dir / "token_length.png"
+    lengths = json.loads(file.read_text()) if file.is_file() else []
+    if len(set(lengths)) < 2:  # a single bar shows nothing
+        return pictures
+    if not picture.exists() or picture.stat().st_mtime < file.stat().st_mtime:
+        save(draw_token_lengths(lengths, run.name), picture)
+        pictures.append(picture)
+    return pictures
 
 
 # ------------------------------------------------------------------------------ the table
 
 
-def last_numbers(metrics: list[dict]) -> dict[str, float]:
-    """{column of the table: value}, of what a run has.
-
-    >>> last_numbers([{"training_step": 1, "eval/scores": 0.25, "time/from_scratch": 90}])
-    {'score*': 0.25, 'steps': 1, 'minutes': 1.5}
-    """
-    numbers = {}
-    for column, (key, is_mean) in COLUMNS.items():
-        lines = metrics[-LAST_STEPS:] if is_mean else metrics
-        values = [line[key] for line in lines if line.get(key) is not None]
-        if values:
-            numbers[column] = sum(values) / len(values) if is_mean else values[-1]
-    if "time/from_scratch" in metrics[-1]:
-        numbers["minutes"] = metrics[-1]["time/from_scratch"] / 60
-    return numbers
+def last_number(metrics: list[dict], name: str, is_mean: bool) -> float | None:
+    """A metric's last value, or its mean over the last steps; None: the run does not have it."""
+    lines = metrics[-LAST_STEPS:] if is_mean else metrics
+    values = [line[name] for line in lines if line.get(name) is not None]
+    if not values:
+        return None
+    number = mean(values) if is_mean else values[-1]
+    return number / 60 if name == "time/from_scratch" else number
 
 
-def show(number: float) -> str:
+def show(number: float | None) -> str:
     """
-    >>> [show(number) for number in (0.93824, 12345.0, 6.0, -0.00039)]
-    ['0.938', '12,345', '6', '-0.00039']
+    >>> [show(number) for number in (0.93824, 12345.0, 6.0, -0.00039, None)]
+    ['0.938', '12,345', '6', '-0.00039', '']
     """
+    if number is None:
+        return ""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def print_table(curves: list[Curve]):
-    """A row for each run, and one for the means of those that share a curve."""
-    rows = []
-    for curve in curves:
-        numbers = [last_numbers(run.metrics) for run in curve.runs]
-        rows += zip([run.name for run in curve.runs], numbers, strict=True)
-        if len(curve.runs) > 1:
-            shared = [column for column in numbers[0] if all(column in row for row in numbers)]
-            means = {c: sum(row[c] for row in numbers) / len(numbers) for c in shared}
-            rows.append((f"mean: {curve.name}", means))
-    columns = [c for c in [*COLUMNS, "minutes"] if any(c in numbers for _, numbers in rows)]
+    """A row for each run, and one for the means of those that share a curve.
+
+    The columns are those that the runs have numbers for: COLUMNS, and their own metrics.
+    """
+    lines = lines_of(curves)
+    own = {}
+    for name in own_metrics(lines):
+        held_out = name.startswith("eval/")
+        own[short_name(name) + "*" * held_out] = (name, not held_out)
+    logged = {name for line in lines for name in line}
+    columns = {title: column for title, column in (COLUMNS | own).items() if column[0] in logged}
+
     table = [["run", *columns]]
-    for name, numbers in rows:
-        table.append([name, *(show(numbers[c]) if c in numbers else "" for c in columns)])
+    for curve in curves:
+        rows = []
+        for run in curve.runs:
+            rows.append([last_number(run.metrics, *column) for column in columns.values()])
+            table.append([run.name, *map(show, rows[-1])])
+        if len(rows) > 1:
+            every = zip(*rows, strict=True)
+            means = [None if None in numbers else mean(numbers) for numbers in every]
+            table.append([f"mean: {curve.name}", *map(show, means)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print(name.ljust(widths[0]), *padded, sep="  ")
-    print("* the last evaluation, on held-out prompts or pairs")
-    print(f"score, accuracy, KL, length: means of the last {LAST_STEPS} training steps")
+        print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    if any(title.endswith("*") for title in columns):
+        print("* the last evaluation, on held-out prompts or pairs")
+    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
+    if titles:
+        print(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
 
 
 # ------------------------------------------------------------------------------ the program
@@ -443,16 +447,11 @@ def print_table(curves: list[Curve]):
 
 def check(args, parser):
     """What a user may have got wrong is one line, before anything is drawn or written."""
-    from matplotlib.figure import Figure
-
     known = set()
     for run_dir in args.runs:
-        if not (run_dir / "metrics.jsonl").is_file():
-            what = "it is not the folder of a run, or the run made no step"
-            parser.error(f"{run_dir} holds no metrics.jsonl: {what}")
         metrics = read_metrics(run_dir)
         if not metrics:
-            parser.error(f"{run_dir}/metrics.jsonl is empty: the run made no step")
+            parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
         if X_AXES[args.x][0] not in metrics[-1]:
             parser.error(f"--x {args.x}: {run_dir} has no metric {X_AXES[args.x][0]}")
         if args.seeds and not (run_dir / "args.json").is_file():
@@ -461,50 +460,46 @@ def check(args, parser):
     for name in args.metrics:
         if name not in known:
             parser.error(f"none of these runs has the metric {name}")
-    output = args.output
-    if output is None:  # the run's own picture, which is there to be drawn anew
-        return
-    if output.suffix[1:] not in (formats := Figure().canvas.get_supported_filetypes()):
-        parser.error(f"{output} has to end in one of {', '.join(formats)}")
-    if not output.parent.is_dir():
-        parser.error(f"there is no folder {output.parent}")
-    if output.exists() and not args.overwrite:
-        parser.error(f"{output} exists: --overwrite replaces it, --output names another")
+    if args.output and args.output.exists() and not args.overwrite:
+        parser.error(f"{args.output} exists: --overwrite replaces it, --output names another")
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    x_axis = "what the x axis shows; default: step"
-    parser.add_argument("--x", choices=X_AXES, default="step", help=x_axis)
-    seeds = (
-        "runs whose args.json differ in nothing but the seed and names are one curve: "
-        "their mean, shaded from the least to the greatest, as far as all of them came"
-    )
-    parser.add_argument("--seeds", action="store_true", help=seeds)
-    metrics = "further metrics, such as a fork's own, with a panel each"
-    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
-    picture = (
-        "the picture of the curves, .png, .svg or .pdf; default: of one run its curves.png, "
-        "of several comparison.png in this folder"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help=picture)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--x", choices=X_AXES, default="step", help="what the x axis shows; default: step")
+    seeds = "runs whose args.json differ in nothing but the seed and names are one curve: their "
+    seeds += "mean, shaded from the least to the greatest, as far as all of them came"
+    add("--seeds", action="store_true", help=seeds)
+    metrics = "metrics of the scripts that have no panel otherwise, with a panel each"
+    add("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
+    output = "the picture, .png, .svg or .pdf; default: of one run its curves.png, of several "
+    add("--output", type=Path, metavar="FILE", help=output + "comparison.png in this folder")
     overwrite = "replace the picture if it exists; a run's own curves.png always is"
-    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+    add("--overwrite", action="store_true", help=overwrite)
+    add("--quiet", action="store_true", help="do not name the pictures that were written")
     args = parser.parse_args()
     if len(args.runs) > 1 and args.output is None:
         args.output = Path("comparison.png")
     check(args, parser)
 
     if args.output is None:
-        draw_run(args.runs[0], args.x, args.metrics)
-        return
-    runs = read_runs(args.runs)
-    curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
-    save(draw_curves(curves, args.x, args.metrics), args.output)
-    if len(runs) > 1:
+        pictures = draw_run(args.runs[0], args.x, args.metrics)
+    else:
+        runs = read_runs(args.runs)
+        curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
+        try:
+            save(draw_curves(curves, args.x, args.metrics), args.output)
+        except (OSError, ValueError) as error:  # no such folder, or kind of picture
+            parser.error(f"--output {args.output}: {error}")
+        pictures = [args.output]
+    if not args.quiet:
+        for picture in pictures:
+            print(f"Wrote {picture}")
+    if len(args.runs) > 1:
         print_table(curves)
 
 

@@ -23,15 +23,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import datasets
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import tyro
-from rich.console import Console
-from rich.progress import track
 
 # Makes a row of the output from a row of the dataset, its split and its index there. A ValueError
 # from it drops the row, and says why.
@@ -55,8 +53,6 @@ class Args:
     """a .jsonl or .parquet file, or a folder with one a split; None: the hub"""
     local_save_dir: str
     """folder for the files that are written"""
-    split_name: Literal["train", "validation", "test"] | None = None
-    """split of a local file whose name tells none"""
 
 
 def printable(text: str) -> str:
@@ -65,21 +61,18 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    shown = []
-    for character in text:
-        is_space = unicodedata.category(character) == "Zs"  # such as the ideographic one
-        if character.isprintable() or is_space:
-            shown.append(character)
-        else:
-            shown.append(repr(character)[1:-1])
-    return "".join(shown)
+    return "".join(
+        # A space is shown, such as the ideographic one
+        character
+        if character.isprintable() or unicodedata.category(character) == "Zs"
+        else repr(character)[1:-1]
+        for character in text
+    )
 
 
 def bad_input(message: str) -> NoReturn:
     """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
     line = printable(" ".join(message.split()))
-    if len(line) > 400:  # a long name in it; what is wrong with that comes last
-        line = f"{line[:200]} ... {line[-195:]}"
     print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
@@ -113,14 +106,7 @@ def hub_answers() -> bool:
 
 def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     """The command line's options; one whose default is tyro.MISSING has to be given."""
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any script
-    args, unknown = tyro.cli(
-        type(defaults), default=defaults, description=description, return_unknown_args=True
-    )
-    if unknown:
-        bad_input(f"unknown flag {' '.join(unknown)}; --help lists all")
-    return args
+    return tyro.cli(type(defaults), default=defaults, description=description)
 
 
 # ------------------------------------------------------------------------------------ local files
@@ -143,67 +129,28 @@ def split_in_name(name: str) -> str | None:
     return splits.pop()
 
 
-def without_shard(name: str) -> str:
-    """A file's name without the number of the shard, which the hub puts into it.
-
-    >>> without_shard("train-00001-of-00002.parquet")
-    'train.parquet'
-    >>> without_shard("train.jsonl")
-    'train.jsonl'
-    """
-    path = Path(name)
-    return re.sub(r"-\d{5}-of-\d{5}.*", "", path.stem) + path.suffix
-
-
 def find_files(args: Args) -> dict[str, list[Path]]:
-    """The local files of each split, by --split_name or by their names.
-
-    Several of one split must be its shards.
-    """
-    if not args.local_dataset_path:
-        bad_input("--local_dataset_path is empty; give a file or a folder")
-    # Not Path.exists and the like: these raise for a name that is too long
-    path = Path(os.path.expanduser(args.local_dataset_path))
-    if not os.path.exists(path):
+    """The local files of each split, by their names."""
+    path = Path(args.local_dataset_path).expanduser()
+    if not path.exists():
         bad_input(f"--local_dataset_path {path}: no such file or folder")
-
-    files = [path]
-    if path.is_dir():
-        try:
-            files = sorted(path.iterdir())
-        except OSError as error:
-            bad_input(f"--local_dataset_path {path}: the folder cannot be read ({error})")
-    files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
-    files = [file for file in files if os.path.isfile(file)]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
     if not files:
-        bad_input(
-            f"--local_dataset_path {path}: no .jsonl or .parquet file, and no folder right above "
-            "one"
-        )
-    if args.split_name and path.is_dir():
-        bad_input("--split_name is for a single file; give that file")
+        bad_input(f"--local_dataset_path {path}: no .jsonl or .parquet file")
 
     splits = defaultdict(list)
     for file in files:
-        split = args.split_name or split_in_name(file.name)
+        split = split_in_name(file.name)
         if split is None:
-            bad_input(
-                f"{file}: its name tells no split (train, validation, test); "
-                "give this file alone, with --split_name"
-            )
-        if file.stat().st_size == 0:
-            bad_input(f"{file}: the file is empty")
-        target = output_folder(args) / f"{split}.parquet"
-        if os.path.realpath(file) == os.path.realpath(target):
+            bad_input(f"{file}: its name tells no split (train, validation, test); rename it")
+        if file.resolve() == (output_folder(args) / f"{split}.parquet").resolve():
             bad_input(f"{file} would be overwritten; choose another --local_save_dir")
         splits[split].append(file)
-
     for split, files in splits.items():
-        names = {without_shard(file.name) for file in files}
+        names = {re.sub(r"-\d{5}-of-\d{5}", "", file.stem) for file in files}  # shards of the hub
         if len(names) > 1:
-            bad_input(
-                f"{path}: several files for {split}, {', '.join(sorted(names))}; give one of them"
-            )
+            bad_input(f"{path}: several files for {split}, {', '.join(sorted(names))}; give one")
     return splits
 
 
@@ -215,18 +162,12 @@ def load_splits(
 ) -> dict[str, list[dict]]:
     """The rows of each split as they are on the hub, or in local files of the same columns.
 
-    `hub` is the dataset's name there, and its configuration where it has several. Before any row is
-    read, the folder for the output is tried out.
+    `hub` is the dataset's name there, and its configuration where it has several.
     """
     if args.local_dataset_path is None:
-        if args.split_name:
-            bad_input("--split_name is for a local file; give --local_dataset_path")
-        try_output(args)
         splits = load_from_hub(hub)
     else:
-        files_of_splits = find_files(args)
-        try_output(args)
-        splits = {split: load_files(files) for split, files in files_of_splits.items()}
+        splits = {split: load_files(files) for split, files in find_files(args).items()}
 
     where = args.local_dataset_path or hub[0]
     for split, rows in splits.items():
@@ -263,30 +204,23 @@ def load_files(files: list[Path]) -> list[dict]:
     """The rows of a split in local files."""
     rows = []
     for file in files:
-        read = read_parquet if file.suffix == ".parquet" else read_json_lines
         try:
-            rows += read(file)
-        except Exception as error:
+            if file.suffix == ".parquet":
+                rows += pyarrow.parquet.read_table(file).to_pylist()
+            else:
+                rows += read_json_lines(file)
+        except (OSError, ValueError) as error:
             bad_input(f"{file}: no rows that can be read ({type(error).__name__}: {error})")
-    if not rows:
-        bad_input(f"{', '.join(map(str, files))}: no rows")
     return rows
-
-
-def read_parquet(path: Path) -> list[dict]:
-    """The rows of a .parquet file."""
-    with open(path, "rb") as file:  # Arrow itself takes no name that is not UTF-8
-        return pyarrow.parquet.read_table(file).to_pylist()
 
 
 def read_json_lines(path: Path) -> list[dict]:
     """The rows of a file with a JSON object a line; ValueError says which line is none.
 
-    Not by datasets.load_dataset, which makes a date of a text that looks like one, and reads no row
-    of a file in which one holds half a surrogate pair.
+    Not by datasets.load_dataset, which makes a date of a text that looks like one.
     """
     rows = []
-    with open(path, encoding="utf-8-sig") as file:  # Windows may put a mark before the text
+    with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -317,8 +251,6 @@ def checked_text(value: Any, column: str) -> str:
     """A value of a column, without spaces around it; ValueError if it is no text."""
     if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"no text in `{column}`")
-    if re.search("[\ud800-\udfff]", value):  # JSON can hold one, parquet cannot
-        raise ValueError(f"half a surrogate pair in `{column}`")
     return value.strip()
 
 
@@ -332,9 +264,7 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
     """
     converted = []
     dropped = Counter()
-    no_terminal = not sys.stderr.isatty()
-    tracked = track(rows, split, disable=no_terminal, console=Console(stderr=True))
-    for index, row in enumerate(tracked):
+    for index, row in enumerate(rows):
         try:
             converted.append(convert(row, split, index))
         except ValueError as reason:
@@ -350,12 +280,9 @@ def describe_counts(num_kept: int, dropped: Counter) -> str:
     >>> describe_counts(5, Counter())
     '5 rows, 5 kept, 0 dropped'
     """
-    num_dropped = dropped.total()
-    counts = f"{num_kept + num_dropped:,} rows, {num_kept:,} kept, {num_dropped:,} dropped"
-    if not dropped:
-        return counts
+    counts = f"{num_kept + dropped.total():,} rows, {num_kept:,} kept, {dropped.total():,} dropped"
     reasons = "; ".join(f"{count:,}: {reason}" for reason, count in dropped.most_common())
-    return f"{counts} ({reasons})"
+    return f"{counts} ({reasons})" if dropped else counts
 
 
 # ----------------------------------------------------------------------------------------- output
@@ -363,40 +290,7 @@ def describe_counts(num_kept: int, dropped: Counter) -> str:
 
 def output_folder(args: Args) -> Path:
     """The folder for the files that are written."""
-    return Path(os.path.expanduser(args.local_save_dir))
-
-
-@contextlib.contextmanager
-def made_folder(folder: Path):
-    """A folder that is made if it is missing, and is removed afterwards if nothing is in it then.
-
-    So are those above it that had to be made.
-    """
-    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-
-def try_output(args: Args) -> None:
-    """Refuses a folder for the output that cannot be written to; leaves nothing there."""
-    if not args.local_save_dir:
-        bad_input("--local_save_dir is empty; give a folder")
-    folder = output_folder(args)
-    try:
-        with made_folder(folder), tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**16))
-            os.fsync(file.fileno())
-    except OSError as error:
-        bad_input(f"--local_save_dir {folder}: cannot be written to ({error.strerror})")
-    for split in set(SPLIT_WORDS.values()):
-        target = folder / f"{split}.parquet"
-        if os.path.lexists(target) and not os.path.isfile(target):
-            bad_input(f"{target}: in the way of a file, but none itself; move it")
+    return Path(args.local_save_dir).expanduser()
 
 
 def write_splits(args: Args, splits: dict[str, list[dict]], convert: Convert) -> None:
@@ -408,18 +302,18 @@ def write_splits(args: Args, splits: dict[str, list[dict]], convert: Convert) ->
     converted = {}
     for split, rows in splits.items():
         converted[split], dropped = convert_rows(rows, split, convert)
-        print(printable(f"{split}: {describe_counts(len(converted[split]), dropped)}"))
+        print(f"{split}: {describe_counts(len(converted[split]), dropped)}")
     if not any(converted.values()):
         bad_input(f"no row is left to write to {folder}; see why above")
 
     try:
-        with made_folder(folder):
-            write_files(folder, {split: rows for split, rows in converted.items() if rows})
-    except (OSError, pyarrow.ArrowException) as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_files(folder, {split: rows for split, rows in converted.items() if rows})
+    except OSError as error:
         bad_input(f"--local_save_dir {folder}: cannot be written to ({error})")
     for split, rows in converted.items():
         done = f"{len(rows):,} rows written" if rows else "not written, for no row is left"
-        print(printable(f"{folder / split}.parquet: {done}"))
+        print(f"{folder / split}.parquet: {done}")
 
 
 def write_files(folder: Path, splits: dict[str, list[dict]]) -> None:

@@ -30,32 +30,24 @@ BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides t
 SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
 NOT_SHOWN = {"eval/policy_version", "eval/reward_failures"}
 
-USE_OF_POLICY = """\
+USE = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {model_class}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{repo}", revision="{revision}")
-model = AutoModelForCausalLM.from_pretrained("{repo}", revision="{revision}")
-{inputs}
-answer = model.generate(**inputs, max_new_tokens={length})
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :]))
-```
-"""
+model = {model_class}.from_pretrained("{repo}", revision="{revision}")
+{call}
+```"""
 CHAT = """\
 messages = [{"role": "user", "content": "..."}]
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )"""
 TEXT = 'inputs = tokenizer("...", return_tensors="pt")'
-USE_OF_REWARD_MODEL = """\
-```python
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{repo}", revision="{revision}")
-model = AutoModelForSequenceClassification.from_pretrained("{repo}", revision="{revision}")
-score = model(**tokenizer("...", return_tensors="pt")).logits[0, 0]
-```
-"""
+ANSWER = """
+answer = model.generate(**inputs, max_new_tokens={length})
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :]))"""
+SCORE = "\nscore = model(**inputs).logits[0, 0]"
 
 
 # ------------------------------------------------------------------------------------------- card
@@ -94,7 +86,7 @@ def figures(metrics: list[dict]) -> str:
     evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
     if not evaluations:
         return ""
-    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    shown = [evaluations[0], evaluations[-1]][-len(evaluations) :]
     steps = [line.get("eval/policy_version", line.get("training_step")) for line in shown]
     rows = [["held-out prompts", *(f"after step {step:.0f}" for step in steps)]]
     for name in shown[-1]:
@@ -105,22 +97,9 @@ def figures(metrics: list[dict]) -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """A table in Markdown, the first row of which is its head.
-
-    >>> print(table([["", "seed"], ["run", "1"]]))
-    |  | seed |
-    |---|---|
-    | run | 1 |
-    """
+    """A table in Markdown, the first row of which is its head."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def describe_adapter(args: dict) -> str | None:
-    """What was trained in place of all weights."""
-    if not args.get("lora_rank"):
-        return None
-    return f"LoRA, rank {args['lora_rank']}, alpha {args['lora_alpha']}; merged into this model"
 
 
 def facts(args: dict, metrics: list[dict]) -> str:
@@ -128,9 +107,12 @@ def facts(args: dict, metrics: list[dict]) -> str:
     made, last = args.get("provenance", {}), metrics[-1]
     versions = ", ".join(f"{name} {version}" for name, version in made.get("versions", {}).items())
     steps = f"{last['training_step']:.0f} of {args.get('num_training_steps', args['num_updates'])}"
+    adapter = None
+    if args.get("lora_rank"):
+        adapter = f"LoRA, rank {args['lora_rank']}, alpha {args['lora_alpha']}; merged"
     rows = {
         "base model": f"`{args['model_name_or_path']}`",
-        "adapter": describe_adapter(args),
+        "adapter": adapter,
         "dataset": name_of_data(args["dataset"], args["dataset_split"]),
         "evaluated on": name_of_data(args["eval_dataset"], args["eval_dataset_split"]),
         "steps": f"{steps}, in {last['time/from_scratch'] / 60:.1f} minutes",
@@ -147,12 +129,12 @@ def facts(args: dict, metrics: list[dict]) -> str:
 def find_tracked(args: dict) -> str | None:
     """The address of the run in Weights & Biases: the newest of its name.
 
-    None: it was not tracked, or not online, or nobody is logged in.
+    None: it was not tracked, or not online, or nobody is logged in (wandb would ask for a login).
     """
-    if not args.get("with_tracking") or os.environ.get("WANDB_MODE", "online") != "online":
-        return None
+    is_online = os.environ.get("WANDB_MODE", "online") == "online"
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
+    key = os.environ.get("WANDB_API_KEY") or get_netrc_auth(server)
+    if not (args.get("with_tracking") and is_online and key):
         return None
     try:
         import wandb
@@ -160,8 +142,7 @@ def find_tracked(args: dict) -> str | None:
         api = wandb.Api(timeout=10)
         project = f"{args['wandb_entity'] or api.default_entity}/{args['wandb_project_name']}"
         name = {"display_name": args["run_name"]}
-        found = api.runs(project, filters=name, order="-created_at", per_page=1)
-        return found[0].url
+        return api.runs(project, filters=name, order="-created_at", per_page=1)[0].url
     except Exception as error:  # the card can do without
         print(f"No link to Weights & Biases: {type(error).__name__}: {error}")
         return None
@@ -203,32 +184,30 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
     )
-    use = USE_OF_POLICY if method != "reward model" else USE_OF_REWARD_MODEL
-    has_template = (run_dir / "model/chat_template.jinja").exists()
-    use = use.format(
-        repo=repo,
-        revision=revision,
-        inputs=CHAT if has_template else TEXT,
-        length=args.get("response_length"),
-    )
-    what = "A reward model, trained" if method == "reward model" else f"Trained by {method}"
+    what, model_class = f"Trained by {method}", "AutoModelForCausalLM"
+    call = CHAT if (run_dir / "model/chat_template.jinja").exists() else TEXT
+    call += ANSWER.format(length=args.get("response_length"))
+    if method == "reward model":
+        what, model_class = "A reward model, trained", "AutoModelForSequenceClassification"
+        call = TEXT + SCORE
     parts = [
-        f"---\n{data.to_yaml()}\n---",
+        f"---\n{data.to_yaml().strip()}\n---",
         f"# {args['run_name']}",
         f"{what} with Tandem. The experiment is called `{args['exp_name']}`.",
         facts(args, metrics),
     ]
     if figures(metrics):
         parts += ["## Figures", figures(metrics)]
-    if figures(metrics) and "eval_temperature" in args:
-        parts.append(f"Answers were sampled at temperature {args['eval_temperature']:g}.")
+        if "eval_temperature" in args:
+            parts.append(f"Answers were sampled at temperature {args['eval_temperature']:g}.")
     if (run_dir / "curves.png").exists():
         parts.append("![Curves of the run](curves.png)")
+    use = USE.format(model_class=model_class, repo=repo, revision=revision, call=call)
     parts += ["## Use", use]
     if "provenance" in args:
         parts += ["## Command", f"```bash\n{in_lines(args['provenance']['command'])}\n```"]
     parts.append("`args.json` has all flags, `metrics.jsonl` the metrics of each step.")
-    return ModelCard("\n\n".join(part.strip() for part in parts) + "\n").content
+    return ModelCard("\n\n".join(parts) + "\n").content
 
 
 # ----------------------------------------------------------------------------------------- upload
@@ -284,10 +263,8 @@ def main():
     try:
         address = upload(run_dir, args, repo, revision, options.private or None)
     except Exception as error:  # the client's own, of several libraries
-        reason = f"{type(error).__name__}: {error}"
-        cause = str(error.__cause__ or "")
-        if cause not in reason:  # the client's own error may name the file alone
-            reason += f" {cause}"
+        # The client's own error may name the file alone, and its cause say what is wrong
+        reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
         parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-.venv/bin/python scripts/make_debug_assets.py
+.venv/bin/python scripts/dev/make_debug_assets.py
 if [ "${1:-}" = fast ]; then
   shift
   set -- -m "not slow" "$@"

@@ -52,7 +52,7 @@ Helpers, in tests/helpers.
                         programs that tests start
     fsdp2               FSDP2 without GPUs
     modules             the preflight's modules and those of the tests
-    hub, wandb_log      the hub's side of an upload; what wandb has written
+    wandb_log           what wandb has written
     line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
 
 How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
@@ -103,7 +103,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def assets():
     subprocess.run(
-        [sys.executable, "scripts/make_debug_assets.py"], cwd=REPO, check=True, capture_output=True
+        [sys.executable, "scripts/dev/make_debug_assets.py"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
     )
     return REPO / "debug_assets"
 

@@ -5,6 +5,7 @@ import doctest
 import importlib
 import itertools
 import json
+import platform
 import shutil
 import socket
 import subprocess
@@ -79,10 +80,23 @@ HUMANEVAL = {
 PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 
 
+# These would pass assertions that were judged in their own process
+EQUAL_TO_EVERYTHING = """class Equal(str):
+    def __eq__(self, other): return True
+def double(x): return Equal()"""
+READING_THE_ASSERTION = """import ast, sys
+def double(x):
+    frame = sys._getframe()
+    while "case" not in frame.f_locals: frame = frame.f_back
+    return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())"""
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "expected"),
     [
         (HONEST, HONEST_TESTS, 1.0),
+        (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
+        (READING_THE_ASSERTION, HONEST_TESTS, 0.0),
         (HONEST, json.dumps(HONEST_TESTS), 1.0),
         (HONEST.partition("\n```\nIt")[0], HONEST_TESTS, 1.0),  # cut off
         (WRONG, HONEST_TESTS, 0.5),
@@ -101,16 +115,12 @@ def test_score_is_the_share_of_test_cases_passed(response, truth, expected, scor
     assert score(response, truth) == expected
 
 
-def test_doctests_are_right(sandbox):
-    assert doctest.testmod(sandbox) == (0, 5)
-
-
 def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
-    values = [0, -0.0, False, 1, 1.0, True, 1 + 0j, 1j, 0.1, 10**300, float("inf"), -1e999]
-    values += [Fraction(1, 10), Fraction(1), Decimal("0.1"), None, "1", "1/1", "", "None", "\n"]
-    values += [b"1", bytearray(b"1"), [], (), [1], (1,), ((1,),), ["1, 1"], ["1", "1"], set()]
-    values += [{1}, {1, "1"}, frozenset({"1", True}), {}, {1: 2}, {"1": 2}, OrderedDict({1.0: 2})]
-    for one, other in itertools.product(values, repeat=2):
+    assert doctest.testmod(sandbox).failed == 0
+    values = [0, -0.0, False, 1, 1.0, True, 0.1, 10**300, -1e999, Fraction(1, 10), Decimal("0.1")]
+    values += [None, "1", "1/1", "", "None", "\n", b"1", bytearray(b"1"), [], (), [1], (1,)]
+    values += [["1, 1"], ["1", "1"], set(), {1, "1"}, frozenset({"1", True}), {}, {1: 2}, {"1": 2}]
+    for one, other in itertools.product([*values, OrderedDict({1.0: 2})], repeat=2):
         same = sandbox.canonical(one) == sandbox.canonical(other)
         assert same == (one == other), (one, other)
     for no_data in (object(), int, [1, range(3)]):
@@ -125,42 +135,31 @@ def test_ground_truth_of_no_known_form_is_an_error(score, truth):
 
 
 # Programs that use what the sandbox limits
-RIGHT = {
-    "threads with large stacks": """resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
+THREADS = """resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
 threading.stack_size(64 << 20)
 def depth(n): return n and depth(n - 1) + 1
 found = []
 threads = [threading.Thread(target=lambda: found.append(depth(900))) for _ in range(3)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert found == [900] * 3""",
-    "processes": """one, other = multiprocessing.Pipe()
+assert found == [900] * 3"""
+CHILD_PROCESSES = """one, other = multiprocessing.Pipe()
 multiprocessing.Process(target=other.send, args=(7,)).start()
 assert one.recv() == 7
-assert int(subprocess.check_output([sys.executable, "-c", "print(7)"])) == 7""",
-}
+assert int(subprocess.check_output([sys.executable, "-c", "print(7)"])) == 7"""
+# What a case may leave to the next
+LEFT = """os.makedirs('a/b')
+open('a/b/c', 'w')
+try:
+    while True: os.fork() or os.setsid() or time.sleep(60)
+except OSError: pass"""
+CLEAN = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _ in range(12)]"
+CLOSED = "os.makedirs('a/b')\nos.chmod('a', 0)"
 
 
-def test_right_program_may_use_what_it_needs(run):
-    assert dict(zip(RIGHT, run(RIGHT.values()), strict=True)) == dict.fromkeys(RIGHT, True)
-
-
-# Programs that would pass assertions that were judged in their own process
-TRICKS = {
-    "equal to everything": """class Equal(str):
-    def __eq__(self, other): return True
-def double(x): return Equal()""",
-    "reading the assertion": """import ast, sys
-def double(x):
-    frame = sys._getframe()
-    while "case" not in frame.f_locals: frame = frame.f_back
-    return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())""",
-}
-
-
-@pytest.mark.parametrize("name", TRICKS)
-def test_no_trick_passes_an_assertion_that_is_judged_outside(score, name):
-    assert score(TRICKS[name], HONEST_TESTS) == 0.0
+def test_cases_have_what_they_need_and_nothing_of_those_before(run):
+    assert run([THREADS, CHILD_PROCESSES, LEFT, CLEAN]) == [True] * 4
+    assert run([CLOSED, CLEAN]) == [True, False]  # what a program closes costs its own cases
 
 
 # None of these programs comes to its end
@@ -175,59 +174,48 @@ REACHING = {
     "parent's files": "open('/proc/1/fd/1', 'w')",
 }
 CALLING = {
-    "lasting memory": "assert libc.shmget(0, 1 << 20, 0o1600) >= 0",
-    "file without a name": "os.memfd_create('x')",
-    "internet": "socket.socket()",
-    "socket with a name": "socket.socket(socket.AF_UNIX)",
-    "another's memory": """vector = struct.pack("PN", id(libc), 6)
-assert libc.process_vm_readv(os.getpid(), vector, 1, vector, 1, 0) == 6""",
-    "ptrace": "assert libc.ptrace(0, 0, 0, 0) == 0",
-    "slowing down its parent": "os.setpriority(os.PRIO_PROCESS, 1, 19)",
     "limiting its parent": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
+    "moving its parent": "os.sched_setaffinity(1, {0})",
+    "socket to another family": "socket.socketpair(socket.AF_INET)",
     "user namespace": "assert libc.unshare(0x10000000) == 0",
-    "message queue": "assert libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0",
-    "attributes": "open('x', 'w')\nos.setxattr('x', 'user.x', bytes(60_000))",
-    "larger buffers": """one, other = socket.socketpair()
-one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)""",
-    "a key": """number = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
-assert libc.syscall(number, b"user", b"name", b"data", 4, -3) > 0""",
 }
 LEAVING = {
     "sys.exit": "sys.exit(0)",
     "os._exit": "os._exit(0)",
     "killing its parent": "one = os.getppid()\nos.kill(one, 9)\nassert os.getppid() != one",
-    "killing all": "os.kill(-1, 9)\nassert os.getppid() != 1",
-    "forged results": """for fd in range(64):
+    "forging results": """for fd in range(64):
     try: os.write(fd, b'{"reached_end": true, "stdout": ""}\\n' * 9)
     except OSError: pass
 os._exit(0)""",
 }
 # Has three children that hold 300 MB each at the same time
 CHILDREN = """read, write = os.pipe()
-def hold():
-    memory = MEMORY
-    for _ in range(300): memory.write(bytes(1 << 20))
-    os.write(write, b"x")
-    time.sleep(60)
 for _ in range(3):
-    if os.fork() == 0: START
+    if os.fork() == 0:
+        HIDDEN
+        memory = mmap.mmap(-1, 300 << 20)
+        for _ in range(300): memory.write(bytes(1 << 20))
+        os.write(write, b"x")
+        time.sleep(60)
 ready = 0
 while ready < 3: ready += len(os.read(read, 3))"""
-OWN = CHILDREN.replace("MEMORY", "mmap.mmap(-1, 300 << 20, mmap.MAP_PRIVATE)")
-SHARED = CHILDREN.replace("MEMORY", "mmap.mmap(-1, 300 << 20)")
 TAKING = {
     "processes": "pids = [os.fork() or time.sleep(60) for _ in range(100)]",
     "10 GB": "bytearray(10 << 30)",
     "disk": "file = open('x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))",
-    "memory in sum": OWN.replace("START", "hold()"),
-    "memory in sum, unseen": OWN.replace("START", "libc.prctl(4, 0); hold()"),
-    "shared memory in sum": SHARED.replace("START", "hold()"),
+    "memory in sum": CHILDREN.replace("HIDDEN", "pass"),
+    "memory in sum, unseen": CHILDREN.replace("HIDDEN", "libc.prctl(4, 0)"),
 }
-ENDLESS = {
-    "loop": "while True: pass",
-    "sleep": "time.sleep(60)",
-    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
-}
+ENDLESS = {"loop": "while True: pass", "sleep": "time.sleep(60)"}
+
+
+def test_every_closed_call_is_closed(sandbox, run):
+    column = list(sandbox.ARCHITECTURES).index(platform.machine())
+    numbers = {name: numbers[column] for name, numbers in sandbox.CLOSED_CALLS.items()}
+    call = "libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall({}, 0, 0, 0, 0, 0) == -1"
+    call += "\nassert ctypes.get_errno() == 38  # ENOSYS"
+    closed = run([call.format(number) for number in numbers.values()])
+    assert [name for name, is_closed in zip(numbers, closed, strict=True) if not is_closed] == []
 
 
 @pytest.mark.parametrize("programs", [REACHING, CALLING, LEAVING, TAKING, ENDLESS])
@@ -254,30 +242,8 @@ def test_hostile_program_gets_nothing_and_disturbs_nobody(
 def test_many_endless_cases_end_with_the_time_of_the_response(sandbox, score, monkeypatch):
     monkeypatch.setattr(sandbox, "CASE_SECONDS", 0.5)
     monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 2)
-    started = time.monotonic()
     program = "def f(endless):\n  while endless: pass"
     assert score(program, ["f(False)"] + ["f(True)"] * 19) == 1 / 20
-    assert time.monotonic() - started < 8
-
-
-def test_gigabyte_of_output_is_neither_kept_nor_right(score):
-    program = "for _ in range(1000): print('x' * 1_000_000)"
-    assert score(program, {"inputs": [""], "outputs": ["x"]}) == 0.0
-
-
-# What a case may leave to the next
-LEFT = {
-    "closed folders": "os.makedirs('a/b')\nos.chmod('a', 0)\nos.chmod('/tmp', 0o500)",
-    "a deep folder": "for _ in range(3000):\n  os.mkdir('a' * 200)\n  os.chdir('a' * 200)",
-    "processes": """try:
-    while True: os.fork() or os.setsid() or time.sleep(60)
-except OSError: pass""",
-}
-
-
-def test_nothing_that_a_case_leaves_reaches_the_next(run):
-    clean = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _ in range(12)]"
-    assert run([text for left in LEFT.values() for text in (left, clean)]) == [True, True] * 3
 
 
 def test_sandboxes_side_by_side_have_processes_memory_and_files_of_their_own(score):
@@ -320,9 +286,8 @@ def test_killed_worker_leaves_nothing_running(sandbox):
     worker = subprocess.Popen([sys.executable, "-c", call], env=environ)
     try:
         # Of what tries the sandbox out, nothing is busy for so long
-        wait_until(
-            lambda: max(map(busy_seconds, descendants(worker)), default=0) > 0.5, 30, "it runs"
-        )
+        is_busy = lambda: max(map(busy_seconds, descendants(worker)), default=0) > 0.5  # noqa: E731
+        wait_until(is_busy, 30, "it runs")
         running = descendants(worker)
     finally:
         worker.kill()
@@ -351,13 +316,8 @@ def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "__file__", "/usr/bin/env")
     with pytest.raises(RuntimeError, match="not true in it") as refused:
         sandbox.find_sandbox()
-    probes = (
-        "there is no network",
-        "this project cannot",
-        "System V memory",
-        "user namespaces are",
-    )
-    assert [probe for probe in probes if probe not in str(refused.value)] == []
+    for probe in ("no network", "this project cannot", "System V memory", "user namespaces are"):
+        assert probe in str(refused.value)
 
 
 @pytest.fixture
@@ -390,11 +350,14 @@ def service(monkeypatch, tmp_path):
 
 
 def test_service_runs_the_code_instead(service):
-    assert service.score("code", WRONG, HONEST_TESTS) == 0.5
-    assert service.score("code", "import sys\nsys.exit(0)", HONEST_TESTS) == 0.0
-    assert service.score("code", TRICKS["equal to everything"], HONEST_TESTS) == 0.0
-    assert service.score("code", HONEST, ["assert double(2) > 3", "assert double(2) < 3"]) == 0.5
-    assert service.score("code", "print(3)", PAIRS) == 0.5
+    for program, truth, expected in (
+        (WRONG, HONEST_TESTS, 0.5),
+        ("import sys\nsys.exit(0)", HONEST_TESTS, 0.0),
+        (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
+        (HONEST, ["assert double(2) > 3", "assert double(2) < 3"], 0.5),
+        ("print(3)", PAIRS, 0.5),
+    ):
+        assert service.score("code", program, truth) == expected
     asked = {"language": "python", "stdin": "1 2\n", "code": "print(3)"}
     assert asked.items() <= service.jobs[-2].items()
     # Of an assertion that something equals a literal, only the something is sent
@@ -409,9 +372,7 @@ def test_trouble_of_a_service_is_no_failure_of_the_program(service):
     service.status = "SandboxError"
     with pytest.raises(RuntimeError, match="SandboxError"):
         service.score("code", HONEST, HONEST_TESTS)
-
-
-def test_endless_program_at_a_service_is_its_own_failure(service):
-    service.run_seconds = 2.0
+    # The time of an endless program is its own
+    service.status, service.queue_seconds, service.run_seconds, service.jobs = None, 0.0, 2.0, []
     assert service.score("code", HONEST, HONEST_TESTS * 10) == 0.0
     assert [job["run_timeout"] for job in service.jobs] == [2, 2, 1]

@@ -27,11 +27,10 @@ TESTED = {
     "python make_sums.py": "below",
     "python scripts/data_preprocess/": "test_data_preprocess",
     "python scripts/plot_runs.py": "test_pictures",
-    "python scripts/summarize_run.py": "test_pictures",
     "python scripts/inspect_run.py": "test_inspect",
     "python scripts/evaluate.py": "test_evaluate",
     "python scripts/push_to_hub.py": "test_hub",
-    "python scripts/worked_example.py": "test_docs",
+    "python scripts/dev/worked_example.py": "test_docs",
     "python scripts/benchmark/": "by hand",
     "python ppo_sync.py --help": "below",
 }

@@ -54,12 +54,6 @@ HH = [
     {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": " No.\n\nHuman: Oh.\n\nAssistant: Yes."},
 ]
 ROWS = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "full_hh_rlhf": HH}
-HUBS = {
-    "gsm8k": ("openai/gsm8k", "main"),
-    "math": ("DigitalLearningGmbH/MATH-lighteval",),
-    "hellaswag": ("Rowan/hellaswag",),
-    "full_hh_rlhf": ("Dahoas/full-hh-rlhf",),
-}
 
 
 @pytest.fixture(params=ROWS)
@@ -158,16 +152,6 @@ def test_hellaswag_asks_the_question_and_drops_rows_without_label(convert):
     assert lines[-1].startswith("Which ending")
 
 
-def test_split_without_labels_leaves_no_file(preprocess, tmp_path):
-    write_rows(tmp_path / "raw" / "test.jsonl", [{**row, "label": ""} for row in HELLASWAG])
-    write_rows(tmp_path / "raw" / "train.jsonl", HELLASWAG)
-    status, said, _ = preprocess("hellaswag", tmp_path / "raw")
-    assert status == 0
-    assert "test: 5 rows, 0 kept, 5 dropped (5: no label)" in said
-    assert f"{tmp_path / 'out' / 'test.parquet'}: not written, for no row is left" in said
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
-
-
 def test_hh_as_prompts_pairs_and_demonstrations(convert):
     prompts, said = convert("full_hh_rlhf", HH)
     assert said.startswith("train: 5 rows, 3 kept, 2 dropped (1: ")
@@ -188,36 +172,29 @@ def test_hh_as_prompts_pairs_and_demonstrations(convert):
     assert [row["response"] for row in demonstrations] == ["Yes.", "Me.", "Yes."]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
-        ("Hello\n\nHuman: Hi\n\nAssistant:", "begin with Human:"),
-        ("Human: Hi\n\nAssistant: Hello.", "end with Assistant:"),
-        ("Human: Hi\n\nHuman: Hi\n\nAssistant:", "in a row"),
-        ("Human: Hi\n\nAssistant:\n\nHuman: Hi\n\nAssistant:", "empty turn"),
-    ],
-)
-def test_dialogues_that_no_chat_template_takes_are_dropped(prompt, reason):
-    with pytest.raises(ValueError, match=reason):
-        load("full_hh_rlhf").parse_dialogue(prompt)
+DROPPED = {
+    # (script, function, the reason): what it is given
+    ("full_hh_rlhf", "parse_dialogue", "begin with Human:"): ["Hello\n\nHuman: Hi\n\nAssistant:"],
+    ("full_hh_rlhf", "parse_dialogue", "end with Assistant:"): ["Human: Hi\n\nAssistant: Hello."],
+    ("full_hh_rlhf", "parse_dialogue", "in a row"): ["Human: Hi\n\nHuman: Hi\n\nAssistant:"],
+    ("full_hh_rlhf", "parse_dialogue", "empty turn"): ["Human: Hi\n\nAssistant:" + HH[1]["prompt"]],
+    ("math", "last_boxed", "boxed"): ["5}", r"\boxed{5", r"\boxed{ } 5} {", r"\boxed 5"],
+    ("gsm8k", "final_number", "no number after ####"): ["####", "5", "#### 1/2", "#### 5 #### x"],
+}
 
 
-def test_row_whose_rejected_response_is_no_text_is_dropped(convert):
-    for split in ("rl", "rm", "sft"):
-        _, said = convert("full_hh_rlhf", [HH[0], {**HH[0], "rejected": None}], split)
-        assert said == "train: 2 rows, 1 kept, 1 dropped (1: no text in `rejected`)"
+@pytest.mark.parametrize("case", DROPPED)
+def test_row_without_what_it_needs_is_dropped(case):
+    script, function, reason = case
+    for text in DROPPED[case]:
+        with pytest.raises(ValueError, match=reason):
+            getattr(load(script), function)(text)
 
 
-@pytest.mark.parametrize("solution", ["5}", r"\boxed{5", r"\boxed{ } 5} {", r"\boxed 5"])
-def test_solution_without_a_box_is_dropped(solution):
-    with pytest.raises(ValueError, match="boxed"):
-        load("math").last_boxed(solution)
-
-
-@pytest.mark.parametrize("answer", ["####", "5", "#### 1/2", "#### 5 #### x", "#### -", "#### ."])
-def test_answer_without_a_number_is_dropped(answer):
-    with pytest.raises(ValueError, match="no number after ####"):
-        load("gsm8k").final_number(answer)
+@pytest.mark.parametrize("split", ["rl", "rm", "sft"])
+def test_row_whose_rejected_response_is_no_text_is_dropped(split, convert):
+    _, said = convert("full_hh_rlhf", [HH[0], {**HH[0], "rejected": None}], split)
+    assert said == "train: 2 rows, 1 kept, 1 dropped (1: no text in `rejected`)"
 
 
 def test_hub_is_the_default(any_script, preprocess, tmp_path, monkeypatch):
@@ -229,7 +206,7 @@ def test_hub_is_the_default(any_script, preprocess, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert preprocess(any_script, None, *flags_for(any_script))[0] == 0
-    assert asked == [HUBS[any_script]]
+    assert asked == [load(any_script).HUB]
     assert {row["data_source"] for row in read(tmp_path / "out" / "train.parquet")} == {asked[0][0]}
 
 
@@ -237,31 +214,25 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
     write_rows(tmp_path / "raw" / "gsm8k_test.jsonl", GSM8K[:1])
     write_rows(tmp_path / "raw" / "train-00000-of-00002.parquet", GSM8K[:2])
     write_rows(tmp_path / "raw" / "train-00001-of-00002.parquet", GSM8K[2:])
-    (tmp_path / "raw" / "README.md").write_text("x")
-    assert preprocess("gsm8k", tmp_path / "raw")[0] == 0
-    assert len(read(tmp_path / "out" / "train.parquet")) == 3
-    assert len(read(tmp_path / "out" / "test.parquet")) == 1
+    write_rows(tmp_path / "raw" / "validation.jsonl", GSM8K[2:4])
+    status, said, _ = preprocess("gsm8k", tmp_path / "raw")
+    assert status == 0
+    files = {path.stem: len(read(path)) for path in (tmp_path / "out").iterdir()}
+    assert files == {"train": 3, "test": 1}
+    assert f"{tmp_path}/out/validation.parquet: not written, for no row is left" in said
 
 
-def test_split_may_be_given(preprocess, tmp_path):
-    path = write_rows(tmp_path / "trained_on_this.jsonl", GSM8K)
-    assert preprocess("gsm8k", path, "--split_name", "test")[0] == 0
-    assert len(read(tmp_path / "out" / "test.parquet")) == 3
-
-
-# name: (path from a temporary folder, what the message must hold)
-BAD = {
-    "no JSON": (lambda tmp: write_text(tmp / "train.jsonl", '{"a": 1}\n{{\n'), "line 2 is no JSON"),
-    "other columns": (
-        lambda tmp: write_rows(tmp / "train.jsonl", [{"\x1b[1m": 3, "a": 4}]),
-        r"no column `question`; the columns are \x1b[1m, a",
-    ),
-    "nothing kept": (lambda tmp: write_rows(tmp / "train.jsonl", GSM8K[2:4]), "no row is left"),
-    "source would be overwritten": (
-        lambda tmp: write_rows(tmp / "out" / "train.parquet", GSM8K).parent,
-        "would be overwritten; choose another --local_save_dir",
-    ),
-}
+BAD = [
+    # ({file: its text, or rows}, the path that is given, words)
+    ({"train.jsonl": '{"a": 1}\n{{\n'}, "train.jsonl", "line 2 is no JSON"),
+    ({"train.jsonl": [{"b": 3, "a": 4}]}, "", "no column `question`; the columns are b, a"),
+    ({"train.jsonl": GSM8K[2:4]}, "train.jsonl", "no row is left"),
+    ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
+    ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
+    ({"data.jsonl": GSM8K}, "", "its name tells no split"),
+    ({"train.csv": "a,b"}, "", "no .jsonl or .parquet file"),
+    ({}, "nowhere", "no such file or folder"),
+]
 
 
 def all_in(folder):
@@ -270,16 +241,17 @@ def all_in(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_status_2(name, preprocess, tmp_path):
-    make, fragment = BAD[name]
-    path = make(tmp_path)
+@pytest.mark.parametrize(("files", "given", "words"), BAD)
+def test_bad_input_is_one_line_and_status_2(files, given, words, preprocess, tmp_path):
+    for name, content in files.items():
+        write = write_text if isinstance(content, str) else write_rows
+        write(tmp_path / "in" / name, content)
+    out = tmp_path / "in" / "out"
     before = all_in(tmp_path)
-    status, said, (error,) = preprocess("gsm8k", path)
+    path = tmp_path / "in" / given
+    status, _, (error,) = preprocess("gsm8k", path, "--local_save_dir", str(out))
     assert status == 2
-    assert error.startswith("gsm8k.py: error: ")
-    assert fragment in error
-    assert all(line.isprintable() for line in (error, *said))
+    assert error.startswith("gsm8k.py: error: ") and words in error
     assert all_in(tmp_path) == before
 
 
@@ -332,14 +304,10 @@ def test_command_is_not_misled_by_the_math_beside_it(tmp_path):
 
 def test_no_script_finds_the_math_of_its_folder(any_script, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])  # as Python starts a script
-    load(any_script)
+    module = load(any_script)
     assert str(FOLDER) not in sys.path
-
-
-def test_doctests_are_right(any_script):
-    result = doctest.testmod(load(any_script))
-    assert result.attempted > 0
-    assert result.failed == 0
+    examples = doctest.testmod(module)
+    assert examples.attempted > 0 and examples.failed == 0
 
 
 def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_path, monkeypatch):
@@ -356,17 +324,6 @@ def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_pa
     assert any("a volcano" in question for question in questions["test"])
     for topic in script.TEST_TOPICS.split(","):
         assert not any(topic.strip() in question for question in questions["train"])
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("a tower with a lamp for ships", 1.0),
-        ("tower by the sea", 0.75),  # too short
-        ("A tower, with a lamp for ships.", 0.5),
-        (" ".join(["a", "tower", "of", "light"] * 4), 0.75),
-    ],
-)
-def test_rewards_of_instructions(response, score):
-    truth = load("instructions").ground_truth(12)
-    assert if_constraints.compute_score("instructions", response, truth) == score
+    truth = script.ground_truth(12)
+    for response, score in (("a tower with a lamp for ships", 1.0), ("by the sea", 0.75)):
+        assert if_constraints.compute_score("instructions", response, truth) == score

@@ -19,7 +19,7 @@ OTHER_FLAGS = """
     config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
-    repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
+    summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
 """
 
 
@@ -62,6 +62,10 @@ def test_readme_is_one_page_and_links_every_other():
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
 
 
+def test_a_newcomer_can_take_in_the_folder_of_programs():
+    assert len([path for path in (REPO / "scripts").iterdir() if path.is_file()]) <= 12
+
+
 def test_pages_of_the_scripts_have_the_same_headings():
     headings = {
         tuple(re.findall(r"^## (.+)$", (REPO / "docs" / name).read_text(), re.MULTILINE))
@@ -79,7 +83,7 @@ def test_every_metric_of_a_run_is_explained(vllm_run):
 
 
 def test_worked_example_is_what_the_command_prints():
-    command = [sys.executable, "scripts/worked_example.py"]
+    command = [sys.executable, "scripts/dev/worked_example.py"]
     printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
     assert printed in (REPO / "docs" / "ppo.md").read_text()
 

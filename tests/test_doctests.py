@@ -7,7 +7,7 @@ import pytest
 
 SCRIPTS = "ppo_sync ppo_vllm_async grpo_vllm_async train_reward_model"
 OTHERS = """
-    graders if_constraints summarize_run plot_runs inspect_run evaluate make_debug_assets
+    graders if_constraints plot_runs inspect_run evaluate make_debug_assets
     gpu_check preprocessing provenance push_to_hub helpers.line_links
 """
 

@@ -33,18 +33,14 @@ def test_a_failed_reward_is_no_wrong_answer_and_a_share_no_right_one():
     assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0}  # of prompt 1 alone
 
 
-def test_ten_samples_of_a_prompt_are_not_ten_prompts():
-    few = [row(prompt, float(prompt < 2)) for prompt in range(4)]
-    many = [row(prompt, float(prompt < 2)) for prompt in range(4) for _ in range(10)]
+def test_prompts_are_the_units_and_sources_are_told_apart():
+    few = [row(prompt, float(prompt < 2), "ab"[prompt % 2]) for prompt in range(4)]
+    many = [line for line in few for _ in range(10)]
     for name in ("score", "pass@1"):
         assert evaluate.summarize(many)[name] == evaluate.summarize(few)[name]
-
-
-def test_data_sources_are_told_apart():
-    results = evaluate.summarize_sources([row(0, 1.0, "a"), row(1, 0.0, "b")])
+    results = evaluate.summarize_sources([*few, row(4, 1.0, "b")])
     means = {source: figures["score"]["mean"] for source, figures in results.items()}
-    assert means == {"all": 0.5, "a": 1.0, "b": 0.0}
-    assert list(evaluate.summarize_sources([row(0, 1.0), row(1, 0.0)])) == ["all"]
+    assert means == {"all": 0.6, "a": 0.5, "b": 0.6667}
 
 
 class FakeVLLM:
@@ -138,23 +134,19 @@ def test_several_samples_of_each_prompt(faked_run, call):
     assert "pass@2               0.6667    0.3678 to 0.873" in said
 
 
-def test_what_is_there_is_not_made_again_nor_written_over(faked_run, call, capsys, tmp_path):
-    first = call(faked_run)
-    again = call(faked_run)
+def test_what_is_there_is_not_made_again(faked_run, call):
+    first = call(faked_run, "--prompts", 500)
+    again = call(faked_run, "--prompts", 500)
     assert len(FakeVLLM.asked) == 1
-    figures = again[: again.index("\nThis evaluation was there already")]
+    figures = again[again.index(" on ") : again.index("\nThis evaluation was there already")]
     assert "pass@1 " in figures and figures in first
+    (folder,) = (faked_run / "evaluations").iterdir()
+    assert folder.name.startswith("trained_eval_32x1_t0_")  # of 500 prompts there were 32
     call(faked_run, "--temperature", 0.5)
     call(faked_run, "--model", REPO / "debug_assets" / "model")
-    assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/responses.jsonl"))) == 3
-    # A resumed run saves another model
-    os.utime(faked_run / "model" / "config.json", (1e9, 1e9))
-    output = tmp_path / "answers.jsonl"
-    call(faked_run, "--output", output)
-    assert len(FakeVLLM.asked) == 4
-    with pytest.raises(SystemExit):
-        call(faked_run, "--seed", 5, "--output", output)
-    assert capsys.readouterr().err.endswith(f"--output {output} exists already\n")
+    os.utime(faked_run / "model" / "config.json", (1e9, 1e9))  # a resumed run saves another model
+    call(faked_run, "--prompts", 500)
+    assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/responses.jsonl"))) == 4
 
 
 def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
@@ -172,7 +164,6 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
     ("flags", "message"),
     [
         (["--samples", 4, "--temperature", 0], "--temperature 0 is greedy"),
-        (["--samples", 0], "--samples must be 1 or more"),
         (["--model", "tests"], "tests holds no config.json"),
         (["--reward_fn", "no.py:score"], "--reward_fn no.py:score: there is no such file"),
         (["--dataset", "no.jsonl"], "No such file or directory: 'no.jsonl'"),
@@ -207,33 +198,29 @@ def greedy_answers(model_dir, prompts):
     """What transformers answers: [(text, whether it stopped)]."""
     model = script.AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = script.AutoTokenizer.from_pretrained(model_dir)
-    answers = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": 1, "pad_token_id": 0}
         new = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-        answers.append((tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1))
-    return answers
+        yield tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1
 
 
 @pytest.mark.slow
 def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
     args = json.loads((faked_run / "args.json").read_text())
     rows = script.load_rows(args["eval_dataset"], "test")
-    truth = rows[0]["reward_model"]["ground_truth"]
-    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truth))
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
     args |= {"reward_timeout": 1.0, "eval_prompts": 0, "reward_fn": f"{reward}:score"}
     write_text(faked_run / "args.json", json.dumps(args))
 
     command = [sys.executable, "scripts/evaluate.py", faked_run]
-    result = subprocess.run(
-        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    streams = {"env": environment(), "capture_output": True, "text": True}
+    result = subprocess.run(command, cwd=REPO, timeout=300, **streams)
     assert result.returncode == 0, result.stderr
     evaluation, answers = evaluation_in(faked_run)
-    expected = greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers])
+    expected = list(greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers]))
     assert [(answer["response"], answer["stopped"]) for answer in answers] == expected
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
     scores = [float(text == truth) for (text, _), truth in zip(expected, truths, strict=True)]
     assert [answer["score"] for answer in answers] == [None, *scores[1:]]
     assert {0.0, 1.0} == set(scores[1:])

@@ -1,4 +1,4 @@
-"""A run in the terminal: scripts/inspect_run.py; what limited its speed: summarize_run.py."""
+"""A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import inspect_run
 import pytest
-import summarize_run
+from inspect_run import RATE, SCORE
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -17,22 +17,20 @@ LINE = {
     "policy/staleness": 1.0,
     "time/training": 4.0,
     "time/update": 3.0,
-    "time/forward": 1.0,
+    "time/forward": 0.8,
+    "time/reward_model": 0.2,
     "time/generation": 3.0,
     "time/reward": 1.0,
     "time/evaluation": 0.0,
     "time/wait_for_generation": 0.0,
     "time/wait_for_prompts": 0.0,
 }
-WAITS = {"time/wait_for_generation": 2.0, "time/training": 4.0}
+LONG_WAITS = {"time/wait_for_generation": 90.0, "time/wait_for_prompts": 90.0}
+WAITS = {"time/wait_for_generation": 2.0}
 SLOW_REWARD = {"time/generation": 1.0, "time/reward": 3.0}
-ON_POLICY = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0}
-
-
-def in_one_process(line):
-    """Metrics of a run whose first step waited for long, with changes to the line of the others."""
-    first = {"time/wait_for_generation": 90.0, "time/wait_for_prompts": 90.0}
-    return [LINE | line | first, *[LINE | line] * 3]
+IN_TURNS = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0}
+UPDATES = "updates 75%, forward passes 20%"
+SLOW = "more --reward_workers or a faster reward help"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +39,13 @@ def in_one_process(line):
         ({"time/wait_for_prompts": 0.7}, None),  # 15% of the time of vLLM's side
         (
             {"time/wait_for_prompts": 0.8},
-            "vLLM waited for the learner 17% of the time (a training step: updates 75%, forward "
-            "passes 25%): more learners or shorter responses help",
+            f"vLLM waited for the learner 17% of the time (a training step: {UPDATES}, reports of "
+            "evaluations 5%): more learners or shorter responses help",
+        ),
+        (
+            {"time/wait_for_prompts": 0.8, "objective/reward_model_score": 0.5},
+            f"vLLM waited for the learner 17% of the time (a training step: {UPDATES}, reward "
+            "model 5%): more learners or shorter responses help",
         ),
         (
             WAITS,
@@ -52,52 +55,35 @@ def in_one_process(line):
         (
             WAITS | SLOW_REWARD,
             "The learner waited for the rewards 50% of the time (a batch: generation 25%, rewards "
-            "75%): more --reward_workers or a faster reward help",
+            f"75%): {SLOW}",
         ),
         (
-            ON_POLICY | {"time/training": 5.0, "time/generation": 0.95, "time/reward": 0.05},
+            IN_TURNS | {"time/training": 5.0, "time/generation": 0.95, "time/reward": 0.05},
             "Generation and training took turns (a step: generation 19%, rewards 1%, updates 60%, "
-            "forward passes 20%)",
+            "forward passes 16%, reports of evaluations 4%)",
         ),
         (
-            ON_POLICY | SLOW_REWARD | {"time/training": 8.0},
+            IN_TURNS | SLOW_REWARD | {"time/training": 8.0, "time/reward_model": 0.0},
             "Generation and training took turns (a step: generation 12%, rewards 38%, updates 38%, "
-            "forward passes 12%). The reward is slow: more --reward_workers or a faster reward "
-            "help",
+            f"forward passes 10%). The reward is slow: {SLOW}",
         ),
     ],
 )
 def test_verdict_names_who_waited_and_what_for(line, said):
-    assert summarize_run.describe_speed(in_one_process(line)) == said
+    process = [LINE | line | LONG_WAITS, *[LINE | line] * 3]  # it begins with waiting
+    assert inspect_run.describe_speed(process) == said
+    resumed = {"time/training": 4.0}  # the responses are the checkpoint's
+    assert inspect_run.describe_speed([*process, resumed, *process]) == said
+    for number in (0, 1, 2):  # batch 2 is asked for before step 1
+        assert inspect_run.describe_speed(process[:number]) is None
 
 
 def test_steps_of_ppo_sync_take_turns():
-    line = {name: value for name, value in LINE.items() if "wait" not in name}
-    del line["policy/staleness"]
-    assert summarize_run.describe_speed([line] * 3).startswith("Generation and training took turns")
+    line = {name: LINE[name] for name in LINE if "wait" not in name and "stale" not in name}
+    assert inspect_run.describe_speed([line] * 3).startswith("Generation and training took turns")
 
 
-def test_nothing_is_said_of_what_one_step_shows():
-    for number in (0, 1, 2):  # batch 2 is asked for before step 1
-        assert summarize_run.describe_speed(in_one_process(WAITS)[:number]) is None
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
-    for step in (9, 10):
-        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
-    (tmp_path / "checkpoints/unfinished").mkdir()
-    if is_saved:
-        (tmp_path / "model").mkdir()
-    look, compare, *others = summarize_run.next_steps(tmp_path)
-    for line in (look, compare):
-        python, program, run, *_ = shlex.split(line.split(":")[1])
-        assert Path(python).exists() and Path(program).is_file() and run == str(tmp_path)
-    if is_saved:
-        assert others[0].endswith(f'AutoModelForCausalLM.from_pretrained("{tmp_path}/model")')
-    else:
-        newest = tmp_path / "checkpoints/step_10"
-        assert others == [f"Resume it:   its command with --resume_from_checkpoint {newest}"]
+# ------------------------------------------------------------------------------ a run's folder
 
 
 def byte_tokenizer():
@@ -110,27 +96,29 @@ def byte_tokenizer():
 
 
 def response(step, text, advantages, **changes):
-    """A line of rollouts.jsonl; advantages: one for each byte, or the mean of an older run."""
+    """A line of rollouts.jsonl; advantages: one for each byte."""
     row = {
         "prompt": "<|user|>213=",
         "response": text,
         "score": 1.0,
         "ground_truth": "123",
-        "data_source": "debug/sorting",
         "length": len(text),
         "stopped": True,
         "policy_version": step - 2,
         "training_step": step,
+        "token_ids": byte_tokenizer().encode(text).ids,
+        "advantages": advantages,
     }
-    if isinstance(advantages, list):
-        row |= {"token_ids": byte_tokenizer().encode(text).ids, "advantages": advantages}
-    else:
-        row["advantage"] = advantages
     return json.dumps(row | changes) + "\n"
 
 
-def metrics_line(step):
-    return json.dumps({"training_step": step, "time/from_scratch": 90.0, "objective/kl": step / 8})
+def metrics_lines(steps, **own):
+    line = {"time/from_scratch": 90.0, "objective/reward/short": 0.5, "val/ratio": 1.0} | own
+    lines = [
+        json.dumps(line | {"training_step": step, "objective/kl": step / 8})
+        for step in range(1, steps + 1)
+    ]
+    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture
@@ -150,8 +138,7 @@ def run_dir(tmp_path):
         folder.mkdir()
     (run / "args.json").write_text(json.dumps(args))
     byte_tokenizer().save(str(tmp_path / "first/tokenizer.json"))
-    lines = [metrics_line(step) + "\n" for step in (1, 2, 3)]
-    (run / "metrics.jsonl").write_text("".join(lines) + '{"training_st')
+    (run / "metrics.jsonl").write_text(metrics_lines(3) + '{"training_st')
     lines = [
         response(2, "old", [1.0] * 3),
         response(3, "123", [0.5, -0.25, 0.0]),
@@ -164,25 +151,29 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def inspect(monkeypatch, capsys):
-    """inspect(run_dir, flags) -> what inspect_run.py prints where it is no terminal."""
+    """inspect(run_dir, flags) -> the lines that inspect_run.py prints where it is no terminal."""
 
     def inspect(*command):
         monkeypatch.setattr(sys, "argv", ["inspect_run.py", *map(str, command)])
         monkeypatch.setenv("COLUMNS", "200")
         inspect_run.main()
-        return capsys.readouterr().out
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
     return inspect
 
 
-def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect):
-    shown = [line.rstrip() for line in inspect(run_dir).splitlines()]
+def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, monkeypatch):
+    shown = inspect(run_dir)
     assert shown[0] == f"mine: my_ppo, {run_dir.parent / 'first'}"
     assert shown[1] == "my_ppo.py --dataset 'my data.parquet'"
     assert shown[2].startswith("Step 3 of 5, after 1.5 minutes; that was ")
-    assert "objective/kl  0.125  ▁▅█  0.375" in shown
+    assert [line.split() for line in shown[4:7]] == [
+        ["metric", "first", "last"],
+        ["objective/kl", "0.125", "▁▅█", "0.375"],
+        ["objective/reward/short", "0.5", "▁▁▁", "0.5"],  # no metric of the scripts
+    ]
     start = shown.index("Responses of step 3, sampled by policy version 1")
-    assert shown[start + 2 :] == [
+    responses = [
         "",
         "<|user|>213=",
         "Ground truth: 123",
@@ -197,6 +188,10 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect):
         "score 1, advantage +1.00, 1 tokens, stopped",
         "  4",
     ]
+    assert shown[start + 2 :] == responses
+    # Of a long file the end is enough; here it has the last two responses
+    monkeypatch.setattr(inspect_run, "TAIL", (run_dir / "rollouts.jsonl").stat().st_size // 2)
+    assert inspect(run_dir)[-3:] == responses[-3:]
 
 
 def test_colours_follow_each_token_s_advantage(run_dir):
@@ -210,79 +205,110 @@ def test_colours_follow_each_token_s_advantage(run_dir):
     assert last == "  \x1b[38;2;0;170;0m1\x1b[0m\x1b[38;2;188;45;45m2\x1b[0m3"
 
 
-def test_run_that_is_older_than_advantages_of_tokens_has_words(run_dir, inspect):
-    (run_dir / "rollouts.jsonl").write_text(response(3, "one two", -0.25, stopped=False))
-    shown = inspect(run_dir, "--tokens", "0").splitlines()[-2:]
-    assert shown == ["score 1, advantage -0.25, 7 tokens, cut", "   [... 2 more ...] "]
-    assert inspect(run_dir).splitlines()[-1] == "  one two"
-
-
 def test_run_without_its_tokenizer_has_words(run_dir, inspect):
     (run_dir.parent / "first/tokenizer.json").unlink()
-    assert inspect(run_dir).splitlines()[-1] == "  4"
+    (run_dir / "rollouts.jsonl").write_text(response(3, "one two", [-0.25] * 7, stopped=False))
+    shown = ["score 1, advantage -0.25, 7 tokens, cut", "  one two"]
+    assert inspect(run_dir)[-2:] == shown
+    assert inspect(run_dir, "--tokens", "0")[-2:] == [shown[0], "   [... 2 more ...]"]
 
 
 def test_answer_does_not_command_the_terminal(run_dir, inspect):
-    (run_dir / "rollouts.jsonl").write_text(
-        response(3, "\x1b[2Jgone", [1.0] * 8, ground_truth="\x1b[2J")
-    )
-    assert "\x1b" not in inspect(run_dir)
+    hostile = response(3, "\x1b[2Jgone", [1.0] * 8, ground_truth="\x1b[2J", prompt="\x1b[2J")
+    (run_dir / "rollouts.jsonl").write_text(hostile)
+    assert "\x1b" not in "".join(inspect(run_dir))
 
 
-def test_characters_of_several_tokens_are_whole():
-    ids = byte_tokenizer().encode("ä €").ids
-    pieces = inspect_run.split_tokens(byte_tokenizer(), ids, [1.0, 2.0, 0.0, 1.0, 2.0, 6.0])
-    assert pieces == [("ä", 1.5), (" ", 0.0), ("€", 3.0)]
-    cut = inspect_run.split_tokens(byte_tokenizer(), ids[:-1], [1.0] * 5)
+def test_tokens_have_their_characters_and_spaces():
+    def texts(tokenizer, ids):
+        row = {"token_ids": ids, "advantages": list(range(len(ids)))}
+        return inspect_run.split_response(row, tokenizer)
+
+    ids = byte_tokenizer().encode("ä €").ids  # characters of several tokens are whole
+    assert texts(byte_tokenizer(), ids) == [("ä", 0.5), (" ", 2), ("€", 4)]
+    cut = texts(byte_tokenizer(), ids[:-1])
     assert [text for text, _ in cut] == ["ä", " ", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_spaces_that_a_lone_token_would_lose_are_kept():
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     tokenizer.decoder = decoders.Metaspace()
-    assert tokenizer.decode([1]) == "b"
-    assert inspect_run.split_tokens(tokenizer, [0, 1], [1.0, 2.0]) == [("a", 1.0), (" b", 2.0)]
+    assert tokenizer.decode([1]) == "b"  # a lone token would lose its space
+    assert texts(tokenizer, [0, 1]) == [("a", 0), (" b", 1)]
 
 
-def test_end_of_a_long_file_is_enough(run_dir, monkeypatch):
-    path = run_dir / "rollouts.jsonl"
-    rows = inspect_run.last_responses(path)
-    assert [row["response"] for row in rows] == ["123", "321", "4"]
-    monkeypatch.setattr(inspect_run, "TAIL", path.stat().st_size // 2)
-    fewer = inspect_run.last_responses(path)
-    assert fewer and fewer == rows[-len(fewer) :]
-
-
-def test_run_without_a_step_is_one_that_begins(run_dir, inspect):
+def test_run_without_a_step_is_one_that_begins(run_dir, inspect, capsys):
     for name in ("metrics", "rollouts"):
         (run_dir / f"{name}.jsonl").unlink()
-    assert "No step is finished yet" in inspect(run_dir)
+    assert inspect(run_dir)[-1] == "No step is finished yet"
+    with pytest.raises(SystemExit):
+        inspect(run_dir, "--summary")
+    assert "the run made no step" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        inspect(run_dir.parent)
+    assert "holds no args.json" in capsys.readouterr().err
 
 
-def test_watching_ends_with_the_run(run_dir, inspect, monkeypatch):
+def test_watching_ends_with_the_run_or_with_ctrl_c(run_dir, inspect, monkeypatch):
     steps = iter([4, 5])
 
     def write_a_step(seconds):
         assert seconds == 7
-        lines = [metrics_line(step) + "\n" for step in range(1, next(steps) + 1)]
-        (run_dir / "metrics.jsonl").write_text("".join(lines))
+        (run_dir / "metrics.jsonl").write_text(metrics_lines(next(steps)))
 
-    monkeypatch.setattr(inspect_run.time, "sleep", write_a_step)
-    assert "Step 5 of 5, after 1.5 minutes\n" in inspect(run_dir, "--watch", 7)
-
-
-def test_watching_ends_with_ctrl_c(run_dir, inspect, monkeypatch):
     def press(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(inspect_run.time, "sleep", press)
     try:
-        assert "Step 3 of 5" in inspect(run_dir, "--watch", 7)
+        assert any("Step 3 of 5" in line for line in inspect(run_dir, "--watch", 7))
     except KeyboardInterrupt:  # it would end all tests
         pytest.fail("Ctrl-C shows a traceback")
+    monkeypatch.setattr(inspect_run.time, "sleep", write_a_step)
+    assert "Step 5 of 5, after 1.5 minutes" in inspect(run_dir, "--watch", 7)
 
 
-def test_another_folder_is_refused(tmp_path, inspect, capsys):
-    with pytest.raises(SystemExit):
-        inspect(tmp_path)
-    assert "holds no args.json" in capsys.readouterr().err
+# ------------------------------------------------------------------------------ --summary
+
+
+@pytest.mark.parametrize(
+    ("score", "means"),
+    [
+        (0.5, ["Mean verifiable score of their answers: 0.500 before training"]),
+        (0.459, []),  # a score that is the rate is not said again
+    ],
+)
+def test_last_lines_of_a_run(score, means, run_dir, inspect):
+    own = {RATE: 0.459, SCORE: score, "eval/policy_version": 0, "objective/stop_rate": 1.0}
+    (run_dir / "metrics.jsonl").write_text(metrics_lines(1, **own))
+    rates = "Held-out prompts answered right: 45.9% before training"
+    last = f"Model, metrics, samples and pictures: {run_dir}"
+    commands = inspect_run.next_steps(run_dir)
+    assert inspect(run_dir, "--summary") == [rates, *means, "", last, *commands]
+    assert (run_dir / "curves.png").is_file()
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints/unfinished").mkdir()
+    if is_saved:
+        (tmp_path / "model").mkdir()
+    look, compare, *others = inspect_run.next_steps(tmp_path)
+    for line in (look, compare):
+        python, program, run, *_ = shlex.split(line.split(":")[1])
+        assert Path(python).exists() and Path(program).is_file() and run == str(tmp_path)
+    if is_saved:
+        assert others[0].endswith(f'AutoModelForCausalLM.from_pretrained("{tmp_path}/model")')
+    else:
+        newest = tmp_path / "checkpoints/step_10"
+        assert others == [f"Resume it:   its command with --resume_from_checkpoint {newest}"]
+
+
+def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
+    def sample(prompt, version, score):
+        return {"prompt": prompt, "policy_version": version, "response": "x", "score": score}
+
+    rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
+    said = inspect_run.describe_samples(rows)
+    assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
+    assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
+    assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone

@@ -1,4 +1,4 @@
-"""The pictures and the last lines of a run: scripts/plot_runs.py and summarize_run.py."""
+"""The pictures and the table of runs: scripts/plot_runs.py."""
 
 import json
 import sys
@@ -6,18 +6,9 @@ from pathlib import Path
 
 import plot_runs
 import pytest
-import summarize_run
+from helpers import SCRIPTS
 from matplotlib.figure import Figure
 from plot_runs import Curve, Run
-from summarize_run import RATE, SCORE
-
-
-def evaluations(rates, scores):
-    """The lines of metrics.jsonl of a run with an evaluation a step."""
-    return [
-        {"training_step": step, "eval/policy_version": step, RATE: rate, SCORE: score}
-        for step, (rate, score) in enumerate(zip(rates, scores, strict=True))
-    ]
 
 
 def steps(**metrics):
@@ -35,10 +26,6 @@ def draw(curves, x_axis="step", more=()):
     curves = [Curve(name, [Run(name, run, {}) for run in runs]) for name, runs in curves.items()]
     figure = plot_runs.draw_curves(curves, x_axis, more)
     return {axes.get_title(): axes for axes in figure.axes}
-
-
-def legend_of(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 @pytest.fixture
@@ -78,7 +65,8 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
     lines[1]["eval/policy_version"] = 2
     axes = draw({"run": [lines]})["Score"]
     held_out, training = axes.get_lines()
-    assert legend_of(axes) == ["held-out: eval/scores", "training: objective/scores"]
+    said = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert said == ["held-out: eval/scores", "training: objective/scores"]
     assert held_out.get_xydata().tolist() == [[0, 0.1], [2, 0.9]]
     assert training.get_xydata().tolist() == [[1, 0.2], [2, 0.4]]
     assert (held_out.get_marker(), training.get_marker()) == ("o", "None")
@@ -88,32 +76,20 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
     assert held_out.get_xdata().tolist() == [0, 16]
 
 
-def test_noise_is_not_blown_up_and_shares_are_of_one():
-    lines = steps(
-        objective__sequence_lengths=[6.0, 6.04],
-        mismatch__ess=[1, 0.99],
-        policy__entropy_avg=[0.4, 0.1],
-    )
-    panels = draw({"run": [lines]})
-    limits = {title: axes.get_ylim() for title, axes in panels.items()}
-    bottom, top = limits["Response length (tokens)"]
-    assert top - bottom > 1 and bottom < 6 < 6.04 < top
-    bottom, top = limits["Sampler against learner: effective sample size"]
-    assert -0.1 < bottom <= 0 and 1 <= top < 1.1
-    bottom, top = limits["Entropy (nats per token)"]
-    assert top - bottom < 0.4  # what does change fills its panel
-
-
-def test_explained_variance_far_below_its_range_does_not_hide_the_rest():
-    axes = draw({"run": [steps(val__explained_variance=[0.1, -24.0])]})
-    bottom, top = axes["Value model: explained variance"].get_ylim()
-    assert -1.2 < bottom <= -1 and 1 <= top < 1.2
-
-
-def test_difference_of_nothing_has_a_place_on_the_axis_of_powers():
-    lines = steps(mismatch__logprob_diff_max=[0.0, 0.02])
-    (axes,) = draw({"run": [lines]}).values()
-    assert axes.get_ylim() == (pytest.approx(1e-7), pytest.approx(0.1))
+@pytest.mark.parametrize(
+    ("metric", "values", "lowest", "highest"),
+    [
+        ("objective/sequence_lengths", [6.0, 6.04], (5, 5.6), (6.4, 7)),  # noise is not blown up
+        ("policy/entropy_avg", [0.4, 0.1], (0.05, 0.1), (0.4, 0.45)),  # change fills its panel
+        ("mismatch/ess", [1, 0.99], (-0.1, 0), (1, 1.1)),  # a share of one
+        # What lies far below the range does not hide the rest
+        ("val/explained_variance", [0.1, -24.0], (-1.2, -1), (1, 1.2)),
+    ],
+)
+def test_y_axis_is_neither_blown_up_nor_shrunk(metric, values, lowest, highest):
+    (axes,) = draw({"run": [steps(**{metric: values})]}).values()
+    bottom, top = axes.get_ylim()
+    assert lowest[0] <= bottom <= lowest[1] and highest[0] <= top <= highest[1]
 
 
 def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
@@ -121,7 +97,7 @@ def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
     parts = steps(objective__scores=[0.7], objective__verifiable_score=[0.2])
     parts[0]["objective/format_rate"] = 0.5
     panels = draw({"A": [lines], "B": [parts]})
-    assert list(panels) == ["Score", "Parts of the score (training batches)"]
+    assert list(panels) == ["Score", "Parts of the score, training"]
     for axes in panels.values():
         for line in axes.get_lines():
             (value,) = line.get_ydata()
@@ -130,12 +106,15 @@ def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
     assert list(draw({"A": [lines]})) == ["Score"]
 
 
+def test_reward_trainer_has_its_panels():
+    lines = steps(loss__preference_avg=[0.7, 0.5], objective__accuracy=[0.5, 0.8])
+    assert list(draw({"rm": [lines]})) == ["Pairs ranked right", "Preference loss"]
+
+
 def test_run_of_one_step_is_visible_and_has_ticks_at_whole_steps():
     axes = draw({"run": [steps(objective__scores=[0.8])]})["Score"]
-    (line,) = axes.get_lines()
-    assert line.get_marker() == "."
-    ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= 1]
-    assert ticks == [0, 1]
+    assert axes.get_lines()[0].get_marker() == "."
+    assert [tick for tick in axes.get_xticks() if 0 <= tick <= 1] == [0, 1]
 
 
 def test_seconds_leave_out_the_first_step_of_each_process():
@@ -171,39 +150,54 @@ def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
 
     def args(seed, lr):
         of_a_run = {"run_name": f"ppo_{seed}_{lr}", "data_hash": seed, "provenance": {"gpu": seed}}
-        return {"seed": seed, "learning_rate": lr} | of_a_run
+        return {"exp_name": "ppo", "seed": seed, "learning_rate": lr} | of_a_run
 
-    every = [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3)]
-    run_dirs = [make_run(f"ppo_{seed}_{lr}", line, args(seed, lr)) for seed, lr in every]
+    every = [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3), (1, 0.5)]
+    run_dirs = [make_run(f"{lr}/{seed}", line, args(seed, lr)) for seed, lr in every]
     curves = plot_runs.group_seeds(plot_runs.read_runs(run_dirs))
     assert [(curve.name, [run.args["seed"] for run in curve.runs]) for curve in curves] == [
         ("ppo, learning_rate 0.1 (2 runs)", [1, 2]),
         ("ppo, learning_rate 0.3 (2 runs)", [1, 2]),
+        (str(run_dirs[4]), [1]),  # its path: other folders have its name
     ]
 
 
-def test_folders_of_one_name_are_two_runs(make_run):
-    run_dirs = [make_run(f"{name}/run", steps(objective__scores=[0.5])) for name in "ab"]
-    assert len({run.name for run in plot_runs.read_runs(run_dirs)}) == 2
+OWN = {"eval__reward__short": [None, 0.25], "objective__reward__short": [0.5, 0.75]}
+OWN |= {"policy__unsure": [0.8, 0.9]}
 
 
-def test_reward_trainer_has_its_panels_from_metrics_alone():
-    lines = steps(
-        loss__preference_avg=[0.7, 0.5], objective__accuracy=[0.5, 0.8], eval__accuracy=[None, 0.75]
-    )
-    panels = draw({"rm": [lines]})
-    assert list(panels) == ["Pairs ranked right", "Preference loss"]
-    held_out, training = panels["Pairs ranked right"].get_lines()
-    assert held_out.get_xydata().tolist() == [[2, 0.75]]
-    assert training.get_ydata().tolist() == [0.5, 0.8]
+def test_metrics_of_one_s_own_come_after_those_of_the_scripts(capsys):
+    own = steps(objective__scores=[0.5, 0.75], objective__reward__short__gsm8k=[1, 1], **OWN)
+    panels = draw({"A": [own]})
+    assert list(panels) == ["Score", "reward/short", "policy/unsure"]
+    assert len(panels["reward/short"].get_lines()) == 2
+    assert list(draw({"A": [own]}, more=["objective/scores"]))[-1] == "objective/scores"
+    plot_runs.print_table([Curve("A", [Run("A", own, {})])])
+    head, row, *footnotes = capsys.readouterr().out.splitlines()
+    assert " ".join(head.split()) == "run score steps reward/short* reward/short policy/unsure"
+    assert " ".join(row.split()) == "A 0.625 2 0.25 0.625 0.85"
+    assert footnotes == [
+        "* the last evaluation, on held-out prompts or pairs",
+        "score, reward/short, policy/unsure: means of the last 10 training steps",
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_have_no_metric_that_is_taken_for_one_s_own(script, run_main):
+    metrics = run_main(script).metrics
+    assert metrics and plot_runs.own_metrics(metrics) == []
 
 
 def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, capsys):
     a, b = (make_run(name, steps(objective__scores=[0.5, 0.75])) for name in "AB")
+    with open(a / "metrics.jsonl", "a") as file:
+        file.write('{"training_st')  # it is being written
     (a / "curves.png").write_text("old")
+    (a / "token_length.json").write_text("[4, 4, 4]")
     (b / "token_length.json").write_text("[3, 4, 4]")
     plot(a)
     assert (a / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (a / "token_length.png").exists()  # one bar says nothing
     assert capsys.readouterr().out == f"Wrote {a / 'curves.png'}\n"
 
     here = plot(b, a)
@@ -217,9 +211,11 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, 
     assert "--overwrite" in capsys.readouterr().err
     plot(a, b, "--overwrite")
     assert (here / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
 
-    plot(b)
+    plot(b, "--quiet")
     assert (b / "token_length.png").exists()
+    assert capsys.readouterr().out == ""
 
 
 def test_half_a_picture_is_never_seen(tmp_path, monkeypatch):
@@ -246,8 +242,7 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps(capsys):
     )
     other = [line | {"eval/scores": 0.4} for line in lines]
     plot_runs.print_table([Curve("ppo", [Run("ppo_1", lines, {}), Run("ppo_2", other, {})])])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[:4] == [
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][:4] == [
         ["run", "score*", "score", "steps", "minutes"],
         ["ppo_1", "0.8", "0.52", "11", "5.5"],
         ["ppo_2", "0.4", "0.52", "11", "5.5"],
@@ -255,9 +250,9 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps(capsys):
     ]
 
 
-def test_metric_of_a_fork_has_a_panel_where_asked_for():
-    lines = steps(policy__unsure=[0.8])
-    assert list(draw({"A": [lines]}, more=["policy/unsure"])) == ["policy/unsure"]
+def test_table_explains_no_column_that_is_not_there(capsys):
+    plot_runs.print_table([Curve("A", [Run("A", steps(time__from_scratch=[60]), {})])])
+    assert capsys.readouterr().out.splitlines() == ["run  steps  minutes", "A        1        1"]
 
 
 @pytest.mark.parametrize(
@@ -266,8 +261,8 @@ def test_metric_of_a_fork_has_a_panel_where_asked_for():
         (["--metrics", "policy/sure"], "none of these runs has the metric policy/sure"),
         (["--seeds"], "has none"),
         (["--x", "seconds"], "has no metric time/from_scratch"),
-        (["--output", "picture"], "has to end in one of"),
-        (["--output", "nowhere/c.png"], "there is no folder nowhere"),
+        (["--output", "picture.txt"], "--output picture.txt: "),
+        (["--output", "nowhere/c.png"], "--output nowhere/c.png: "),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, plot, capsys):
@@ -277,36 +272,3 @@ def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, 
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("scores", "means"),
-    [
-        (
-            [0.3, 0.5],
-            ["Mean verifiable score of their answers: 0.300 before training, 0.500 after 1 steps"],
-        ),
-        ([0.459, 1.0], []),  # a score that is the rate is not said again
-    ],
-)
-def test_last_lines_of_a_run(scores, means, monkeypatch, tmp_path, capsys):
-    metrics = [line | {"objective/stop_rate": 1.0} for line in evaluations([0.459, 1.0], scores)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
-    monkeypatch.setattr(sys, "argv", ["summarize_run.py", str(tmp_path)])
-    summarize_run.main()
-    rates = "Held-out prompts answered right: 45.9% before training, 100.0% after 1 steps"
-    last = f"Model, metrics, samples and pictures: {tmp_path}"
-    commands = summarize_run.next_steps(tmp_path)
-    picture = f"Wrote {tmp_path}/curves.png"
-    assert capsys.readouterr().out.splitlines() == [picture, rates, *means, last, *commands]
-
-
-def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
-    def sample(prompt, version, score):
-        return {"prompt": prompt, "policy_version": version, "response": "x", "score": score}
-
-    rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
-    said = summarize_run.describe_samples(rows)
-    assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
-    assert "  before, score none: x" in summarize_run.describe_samples([*rows, sample("a", 7, 1.0)])
-    assert summarize_run.describe_samples(rows[:2]) == []  # one evaluation alone

@@ -54,8 +54,7 @@ class Machine:
     """A clone in an empty folder, and a PATH that holds stubs and the shell's own programs only."""
 
     def __init__(self, folder):
-        self.bin = folder / "bin"
-        self.clone = folder / "clone"
+        self.bin, self.clone = folder / "bin", folder / "clone"
         self.bin.mkdir()
         (self.clone / "scripts").mkdir(parents=True)
         shutil.copy(REPO / "scripts" / "setup.sh", self.clone / "scripts")
@@ -68,31 +67,24 @@ class Machine:
         (self.bin / "sitecustomize.py").write_text(SITE)
         (folder / "Python.h").touch()
         self.calls_file = folder / "calls.txt"
-        self.environment = {
-            "PATH": str(self.bin),
-            "HOME": str(folder),
-            "PYTHON": str(self.bin / "python"),
-            "STUBS": str(self.bin),
-            "CALLS": str(self.calls_file),
-            "FAILS": "",
-            "GLIBC": "glibc 2.36",
-            "INCLUDE": str(folder),
-            "PIP_CONFIG_FILE": os.devnull,
-        }
+        paths = {"PATH": self.bin, "STUBS": self.bin, "PYTHON": self.bin / "python"}
+        paths |= {"HOME": folder, "INCLUDE": folder, "CALLS": self.calls_file}
+        self.environment = {name: str(path) for name, path in paths.items()}
+        self.environment |= {"GLIBC": "glibc 2.36", "FAILS": "", "PIP_CONFIG_FILE": os.devnull}
 
     def add(self, name, text):
         (self.bin / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
         (self.bin / name).chmod(0o755)
 
+    def give_gpus(self):
+        self.add("nvidia-smi", NVIDIA_SMI)
+        self.environment["GPUS"] = "580.65.06, 9.0\n580.65.06, 9.0"
+
     def set_up(self, **environment):
         self.calls_file.unlink(missing_ok=True)
-        return subprocess.run(
-            ["bash", "scripts/setup.sh"],
-            cwd=self.clone,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-        )
+        environment = self.environment | environment
+        command, streams = ["bash", "scripts/setup.sh"], {"capture_output": True, "text": True}
+        return subprocess.run(command, cwd=self.clone, env=environment, **streams)
 
     @property
     def calls(self):
@@ -101,13 +93,11 @@ class Machine:
     @property
     def installs(self):
         """What uv and pip were to install, without what is always there."""
-        text = [call for call in self.calls if " install " in call and " -q " not in call]
-        text = [re.sub(r"python -m pip .*install", "pip", call) for call in text]
-        text = [
-            re.sub("uv pip install --python .venv/bin/python --compile-bytecode", "uv", call)
-            for call in text
-        ]
-        return [call.replace(" --index-strategy unsafe-best-match", "") for call in text]
+        text = "\n".join(call for call in self.calls if " install " in call and " -q " not in call)
+        text = re.sub(r"python -m pip .*install", "pip", text)
+        of_uv = "uv pip install --python .venv/bin/python --compile-bytecode"
+        of_uv += " --index-strategy unsafe-best-match"
+        return text.replace(of_uv, "uv").splitlines()
 
 
 @pytest.fixture
@@ -115,141 +105,86 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-@pytest.fixture
-def gpu_machine(machine):
-    machine.add("nvidia-smi", NVIDIA_SMI)
-    machine.environment["GPUS"] = "580.65.06, 9.0\n580.65.06, 9.0"
-    return machine
+REFUSED = [
+    # (has GPUs, the environment, a program that lacks, words)
+    (False, {"GLIBC": "glibc 2.28"}, None, "needs glibc 2.31"),
+    (False, {"GLIBC": "glibc 2.4"}, None, "needs glibc 2.31"),
+    (False, {"GLIBC": ""}, None, "needs glibc 2.31"),
+    (False, {"FREE": "7"}, None, "7 GB free here, 8 GB are needed"),
+    (True, {"GPUS": "570.172.08, 9.0"}, None, "is 570.172.08, and CUDA 13 needs 580 or newer"),
+    (True, {"GPUS": "99.1, 9.0"}, None, "is 99.1, and CUDA 13 needs 580 or newer"),
+    (True, {"GPUS": ""}, None, "needs driver 580 or newer"),  # it does not know the question
+    (True, {"GPUS": "580.1, 9.0\n580.1, 7.5"}, None, "compute capability 7.5; 8.0 is needed"),
+    (True, {}, "gcc", "apt-get install gcc"),
+    (True, {"INCLUDE": "/nowhere"}, None, "install python{}.{}-dev".format(*sys.version_info)),
+]
 
 
-def refused(machine, **environment):
-    """The sentence of a refusal that has installed nothing and removed nothing."""
+@pytest.mark.parametrize(("has_gpus", "environment", "lacking", "words"), REFUSED)
+def test_machine_that_lacks_something_is_told_what(has_gpus, environment, lacking, words, machine):
+    if has_gpus:
+        machine.give_gpus()
+    if lacking:
+        (machine.bin / lacking).unlink()
     old = machine.clone / ".venv" / "old"
     old.mkdir(parents=True)
     result = machine.set_up(**environment)
     assert result.returncode == 1
+    assert words in result.stderr
     assert machine.calls == []
     assert old.exists()
-    return result.stderr
-
-
-@pytest.mark.parametrize("glibc", ["glibc 2.28", "glibc 2.4", ""])
-def test_old_glibc_is_refused(machine, glibc):
-    assert "needs glibc 2.31" in refused(machine, GLIBC=glibc)
-
-
-def test_full_disk_is_refused(machine):
-    assert "7 GB free here, 8 GB are needed" in refused(machine, FREE="7")
-
-
-@pytest.mark.parametrize("driver", ["570.172.08", "99.1"])
-def test_old_driver_is_refused(gpu_machine, driver):
-    message = refused(gpu_machine, GPUS=f"{driver}, 9.0")
-    assert f"driver here is {driver}, and CUDA 13 needs 580 or newer" in message
-
-
-def test_driver_that_does_not_know_the_question_is_refused(gpu_machine):
-    assert "needs driver 580 or newer" in refused(gpu_machine, GPUS="")
-
-
-def test_any_old_gpu_is_refused(gpu_machine):
-    message = refused(gpu_machine, GPUS="580.65.06, 9.0\n580.65.06, 7.5")
-    assert "compute capability 7.5; 8.0 is needed" in message
-
-
-def test_missing_compiler_is_refused(gpu_machine):
-    (gpu_machine.bin / "gcc").unlink()
-    assert "apt-get install gcc" in refused(gpu_machine)
-
-
-def test_missing_python_headers_are_refused(gpu_machine):
-    message = refused(gpu_machine, INCLUDE=str(gpu_machine.bin))
-    assert "apt-get install python{}.{}-dev".format(*sys.version_info) in message
-
-
-def test_a_cpu_needs_neither_compiler_nor_headers(machine):
-    (machine.bin / "gcc").unlink()
-    assert machine.set_up(INCLUDE="/nowhere", GLIBC="glibc 2.31").returncode == 0
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("has_gpus", "environment"),
     [
-        {"GPUS": "580.65.06, 8.0"},
-        {"GPUS": "1000.1, 10.0"},
-        {"GPUS": "580.65.06, 9.0\n580.65.06, 7.5", "CUDA_VISIBLE_DEVICES": "0"},
-        {"CC": "cc"},
+        (False, {"INCLUDE": "/nowhere", "GLIBC": "glibc 2.31"}),  # a CPU needs no compiler
+        (True, {"GPUS": "1000.1, 10.0", "CC": "cc"}),
+        (True, {"GPUS": "580.1, 8.0\n580.1, 7.5", "CUDA_VISIBLE_DEVICES": "0", "CC": "cc"}),
     ],
 )
-def test_new_gpus_pass(gpu_machine, environment):
-    if "CC" in environment:
-        (gpu_machine.bin / "gcc").unlink()
-    else:
-        (gpu_machine.bin / "gcc").rename(gpu_machine.bin / "clang")
-    result = gpu_machine.set_up(**environment)
+def test_machine_that_has_enough_passes(has_gpus, environment, machine):
+    (machine.bin / "gcc").unlink()
+    if has_gpus:
+        machine.give_gpus()
+    result = machine.set_up(**environment)
     assert result.returncode == 0, result.stderr
-
-
-def test_uv_installs_and_a_second_call_does_nothing(machine):
-    result = machine.set_up()
-    assert result.returncode == 0, result.stderr
-    assert machine.installs == ["uv -r requirements-cpu.txt"]
-    assert "up to date" in machine.set_up().stdout
-    assert machine.calls == []
-
-
-def test_a_gpu_gets_its_requirements_and_no_torchcodec(gpu_machine):
-    gpu_machine.set_up()
-    assert gpu_machine.installs == ["uv -r requirements.txt"]
-    (uninstall,) = [call for call in gpu_machine.calls if " uninstall " in call]
-    assert uninstall.endswith(" torchcodec")
-
-
-def test_a_cpu_gets_no_companions_of_torch(machine):
-    machine.set_up()
+    of_cpus = "" if has_gpus else " torchvision torchaudio"
     (uninstall,) = [call for call in machine.calls if " uninstall " in call]
-    assert uninstall.endswith(" torchcodec torchvision torchaudio")
+    assert uninstall.endswith(f" torchcodec{of_cpus}")
 
 
-def test_second_try_of_a_cpu_has_the_index_of_pytorch(machine):
-    assert machine.set_up(FAILS="cpu.txt$").returncode == 0
-    tries = ["uv -r requirements-cpu.txt", f"uv -r requirements-cpu.txt {PYTORCH}"]
-    assert machine.installs == tries
+CPU = "-r requirements-cpu.txt"
+INSTALLS = [
+    # (has GPUs, what fails, the exit status, what was tried)
+    (False, "", 0, [f"uv {CPU}"]),
+    (True, "", 0, ["uv -r requirements.txt"]),
+    (False, "cpu.txt$", 0, [f"uv {CPU}", f"uv {CPU} {PYTORCH}"]),
+    (
+        False,
+        "^uv|cpu.txt$",
+        0,
+        [f"uv {CPU}", f"uv {CPU} {PYTORCH}", f"pip {CPU}", f"pip {CPU} {PYTORCH}"],
+    ),
+    (False, "install -q uv", 0, [f"pip {CPU}"]),
+    (True, " -r ", 1, ["uv -r requirements.txt", "pip -r requirements.txt"]),
+    (False, " import accelerate", 1, [f"uv {CPU}"]),
+]
 
 
-def test_pip_installs_what_uv_cannot(machine):
-    result = machine.set_up(FAILS="^uv|cpu.txt$")
-    assert result.returncode == 0, result.stderr
-    assert machine.installs == [
-        "uv -r requirements-cpu.txt",
-        f"uv -r requirements-cpu.txt {PYTORCH}",
-        "pip -r requirements-cpu.txt",
-        f"pip -r requirements-cpu.txt {PYTORCH}",
-    ]
-    assert "no torch here" in result.stderr
-    assert "pip tries now" in result.stdout
-
-
-def test_pip_installs_without_uv(machine):
-    result = machine.set_up(FAILS="install -q uv")
-    assert result.returncode == 0, result.stderr
-    assert machine.installs == ["pip -r requirements-cpu.txt"]
-
-
-def test_failure_shows_the_last_lines(gpu_machine):
-    result = gpu_machine.set_up(FAILS=" -r ")
-    assert result.returncode == 1
-    assert gpu_machine.installs == ["uv -r requirements.txt", "pip -r requirements.txt"]
-    assert result.stderr.count("no torch here") == 2
-    assert "could not install requirements.txt" in result.stderr
-    assert not (gpu_machine.clone / ".venv" / ".complete").exists()
-
-
-def test_packages_that_do_not_import_are_no_success(machine):
-    result = machine.set_up(FAILS=" import accelerate")
-    assert result.returncode == 1
-    assert "do not import" in result.stderr
-    assert not (machine.clone / ".venv" / ".complete").exists()
+@pytest.mark.parametrize(("has_gpus", "fails", "status", "installs"), INSTALLS)
+def test_what_fails_is_tried_otherwise(has_gpus, fails, status, installs, machine):
+    if has_gpus:
+        machine.give_gpus()
+    result = machine.set_up(FAILS=fails)
+    assert result.returncode == status, result.stderr
+    assert machine.installs == installs
+    assert (machine.clone / ".venv" / ".complete").exists() == (status == 0)
+    if status == 0:
+        assert "up to date" in machine.set_up().stdout
+        assert machine.calls == []
+    else:
+        assert "no torch here" in result.stdout + result.stderr
 
 
 def test_uv_is_told_what_pip_is_configured_for(machine, tmp_path):
@@ -265,16 +200,12 @@ def test_uv_is_told_what_pip_is_configured_for(machine, tmp_path):
     assert machine.installs == [
         "uv --index-url https://a/simple --extra-index-url https://b/1 --extra-index-url https://b/2"
         " --find-links /more --find-links /wheels --constraint /lower.txt --trusted-host a"
-        " -r requirements-cpu.txt"
+        f" {CPU}"
     ]
-    assert "--index-strategy unsafe-best-match" in "\n".join(machine.calls)
-
-
-@pytest.mark.parametrize("option", ["PIP_NO_INDEX", "PIP_PRE", "PIP_NO_BINARY"])
-def test_what_uv_cannot_be_told_is_left_to_pip(machine, option):
-    result = machine.set_up(**{option: "1"})
-    assert result.returncode == 0, result.stderr
-    assert machine.installs == ["pip -r requirements-cpu.txt"]
+    # What it cannot be told is left to pip
+    (machine.clone / ".venv" / ".complete").unlink()
+    assert machine.set_up(PIP_NO_BINARY="1").returncode == 0
+    assert machine.installs == [f"pip {CPU}"]
 
 
 def test_the_compiler_of_kernels_is_of_one_release():

@@ -26,7 +26,7 @@ def one(data_source, response, ground_truth, extra_info=None):
 
 def make_model(folder, seed):
     """A random model with the debug task's tokenizer."""
-    sys.path.insert(0, str(REPO / "scripts"))
+    sys.path.insert(0, str(REPO / "scripts" / "dev"))
     import make_debug_assets
     import torch
 

@@ -78,21 +78,11 @@ PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
 SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
 VOCAB_SIZE = 151_936
 # Qwen2.5 0.5B and 1.5B
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads")
 SHAPES = {
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "1.5B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
+    "0.5B": dict(zip(SIZES, (896, 4864, 24, 14, 2), strict=True)),
+    "1.5B": dict(zip(SIZES, (1536, 8960, 28, 12, 2), strict=True)),
 }
 # PPO trains two models. At 1.5 B their weights, gradients and moments take 49 GB of, say, 80.
 MEMORY_OPTIONS = {
@@ -249,23 +239,18 @@ def plan(command: list[str]) -> dict:
     return figures
 
 
-def first_line(command: list[str]) -> str | None:
-    """The first line that a command prints; None: it does not work."""
+def ask(*command: str) -> list[str]:
+    """The lines that a command prints; none where it does not work."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.partition("\n")[0]
+        return []
+    return done.stdout.splitlines()
 
 
 def ask_driver(fields: str) -> list[str]:
     """What nvidia-smi says about each GPU; nothing where there is no driver."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return answer.stdout.splitlines()
+    return ask("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -577,7 +562,7 @@ def describe_machine() -> dict:
     prefixes = ("CUDA_", "NCCL_", "PYTORCH_", "VLLM_", "TORCH_")
     machine = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "commit": first_line(["git", "-C", str(REPO), "rev-parse", "HEAD"]),
+        "commit": "".join(ask("git", "-C", str(REPO), "rev-parse", "HEAD")) or None,
         fields: "; ".join(ask_driver(fields)) or None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -585,7 +570,7 @@ def describe_machine() -> dict:
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "compiler": first_line([compiler, "--version"]),  # Triton's, which vLLM needs
+        "compiler": next(iter(ask(compiler, "--version")), None),  # Triton's, which vLLM needs
         "python_h": (include / "Python.h").exists(),
         "shm_gib": rounded(shutil.disk_usage("/dev/shm").total / 2**30),
         "variables": {name: os.environ[name] for name in os.environ if name.startswith(prefixes)},

@@ -139,7 +139,10 @@ def main():
     parser.add_argument("--script", default="ppo_vllm_async.py")
     args, flags = parser.parse_known_args()
     subprocess.run(
-        [sys.executable, "scripts/make_debug_assets.py"], cwd=REPO, check=True, capture_output=True
+        [sys.executable, "scripts/dev/make_debug_assets.py"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
     )
     choice = random.Random(args.seed)
     failures, killed_while_saving = 0, 0

@@ -104,7 +104,7 @@ def run(path, flags):
 
 def make_assets(folder, prompts):
     """A model, and a dataset whose prompts have so many tokens, at the least and at the most."""
-    sys.path.append(str(REPO / "scripts"))
+    sys.path.append(str(REPO / "scripts" / "dev"))
     import make_debug_assets
     from datasets import Dataset
     from transformers import Qwen2Config, Qwen2ForCausalLM

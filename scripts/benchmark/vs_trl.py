@@ -8,8 +8,8 @@ Throughput: float32, learning rate 0, no KL term, one update a step, all cores f
 gradient checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves,
 after a third of 256 tokens on average. "equal": the end token is out of the model's reach, 64
 tokens each. Our learner has one thread, as `accelerate launch` gives it, and micro-batches of 8
-rows of like length; TRL has all threads and micro-batches of 32, which it does not sort
-(--trl_micro_batch to try others). The sides take turns. Episodes a second are counted from the end
+rows of like length; TRL has all threads and micro-batches of 32, which it does not sort.
+The sides take turns. Episodes a second are counted from the end
 of step WARM_UP to the end of the last step but one (the last async step overlaps with nothing).
 Memory is the peak, over the whole run, of the sum over all processes of a side: what this script
 starts and all that comes from it, so on our side vLLM's process and the reward workers too. It is
@@ -71,49 +71,36 @@ def run_trl(folder, settings):
     torch.set_num_threads(os.cpu_count())
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    rows = datasets.Dataset.from_parquet(settings["dataset"]).to_list()
-    texts = [
-        tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True)
-        for r in rows
-    ]
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
+
+    def load(path):
+        """Prompts as text, and their ground truths."""
+        rows = datasets.Dataset.from_parquet(path).to_list() if path else []
+        template = {"tokenize": False, "add_generation_prompt": True}
+        texts = [tokenizer.apply_chat_template(row["prompt"], **template) for row in rows]
+        return texts, [row["reward_model"]["ground_truth"] for row in rows]
+
+    texts, truths = load(settings["dataset"])
     train = datasets.Dataset.from_dict({"prompt": texts, "ground_truth": truths})
+    held_out, held_out_truths = load(settings.get("eval_dataset"))
 
     def reward(completions, ground_truth, completion_ids, **_):
         if settings["reward"] == "parity":
             return [float(len(text) % 2) for text in completions]
         ends = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        right = [
-            float(text.strip() == truth)
-            for text, truth in zip(completions, ground_truth, strict=True)
-        ]
-        return [score if end else -1.0 for score, end in zip(right, ends, strict=True)]
+        right = map(is_right, completions, ground_truth)
+        return [float(score) if end else -1.0 for score, end in zip(right, ends, strict=True)]
 
-    held_out = []
-    if settings.get("eval_dataset"):
-        rows = datasets.Dataset.from_parquet(settings["eval_dataset"]).to_list()
-        held_out = [
-            (
-                tokenizer.apply_chat_template(
-                    r["prompt"], tokenize=False, add_generation_prompt=True
-                ),
-                r["reward_model"],
-            )
-            for r in rows
-        ]
+    def is_right(text, truth):
+        return text.strip() == truth
 
     def correct_rate():
-        prompts = [prompt for prompt, _ in held_out]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs = tokenizer(held_out, return_tensors="pt", padding=True, add_special_tokens=False)
+        options = {"do_sample": False, "max_new_tokens": settings["response_length"]}
         with torch.no_grad():
-            output = model.generate(
-                **inputs, do_sample=False, max_new_tokens=settings["response_length"]
-            )
-        answers = tokenizer.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        truths = [truth["ground_truth"] for _, truth in held_out]
-        return sum(a.strip() == t for a, t in zip(answers, truths, strict=True)) / len(truths)
+            output = model.generate(**inputs, **options)
+        new = output[:, inputs["input_ids"].shape[1] :]
+        answers = tokenizer.batch_decode(new, skip_special_tokens=True)
+        return statistics.mean(map(is_right, answers, held_out_truths))
 
     class Log(TrainerCallback):
         def on_train_begin(self, *_, **__):
@@ -134,15 +121,10 @@ def run_trl(folder, settings):
 
         def on_log(self, args, state, control, logs, **_):
             if not held_out and "completions/mean_length" in logs:
-                line = {
-                    "training_step": state.global_step,
-                    "seconds": time.perf_counter() - self.start,
-                }
-                self.lines.append(
-                    json.dumps(
-                        line | {"objective/sequence_lengths": logs["completions/mean_length"]}
-                    )
-                )
+                seconds = time.perf_counter() - self.start
+                line = {"training_step": state.global_step, "seconds": seconds}
+                line["objective/sequence_lengths"] = logs["completions/mean_length"]
+                self.lines.append(json.dumps(line))
 
         def on_train_end(self, *_, **__):
             (folder / "metrics.jsonl").write_text("\n".join(self.lines))
@@ -191,27 +173,24 @@ def trl_python():
         names = ("torch", "transformers", "accelerate", "datasets", "psutil")
         pins = [f"trl=={TRL_VERSION}", *(f"{name}=={version(name)}" for name in names)]
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins]
-        if subprocess.run(
-            install, stderr=subprocess.DEVNULL
-        ).returncode:  # PyPI has no CPU builds of torch
-            subprocess.run(
-                [*install, "--extra-index-url", "https://download.pytorch.org/whl/cpu"], check=True
-            )
+        if subprocess.run(install, stderr=subprocess.DEVNULL).returncode:
+            # PyPI has no CPU builds of torch
+            index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+            subprocess.run([*install, *index], check=True)
         done.touch()
     return python
 
 
 def make_assets(folder):
     """Model and training prompts of each workload, and the reward."""
-    sys.path.insert(0, str(REPO / "scripts"))
+    sys.path.insert(0, str(REPO / "scripts" / "dev"))
     import make_debug_assets
     import torch
     from datasets import Dataset
 
     torch.manual_seed(1)
-    make_debug_assets.CHARACTERS = "".join(
-        chr(33 + i) for i in range(84)
-    )  # with 6 special tokens: 90
+    # With 6 special tokens: 90
+    make_debug_assets.CHARACTERS = "".join(chr(33 + i) for i in range(84))
     tokenizer = make_debug_assets.make_tokenizer()
     model = make_debug_assets.make_model(tokenizer, {"hidden_size": 128, "num_layers": 2})
     model.config.max_position_embeddings = 512
@@ -225,18 +204,11 @@ def make_assets(folder):
         model.lm_head.weight[tokenizer.eos_token_id, 0] = -100.0
     model.save_pretrained(folder / "equal" / "model")
     rng = random.Random(1)
-    texts = [
-        "".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20)))
-        for _ in range(4000)
-    ]
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": text}],
-            "data_source": "none",
-            "reward_model": {"ground_truth": "0"},
-        }
-        for text in texts
-    ]
+    rows = []
+    for _ in range(4000):
+        text = "".join(rng.choices(make_debug_assets.CHARACTERS, k=rng.randint(5, 20)))
+        row = {"prompt": [{"role": "user", "content": text}], "data_source": "none"}
+        rows.append(row | {"reward_model": {"ground_truth": "0"}})
     for workload in WORKLOADS:
         tokenizer.save_pretrained(folder / workload / "model")
         Dataset.from_list(rows).to_parquet(str(folder / workload / "train.parquet"))
@@ -253,18 +225,17 @@ def memory_of(process):
     return total
 
 
-def run_side(side, settings, threads):
+def run_side(side, settings):
     """One run in processes of its own; returns its metrics and their memory at the peak, in MiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if side == "trl":
             (folder / "settings.json").write_text(json.dumps(settings))
-            command = [trl_python(), __file__, "--trl_folder", folder]
+            command, threads = [trl_python(), __file__, "--trl_folder", folder], os.cpu_count()
         else:
             command = [sys.executable, REPO / "grpo_vllm_async.py", *flags_of(settings, folder)]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads if side == "tandem" else os.cpu_count())
-        }
+            threads = 1
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         output, peak = folder / "output.txt", 0
         with (
             output.open("w") as file,
@@ -324,7 +295,7 @@ def compare_throughput(args):
         folder = Path(name)
         with ProcessPoolExecutor(max_workers=1) as pool:  # so that torch's pages are not ours too
             pool.submit(make_assets, folder).result()
-        for workload in args.workloads:
+        for workload in WORKLOADS:
             settings = {
                 "model": str(folder / workload / "model"),
                 "dataset": str(folder / workload / "train.parquet"),
@@ -338,54 +309,49 @@ def compare_throughput(args):
                 "warm_up": 0,
                 "beta": 0.0,
             }
-            ratios, memory, tokens_of = [], [], {"tandem": 0.0, "trl": 0.0}
-            for pair in range(1, args.pairs + 1):
-                found = {}
-                for side in ("tandem", "trl"):
-                    micro_batch = args.micro_batch if side == "tandem" else args.trl_micro_batch
-                    run = settings | {"seed": pair, "micro_batch": micro_batch}
-                    lines, peak = run_side(side, run, args.threads)
-                    tokens = (
-                        PROMPTS * GROUP * sum(line["objective/sequence_lengths"] for line in lines)
-                    )
-                    found[side] = (speed(lines), peak, len(lines), tokens)
-                (ours, our_memory, *_), (theirs, their_memory, *_) = found["tandem"], found["trl"]
-                same = found["tandem"][2] == found["trl"][2] == args.steps
-                token_ratio = found["tandem"][3] / found["trl"][3]
-                if not same:
-                    sys.exit(f"not as many updates: {found}")
-                tokens_of = {side: tokens_of[side] + found[side][3] for side in found}
-                ratios.append(ours / theirs)
-                memory.append(our_memory / their_memory)
+            pairs = []
+            for seed in range(1, args.pairs + 1):
+                pairs.append(run_pair(settings | {"seed": seed}))
+                speeds, memory, lengths = (
+                    pairs[-1][name] for name in ("speed", "memory", "length")
+                )
                 print(
-                    f"{workload}, pair {pair}: {ours:.1f} against {theirs:.1f} episodes/s: "
-                    f"{ratios[-1]:.2f} times; "
-                    f"memory {our_memory:.0f} against {their_memory:.0f} MiB at the peak: "
-                    f"{memory[-1]:.2f} times; "
-                    f"{args.steps} updates, "
-                    f"{found['trl'][3] / args.steps / PROMPTS / GROUP:.1f} tokens a response, "
-                    f"ratio {token_ratio:.3f}",
+                    f"{workload}, pair {seed}: {speeds[0]:.1f} against {speeds[1]:.1f} episodes/s; "
+                    f"memory {memory[0]:.0f} against {memory[1]:.0f} MiB at the peak; "
+                    f"{lengths[0]:.1f} and {lengths[1]:.1f} tokens a response",
                     flush=True,
                 )
-            token_ratio = tokens_of["tandem"] / tokens_of["trl"]
-            verdict = (
-                "as they must be"
-                if abs(token_ratio - 1) <= 0.02
-                else "NOT the same work: take more --steps"
-            )
+            ratios = {}
+            for name in ("speed", "memory"):
+                ratios[name] = statistics.median(pair[name][0] / pair[name][1] for pair in pairs)
+            ours, theirs = (sum(pair["length"][side] for pair in pairs) for side in (0, 1))
+            is_same = abs(ours / theirs - 1) <= 0.02
             print(
-                f"{workload}: median {statistics.median(ratios):.2f} times the episodes/s, "
-                f"{statistics.median(memory):.2f} times the memory; "
-                f"tokens in all {token_ratio:.3f} to 1, {verdict}"
+                f"{workload}: median {ratios['speed']:.2f} times the episodes/s, "
+                f"{ratios['memory']:.2f} times the memory; tokens in all {ours / theirs:.3f} to 1, "
+                + ("as they must be" if is_same else "NOT the same work: take more --steps")
             )
+
+
+def run_pair(settings):
+    """{figure: (ours, TRL's)}: episodes a second, peak in MiB, tokens of a response."""
+    figures = {"speed": [], "memory": [], "length": []}
+    for side, micro_batch in (("tandem", 8), ("trl", 32)):
+        lines, peak = run_side(side, settings | {"micro_batch": micro_batch})
+        if len(lines) != settings["updates"]:
+            sys.exit(f"{side} made {len(lines)} updates")
+        figures["speed"].append(speed(lines))
+        figures["memory"].append(peak)
+        lengths = (line["objective/sequence_lengths"] for line in lines)
+        figures["length"].append(statistics.mean(lengths))
+    return figures
 
 
 def compare_learning(args):
     from matplotlib.figure import Figure
 
-    subprocess.run(
-        [sys.executable, REPO / "scripts" / "make_debug_assets.py"], cwd=REPO, check=True
-    )
+    command = [sys.executable, REPO / "scripts" / "dev" / "make_debug_assets.py"]
+    subprocess.run(command, cwd=REPO, check=True)
     assets = REPO / "debug_assets"
     settings = {
         "model": str(assets / "model"),
@@ -405,24 +371,16 @@ def compare_learning(args):
         "seed": args.seed,
     }
     axes, key = (figure := Figure(figsize=(7, 4))).subplots(), "eval/verifiable_correct_rate"
-    for side, label in (
-        ("tandem", "grpo_vllm_async.py"),
-        ("trl", f"TRL {TRL_VERSION} GRPOTrainer"),
-    ):
-        lines, _ = run_side(side, settings, args.threads)
+    labels = {"tandem": "grpo_vllm_async.py", "trl": f"TRL {TRL_VERSION} GRPOTrainer"}
+    for side, label in labels.items():
+        lines, _ = run_side(side, settings)
         evaluated = [line for line in lines if key in line]
         if side == "tandem":
-            after = [
-                0.0,
-                *itertools.accumulate(line["time/training"] for line in lines),
-            ]  # so many steps
-            for (
-                line
-            ) in evaluated:  # reported a step late, and nothing is left out since the imports
-                line |= {
-                    "seconds": after[line["eval/policy_version"]],
-                    "since_imports": line["time/from_scratch"],
-                }
+            # Reported a step late; and nothing is left out since the imports
+            after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]
+            for line in evaluated:
+                line["seconds"] = after[int(line["eval/policy_version"])]
+                line["since_imports"] = line["time/from_scratch"]
         reached = next((line for line in evaluated if line[key] >= 0.9), None)
         when = "0.9 not reached"
         if reached:
@@ -437,11 +395,9 @@ def compare_learning(args):
             flush=True,
         )
         axes.plot(*zip(*points, strict=True), marker=".", label=label)
-    axes.set(
-        xlabel="seconds of training (evaluation left out)",
-        ylabel="held-out prompts answered right",
-        ylim=(0, 1),
-    )
+    axes.set_xlabel("seconds of training (evaluation left out)")
+    axes.set_ylabel("held-out prompts answered right")
+    axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(args.output, dpi=120, bbox_inches="tight")
@@ -453,18 +409,13 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--what", choices=["throughput", "learning"], default="throughput")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--micro_batch", type=int, default=8, help="of our side")
-    parser.add_argument("--trl_micro_batch", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of our learner")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--learning_rate", type=float, default=1e-4, help="in the comparison of learning"
-    )
-    parser.add_argument("--updates", type=int, default=200, help="in the comparison of learning")
-    parser.add_argument("--output", type=Path, default=Path("vs_trl.png"))
+    learning = "in the comparison of learning"
+    parser.add_argument("--seed", type=int, default=1, help=learning)
+    parser.add_argument("--learning_rate", type=float, default=1e-4, help=learning)
+    parser.add_argument("--updates", type=int, default=200, help=learning)
+    parser.add_argument("--output", type=Path, default=Path("vs_trl.png"), help=learning)
     parser.add_argument("--trl_folder", type=Path, help=argparse.SUPPRESS)  # a run of TRL's side
     args = parser.parse_args()
     if args.trl_folder:

@@ -46,8 +46,6 @@ class Args:
     """a .jsonl or .parquet file, or a folder with one a split; None: the hub"""
     local_save_dir: str | None = None
     """folder for the files that are written; None: ~/data/full_hh_rlhf/SPLIT"""
-    split_name: Literal["train", "validation", "test"] | None = None
-    """split of a local file whose name tells none"""
 
 
 def parse_dialogue(text: str) -> list[dict]:
@@ -115,13 +113,9 @@ def convert_sft(row: dict, split: str, index: int) -> dict:
 
 def main() -> None:
     args = preprocessing.parse_args(Args(split=tyro.MISSING), __doc__)
-    local_save_dir = args.local_save_dir
-    if local_save_dir is None:
-        local_save_dir = f"~/data/full_hh_rlhf/{args.split}"
     shared_args = preprocessing.Args(
         local_dataset_path=args.local_dataset_path,
-        local_save_dir=local_save_dir,
-        split_name=args.split_name,
+        local_save_dir=args.local_save_dir or f"~/data/full_hh_rlhf/{args.split}",
     )
     convert = {"rl": convert_rl, "rm": convert_rm, "sft": convert_sft}[args.split]
     splits = preprocessing.load_splits(shared_args, HUB, COLUMNS)

@@ -21,10 +21,9 @@ or aarch64): namespaces without a network, a read-only system without /home, /ro
 an empty environment, a /tmp of its own in memory, and CLOSED_CALLS. Limits are constants below, and
 four of them environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS
 a response, TANDEM_SANDBOX_MEMORY_MB a process and all of them in sum, TANDEM_SANDBOX_PROCESSES a
-response (threads count). A limit on processes does not bind root, who therefore becomes nobody
-first. With TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the interface of
-SandboxFusion runs the code instead. Without one of the two this file does not load: nothing is ever
-run unprotected.
+response (threads count). With TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the
+interface of SandboxFusion runs the code instead. Without one of the two this file does not load:
+nothing is ever run unprotected.
 
 The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds: when
 the latter is over, the test cases left count as failed; the former ends the worker, and counts as a
@@ -38,27 +37,19 @@ killing is no success. When the score is known, nothing of the program runs any 
 Who judges:
 
 1. `assert f(1) == 2`, or any assertion that something equals a literal: the something is evaluated
-   in the program's process, which sends the result out as plain data; it is compared outside. The
-   literal is never in the sandbox. So a result must be plain data: None, numbers, text, bytes,
-   lists, tuples, sets, dicts, and what inherits from these. Whether an object of another class says
-   that it equals the literal is not asked; it does not.
+   in the program's process, which sends the result out as plain data (None, numbers, text, bytes,
+   lists, tuples, sets, dicts, and what inherits from these); it is compared outside. The literal is
+   never in the sandbox.
 2. Programs for stdin and stdout: expected outputs stay outside as well.
 3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge.
-   That is not defended: a program made for the purpose can return objects that equal everything,
-   replace built-in functions, read the assertion, jump over it by a trace, or search the
-   interpreter for the secret that reports success.
+   A program made for the purpose passes them: it can return objects that equal everything, replace
+   built-in functions, or search the interpreter for the secret that reports success.
 
-What else stays open, each for want of a means that an ordinary user has everywhere:
-
-- Memory in sum is looked at 20 times a second (control groups are rarely an ordinary user's to
-  make). Until the next look, processes may take more, each up to its own limit. Beside the sum
-  there are the files in /tmp (64 MB) and what is in pipes (64 MB for all of one user's sandboxes).
-  When the machine runs out of memory, Linux ends the sandbox first.
-- The machine can be read: processors, memory, load and kernel version in /proc, and all of /usr.
-  In the sandbox, process 1's command line can be: it is the source of `run_cases`.
-- The kernel's other system calls are open: a hole in the kernel is a hole in the sandbox.
-- Closed to right programs, too: sockets other than pairs (hence multiprocessing.Manager), shared
-  memory and semaphores by name (hence multiprocessing.Pool), os.nice.
+What else stays open, for want of a means that an ordinary user has everywhere: memory in sum is
+looked at 20 times a second, and until the next look processes may take more, each up to its own
+limit; the machine can be read (/proc, /usr); a hole in the kernel is a hole in the sandbox. Closed
+to right programs, too: sockets other than pairs (hence multiprocessing.Manager), shared memory and
+semaphores by name (hence multiprocessing.Pool), os.nice.
 """
 
 import ast
@@ -84,62 +75,35 @@ MEMORY_MB = int(os.environ.get("TANDEM_SANDBOX_MEMORY_MB", "1024"))
 PROCESSES = int(os.environ.get("TANDEM_SANDBOX_PROCESSES", "16"))
 TMP_MB = 64  # all files in /tmp; one file may have a quarter of that
 OUTPUT_BYTES = 1_000_000  # what a test case may print
-SOCKET_BYTES = 1 << 19  # what the buffer of a socket holds at most, as measured, rounded up
-FILE_BYTES = 1 << 10  # what the kernel keeps of an empty file in memory, rounded up
 # As seccomp names them (AUDIT_ARCH_...). Their order is that of the numbers below.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # System calls that fail with ENOSYS in the sandbox, with their numbers.
-CLOSED_CALLS = {
-    # Queues, memory and keys that outlive their process. The keys are those of the worker besides.
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # Memory that no limit counts.
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "vmsplice": (278, 75),
-    "io_setup": (206, 0),
-    "landlock_create_ruleset": (444, 444),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    # The same, and ways out: vsock, netlink, packets. Pairs of sockets need neither.
-    "socket": (41, 198),
-    "setsockopt": (54, 208),
-    # Other processes' memory and files.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    # Process 1 of the sandbox could be slowed down, and would be late to end the others.
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    # Much of the kernel that no solution needs.
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "userfaultfd": (323, 282),
-    "perf_event_open": (298, 241),
-    "bpf": (321, 280),
-    "fanotify_init": (300, 262),
-}
-# System calls that fail with ENOSYS unless their first argument is this.
-RESTRICTED_CALLS = {
-    "socketpair": ((53, 199), socket.AF_UNIX),
-    # Of the process that asks, not of another one.
-    "prlimit64": ((302, 261), 0),
-    "sched_setaffinity": ((203, 122), 0),
-}
+# Queues, memory and keys that outlive their process. The keys are those of the worker besides.
+CLOSED_CALLS = {"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186)}
+CLOSED_CALLS |= {"mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218)}
+CLOSED_CALLS |= {"keyctl": (250, 219)}
+# Memory that no limit counts.
+CLOSED_CALLS |= {"memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75)}
+CLOSED_CALLS |= {"io_setup": (206, 0), "landlock_create_ruleset": (444, 444)}
+CLOSED_CALLS |= {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)}
+CLOSED_CALLS |= {"setxattrat": (463, 463)}
+# The same, and ways out: vsock, netlink, packets. Pairs of sockets need neither.
+CLOSED_CALLS |= {"socket": (41, 198), "setsockopt": (54, 208)}
+# Other processes' memory and files.
+CLOSED_CALLS |= {"ptrace": (101, 117), "process_vm_readv": (310, 270), "kcmp": (312, 272)}
+CLOSED_CALLS |= {"process_vm_writev": (311, 271), "process_madvise": (440, 440)}
+CLOSED_CALLS |= {"pidfd_getfd": (438, 438)}
+# Process 1 of the sandbox could be slowed down, and would be late to end the others.
+CLOSED_CALLS |= {"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setattr": (314, 274)}
+CLOSED_CALLS |= {"sched_setparam": (142, 118), "sched_setscheduler": (144, 119)}
+# Much of the kernel that no solution needs.
+CLOSED_CALLS |= {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "bpf": (321, 280)}
+CLOSED_CALLS |= {"io_uring_register": (427, 427), "userfaultfd": (323, 282)}
+CLOSED_CALLS |= {"perf_event_open": (298, 241), "fanotify_init": (300, 262)}
+# System calls that fail with ENOSYS unless their first argument is this: a family of sockets, or
+# for the others 0, the process that asks.
+RESTRICTED_CALLS = {"socketpair": ((53, 199), socket.AF_UNIX)}
+RESTRICTED_CALLS |= {"prlimit64": ((302, 261), 0), "sched_setaffinity": ((203, 122), 0)}
 
 
 def compute_score(
@@ -272,17 +236,12 @@ def canonical(value: object) -> str:
     if isinstance(value, dict):
         items = sorted(f"{canonical(key)}: {canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items) or ':'}}}"
-    if isinstance(value, complex):
-        if value.imag:
-            return f"{canonical(value.real)} + {canonical(value.imag)}j"
-        value = value.real
     if hasattr(value, "__index__"):
         return f"{value.__index__():x}/1"
     if hasattr(value, "as_integer_ratio"):
         try:
             numerator, denominator = value.as_integer_ratio()
-        except (OverflowError, ValueError):
-            # Infinity; and nan, which no literal is.
+        except (OverflowError, ValueError):  # infinity; and nan, which no literal is
             return str(float(value))
         return f"{numerator:x}/{denominator:x}"
     raise TypeError(f"not plain data: {type(value)}")
@@ -301,12 +260,12 @@ def run_cases() -> None:
     import contextlib
     import ctypes
     import errno
-    import glob
     import json
     import os
     import re
     import resource
     import select
+    import shutil
     import signal
     import struct
     import sys
@@ -350,26 +309,6 @@ def run_cases() -> None:
         ):
             resource.setrlimit(name, (value, value))
 
-    def empty(top):
-        """Removes all that is in a folder.
-
-        Folders may be closed: they are opened. They may be deeper than a path can be long: each is
-        moved up before it is emptied.
-        """
-        folders = [top]
-        while folders:
-            folder = folders.pop()
-            os.chmod(folder, 0o700)
-            for entry in list(os.scandir(folder)):
-                if entry.is_dir(follow_symlinks=False):
-                    os.chmod(entry.path, 0o700)
-                    folders.append(f"{top}/{os.urandom(16).hex()}")
-                    os.rename(entry.path, folders[-1])
-                else:
-                    os.unlink(entry.path)
-            if folder != top:
-                os.rmdir(folder)
-
     def run_function(code, case, secret, sink):
         module = types.ModuleType("solution")
         sys.modules["solution"] = sys.modules["__main__"] = module
@@ -396,30 +335,23 @@ def run_cases() -> None:
         ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
         run_function(code, case, secret, sink)
 
-    def memory_of(thread):
-        """Bytes of the process of a thread, those that n processes share counted as an nth."""
+    def memory_of(process):
+        """Bytes of a process, those that n processes share counted as an nth."""
         try:
-            with open(f"{thread}/smaps_rollup") as file:
+            with open(f"/proc/{process}/smaps_rollup") as file:
                 return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
-        except PermissionError:
-            # It has made itself not dumpable: shared ones are counted whole.
-            with open(f"{thread}/statm") as file:
+        except PermissionError:  # it has made itself not dumpable: shared ones are counted whole
+            with open(f"/proc/{process}/statm") as file:
                 return resource.getpagesize() * int(file.read().split()[1])
 
     def memory_of_all():
-        """Bytes that all processes but this one have, and what is kept for them in the kernel."""
+        """Bytes that all processes but this one have."""
         total = 0
-        for process in glob.glob("/proc/[0-9]*"):
-            for thread in glob.glob(f"{process}/task/*"):
-                # The first thread may have ended before the others, and a process by now.
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    total += 0 if process == "/proc/1" else memory_of(thread)
-                    break
-        tmp = os.statvfs("/tmp")
-        with open("/proc/net/sockstat") as file:
-            sockets = int(file.readline().split()[-1])
-        files = tmp.f_files - tmp.f_ffree
-        return total + files * limits["file_bytes"] + sockets * limits["socket_bytes"]
+        for process in os.listdir("/proc"):
+            if process.isdecimal() and process != "1":
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    total += memory_of(process)
+        return total
 
     def wait(pid, stream, seconds):
         """What the child wrote, and whether it ended well.
@@ -475,7 +407,12 @@ def run_cases() -> None:
 
     for _ in range(program["number_cases"]):
         case = receive()
-        empty("/tmp")
+        # Where this fails there is no further case: the program has made it hard, to its own harm
+        for entry in os.scandir("/tmp"):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
         secret = os.urandom(16)
         source = os.memfd_create("stdin")
         with open(source, "wb", closefd=False) as file:
@@ -555,29 +492,19 @@ def sandbox_command(drop_root: bool) -> list[str]:
     return [*expendable, *outer, *become, *isolated, "--ro-bind", "/", "/", *inner]
 
 
-def call_filter() -> dict:
-    """The arguments of filter_calls, for this machine."""
+def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
+    """Whether each case passed. RuntimeError: the sandbox did not start."""
+    limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20, "look_seconds": 0.05}
+    limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
     column = list(ARCHITECTURES).index(platform.machine())
-    return {
+    filter_options = {
         "architecture": ARCHITECTURES[platform.machine()],
         "closed": [numbers[column] for numbers in CLOSED_CALLS.values()],
         "restricted": [
             (numbers[column], argument) for numbers, argument in RESTRICTED_CALLS.values()
         ],
     }
-
-
-def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
-    """Whether each case passed. RuntimeError: the sandbox did not start."""
-    limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20}
-    limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
-    limits |= {"look_seconds": 0.05, "file_bytes": FILE_BYTES, "socket_bytes": SOCKET_BYTES}
-    program = {
-        "code": code,
-        "number_cases": len(cases),
-        "limits": limits,
-        "filter": call_filter(),
-    }
+    program = {"code": code, "number_cases": len(cases), "limits": limits, "filter": filter_options}
     given = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
     with open(os.memfd_create("job"), "w+b") as job:
         for text in (json.dumps(part).encode() for part in (program, *given)):
@@ -708,9 +635,7 @@ def find_sandbox() -> list[str]:
         "processes are limited": raises(
             f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"
         ),
-        "memory in sum can be read": (
-            "assert 'Pss:' in open('/proc/self/smaps_rollup').read()\nopen('/proc/net/sockstat')"
-        ),
+        "memory in sum can be read": "assert 'Pss:' in open('/proc/self/smaps_rollup').read()",
         "user namespaces are closed": (
             "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1"
         ),

@@ -1,6 +1,6 @@
 """Draws docs/timeline.png: what generation and training do at the same time, with and without it.
 
-python scripts/plot_timeline.py docs/timeline.png
+python scripts/dev/plot_timeline.py docs/timeline.png
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Writes the tiny model and the data that the debug commands train on.
 
-    python scripts/make_debug_assets.py --output_dir debug_assets
+    python scripts/dev/make_debug_assets.py --output_dir debug_assets
 
 It takes seconds to a minute on two CPU cores.
 

@@ -1,6 +1,6 @@
 """One small batch through PPO's and GRPO's formulas, by the functions of the scripts.
 
-    python scripts/worked_example.py
+    python scripts/dev/worked_example.py
 
 Two responses to one prompt, of three and two tokens. What models would compute is given. The
 columns of the prompt, which are 0 in all tensors, are left out.
@@ -10,7 +10,7 @@ docs/ppo.md has what this prints, and the formulas.
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
 
