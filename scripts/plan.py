@@ -149,6 +149,10 @@ def gathered(run, model, is_trained):
     return root, forward, forward + 2 * 4 * gradient
 
 
+ACTIVATIONS, COPIES, GATHERED = "activations", "autocast's copies", "gathered by FSDP2"
+HEAD = "head and embedding: gradients, or a copy in float32"
+
+
 def layer_sizes(model):
     """Parameters of each layer."""
     names = model._no_split_modules or []
@@ -176,48 +180,34 @@ def pass_parts(run, model, rows, is_trained):
         logits = 4 * 4 * min(chunk, rows * args.response_length * config.vocab_size)
         head = embedding
 
-    if not is_trained:  # about half a layer is there at once
-        moments = [
-            {"activations": layer / 2, "gathered by FSDP2": forward},
-            {"logits": logits, "float32 copy of the head": head, "gathered by FSDP2": root},
-        ]
-        return max(moments, key=total)
-
-    # Autocast's copies of float32 weights last as long as the pass
-    copies = 0
-    if size_of(run) == 2 and not run.options.num_shards():
-        copies = 2 * (count_trained(run, model) if has_adapters else sum(layer_sizes(model)))
-    saved, saved_copies = num_layers * layer, copies
-    if args.gradient_checkpointing:  # the inputs of layers alone (1604.06174)
-        saved = num_layers * residual_size(run, is_trained) * tokens * config.hidden_size
-        saved_copies = 0
-    in_layer = saved + layer
-    of_head = "gradients of embedding and head"
+    # Of a frozen model about half a layer is there at once
+    saved = copies = saved_copies = 0
+    in_layer = layer / 2
+    if is_trained:
+        if size_of(run) == 2 and not run.options.num_shards():
+            # Autocast's copies of float32 weights last as long as the pass
+            copies = 2 * (count_trained(run, model) if has_adapters else sum(layer_sizes(model)))
+        saved, saved_copies = num_layers * layer, copies
+        if args.gradient_checkpointing:  # the inputs of layers alone (1604.06174)
+            saved = num_layers * residual_size(run, is_trained) * tokens * config.hidden_size
+            saved_copies = 0
+        in_layer = saved + layer
     if has_adapters:
-        of_head = "float32 copy of the head"
         in_layer += adapter_buffers(run, model, tokens)
+    of_head = {COPIES: saved_copies, HEAD: head, GATHERED: root}
     moments = [
-        {"activations": in_layer, "autocast's copies": copies, "gathered by FSDP2": forward},
-        {
-            "activations": saved,
-            "autocast's copies": saved_copies,
-            "logits": logits,
-            of_head: head,
-            "gathered by FSDP2": root,
-        },
-        {
-            "activations": in_layer,
-            "autocast's copies": saved_copies,
-            of_head: 0 if has_adapters else head,
-            "gathered by FSDP2": backward,
-        },
+        {ACTIVATIONS: in_layer, COPIES: copies, GATHERED: forward},
+        {ACTIVATIONS: saved, "logits": logits} | of_head,
     ]
-    if not has_adapters:  # the embedding's gradient; then what is sent of it, with gloo's copy
+    if is_trained:
+        gradient = 0 if has_adapters else head
+        backwards = {COPIES: saved_copies, HEAD: gradient, GATHERED: backward}
+        moments.append({ACTIVATIONS: in_layer} | backwards)
+    if is_trained and not has_adapters:
+        # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
         sent = 0 if run.options.has_gpus() else root
-        moments += [
-            {of_head: head + embedding, "gathered by FSDP2": root},
-            {of_head: 2 * root, "gathered by FSDP2": sent},
-        ]
+        moments.append({HEAD: head + embedding, GATHERED: root})
+        moments.append({HEAD: 2 * root, GATHERED: sent})
     return max(moments, key=total)
 
 
@@ -374,10 +364,14 @@ def final_model(run):
 # --------------------------------------------------------------------------------------- what fits
 
 
-def with_changes(run, arguments, **launch):
-    """The same run with other arguments, and otherwise launched."""
-    options = replace(run.options, **launch)
-    return replace(run, args=replace(run.args, **arguments), options=options)
+def with_changes(run, flags):
+    """The same run with other flags, of the script or of the launch."""
+    launch = {name: value for name, value in flags.items() if hasattr(run.options, name)}
+    arguments = {name: value for name, value in flags.items() if name not in launch}
+    if "config_file" in launch:
+        launch["variables"] = run.options.variables | {"ACCELERATE_USE_FSDP": "true"}
+    args, options = replace(run.args, **arguments), replace(run.options, **launch)
+    return replace(run, args=args, options=options)
 
 
 def fits(run, responses=1):
@@ -398,37 +392,22 @@ def with_share(run):
     return None
 
 
-def placements(run):
-    """Other launches on the GPUs that are there: (changes of the launch, arguments)."""
-    options = run.options
-    machines, local = options.num_machines, options.local_processes()
-    own = getattr(run.args, "vllm_gpus", ())
-    num_gpus = options.num_gpus or local + len(own)
-    yield {}, {}
-    if run.trains_reward_model() or num_gpus == 1:
-        return
-    engines = [{}]
-    if not own:  # a quarter of the GPUs
-        own = tuple(range(num_gpus - max(1, num_gpus // 4), num_gpus))
-        engines.append({"vllm_gpus": own, "vllm_gpu_memory_utilization": 0.9})
-    for arguments in engines:
-        gpus = arguments.get("vllm_gpus", run.args.vllm_gpus)
-        launch = {"num_processes": (num_gpus - len(gpus)) * machines}
-        if arguments:
-            yield launch, arguments
-        if launch["num_processes"] > max(1, options.num_shards()):
-            sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_machines": machines}
-            sharded["variables"] = options.variables | {"ACCELERATE_USE_FSDP": "true"}
-            yield launch | sharded, arguments
-
-
-def measures(run):
-    """Arguments that save memory, each with its value; what changes little comes first."""
-    values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
-    if not run.trains_reward_model():
+def savings(run):
+    """Changes of flags that save memory; what changes little comes first."""
+    args, options = run.args, run.options
+    if run.trains_reward_model():
+        values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    else:
         values = {"gradient_checkpointing": True, "micro_batch_tokens": run.max_length()}
         values |= {"dtype": "bfloat16", "beta": 0, "lora_rank": rank_of(run) or 16}
-    return [(name, value) for name, value in values.items() if getattr(run.args, name) != value]
+    changes = [{name: value} for name, value in values.items() if getattr(args, name) != value]
+    if not run.trains_reward_model() and not options.num_shards():
+        gpus = options.num_gpus or options.local_processes()
+        learners = (gpus - len(args.vllm_gpus)) * options.num_machines
+        sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_processes": learners}
+        if learners > 1:
+            changes.append(sharded | {"num_machines": options.num_machines})
+    return changes
 
 
 def what_fits(run):
@@ -437,15 +416,16 @@ def what_fits(run):
     On a shared GPU each has the share of vLLM that leaves the learner what it then needs. None has
     more flags than needed: those of another with some besides.
     """
-    found, known = [], measures(run)
-    choices = [itertools.combinations(known, size) for size in range(len(known) + 1)]
-    for chosen in itertools.chain(*choices):
-        for launch, arguments in placements(run):
-            arguments = arguments | dict(chosen)
-            solved = with_share(with_changes(run, arguments, **launch))
+    found, known = [], savings(run)
+    for size in range(len(known) + 1):
+        for chosen in itertools.combinations(known, size):
+            flags = {}
+            for change in chosen:
+                flags |= change
+            solved = with_share(with_changes(run, flags))
             if solved is not None:
                 share, changed = solved
-                found.append((launch | arguments | share, changed))
+                found.append((flags | share, changed))
     needed = [
         (flags, changed)
         for flags, changed in found
