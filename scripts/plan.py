@@ -411,7 +411,7 @@ def savings(run):
 
 
 def what_fits(run):
-    """The run with few changes, so that it fits: a list of (flags, run), those with fewest first.
+    """The run with few changes, so that it fits: a list of (flags, run), the fewest changes first.
 
     On a shared GPU each has the share of vLLM that leaves the learner what it then needs. None has
     more flags than needed: those of another with some besides.
@@ -426,9 +426,8 @@ def what_fits(run):
             if solved is not None:
                 share, changed = solved
                 found.append((flags | share, changed))
-    needed = [
+    return [
         (flags, changed)
         for flags, changed in found
         if not any(other.keys() < flags.keys() for other, _ in found)
     ]
-    return sorted(needed, key=lambda pair: len(pair[0]))

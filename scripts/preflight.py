@@ -285,11 +285,10 @@ def check_arguments(run):
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
             run.args = run.script.fill_in(args, options.num_processes)
     except ValueError as error:
-        episodes, mini = plan.local_episodes(run), args.local_mini_batch_size
-        if "local_mini_batch_size" in str(error):
-            would_do = sizes_that_divide(episodes, mini)
-            raise Mistake(f"{error}; {would_do} would do") from error
-        raise
+        if "local_mini_batch_size" not in str(error):
+            raise
+        would_do = sizes_that_divide(plan.local_episodes(run), args.local_mini_batch_size)
+        raise Mistake(f"{error}; {would_do} would do") from error
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -454,7 +453,7 @@ def check_policy(run):
         name = type(model).__name__
         saved_as = str(config.architectures or name)
         is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
-        if config.is_encoder_decoder or not is_decoder:
+        if not is_decoder:
             raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
         with contextlib.suppress(OSError):  # a model may come without one
             model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
@@ -484,16 +483,15 @@ def build_classifier(run, flag, may_lack_head):
         if labels != 1:
             raise Mistake(f"it has {labels} labels, and must be a classifier with one")
         config.num_labels = 1
-        may_lack = ["score.weight"] if may_lack_head else []
+        may_lack = ["score.weight"] * may_lack_head
         model = build_model(run, AutoModelForSequenceClassification, path, config, may_lack)
         if not hasattr(model, "score"):  # as of BERT
             raise Mistake(f"a {type(model).__name__} has no head named score")
         is_causal = getattr(config, "is_causal", True)
         if not is_causal or getattr(config, "use_bidirectional_attention", False):
             raise Mistake("it attends to later tokens; it must be a causal model")
-        own, policys = (vocabulary(each) for each in (model, run.model or model))
-        if own != policys:
-            raise Mistake(f"its vocabulary has {own} tokens, and the policy's {policys}")
+        if vocabulary(model) != vocabulary(run.model or model):
+            raise Mistake(f"its vocabulary of {vocabulary(model)} tokens is not the policy's")
     return model
 
 
@@ -602,8 +600,9 @@ def try_answers(run, workers, prompts):
         if answer == truth or re.search(r"extra_info[[.']", failure):
             cause = f"so look at the row, whose extra_info is {prompt.extra_info}"
         name = reward_fn or "compute_score"
-        what = f"{name} fails on the answer {answer[:60]!r}, {cause}"
-        raise Mistake(f"{prompt.row}: {what}: {failure}")
+        raise Mistake(
+            f"{prompt.row}: {name} fails on the answer {answer[:60]!r}, {cause}: {failure}"
+        )
 
     return max(score(truth), score(f"\\boxed{{{truth}}}")), score(wrong), score("")
 
@@ -778,11 +777,8 @@ def plan_of_data(run):
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
-        longest = run.max_length() - args.response_length
-        lengths = (
-            f"prompts of up to {longest:,} tokens, responses of up to {args.response_length:,}"
-        )
-        yield "", lengths
+        length = f"{run.max_length():,} tokens, of which {args.response_length:,} for the response"
+        yield "", f"a row has up to {length}"
     if run.eval_rows:
         count = f"of {len(run.eval_rows):,} prompts"
         yield "", f"evaluations {count}: {len(args.eval_steps)}, and one after the last step"
@@ -848,14 +844,14 @@ def plan_of_memory(run):
 
 
 def plan_of_reward(run):
-    """Lines on the parts of a score."""
+    """Lines on what scores are made of, and how the reward has scored."""
     args = run.args
     if run.trains_reward_model():
         return
     if args.apply_verifiable_reward:
         yield "reward", f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}"
     if run.script.uses_reward_model(args):
-        yield "", f"{args.reward_model_multiplier:g} x the reward model's score"
+        yield "reward", f"{args.reward_model_multiplier:g} x the reward model's score"
     for source, (right, wrong, empty) in run.answers.items():
         others = f"a wrong answer {wrong:g}, an empty one {empty:g}"
         yield "", f"the ground truth of a row of {source} scores {right:g}, {others}"
@@ -895,7 +891,7 @@ def print_plan(run):
 def one_line(mistake):
     """A mistake in one line that a terminal shows."""
     line = printable(" ".join(str(mistake).split()))
-    if re.search(r"(^|\s)debug_assets/", line) and not os.path.exists("debug_assets"):
+    if " debug_assets/" in f" {line}" and not os.path.exists("debug_assets"):
         line += "; scripts/make_debug_assets.py makes debug_assets"
     if len(line) > 450:
         line = f"{line[:330]} ... {line[-115:]}"
@@ -920,7 +916,7 @@ def check(run):
     attempt(check_arguments)
     attempt(check_tokenizers)
     attempt(check_data, run.tokenizers)
-    attempt(check_updates, run.args.mini_batch_size > 0, run.train_rows or not is_trainer or None)
+    attempt(check_updates, run.args.mini_batch_size > 0, not is_trainer or run.train_rows)
     if not is_trainer:
         attempt(check_policy)
         attempt(check_adapters)
