@@ -193,10 +193,10 @@ def parse_flags(script, words):
         return args, None
     flag = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
     advice = "--help lists all"
-    if hasattr(Options, flag):
-        advice = "it is an option of preflight.py, and goes before the script"
     for similar in difflib.get_close_matches(flag, vars(args), n=1):
         advice = f"did you mean --{similar}?"
+    if hasattr(Options, flag):
+        advice = "it is an option of preflight.py, and goes before the script"
     return args, Mistake(f"unknown flag {unknown[0]}; {advice}")
 
 
@@ -378,7 +378,7 @@ COLUMNS = (
     'reward, or name a --reward_fn; `reward_model` is {"ground_truth": ...}, or use '
     "--no-apply_verifiable_reward --reward_model_path MODEL"
 )
-COLUMNS_OF_PAIRS = "`prompt`, `chosen` and `rejected` are texts, or messages"
+COLUMNS_OF_PAIRS = "`prompt`, `chosen`, `rejected` are texts, or messages for the chat template"
 
 
 def what_is_wrong_with_data(run, path, error):
