@@ -182,7 +182,6 @@ DATA = {
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
     "no prompt": (rows(ROW, {"data_source": "a"}), "data.jsonl, row 1 | 'prompt' | data_source"),
-    "no source": (rows({"prompt": "1="}), "row 0 | it has prompt | `ground_truth`"),
     "source null": (rows(ROW | {"data_source": None}), "row 0 | `data_source` | --reward_fn"),
     "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1 | 'no/such' | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
@@ -258,6 +257,7 @@ CLASSIFIERS = {
 FIVE = ROW | {"reward_model": {"ground_truth": "5"}}
 # The wrong answer to a row is another row's ground truth
 WRONG = together(call("return 1.0 / (text != '5')"), rows(*[ROW] * 35, *[FIVE] * 35))
+FIRST = call("return text[0] == '1'")
 BY_ROW = call("return 1.0 if text == truth else extra_info['unit']")
 OF_ROW = "good.jsonl, row 0: | r.py:f"
 LOOK = "so look at the row, whose extra_info is {'index': 0}"
@@ -272,14 +272,8 @@ REWARDS = {
     "mistake": (reward("def f(:\n"), "--reward_fn | r.py | SyntaxError | line 1"),
     "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
     "fails": (call("return 1 / 0"), f"{OF_ROW} | '12358', {LOOK} | ZeroDivisionError | line 3"),
-    "fails on a wrong answer": (
-        WRONG,
-        f"data.jsonl, row 0 | answer '5', {ANYTHING} | ZeroDivision",
-    ),
-    "fails on an empty answer": (
-        call("return text[0] == '1'"),
-        f"{OF_ROW} | answer '', {ANYTHING}",
-    ),
+    "fails on a wrong answer": (WRONG, f"row 0 | answer '5', {ANYTHING}: | ZeroDivisionError"),
+    "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '', {ANYTHING}: | IndexError"),
     "fails by the row": (BY_ROW, rf"{OF_ROW} | '\\boxed{{12358}}', {LOOK} | KeyError: 'unit'"),
     "takes no extra_info": (WITHOUT_EXTRA, f"{OF_ROW} | {LOOK} | TypeError"),
     "hangs": (together(call("time.sleep(99)"), given(reward_timeout=0.5)), "TimeoutError | 0.5 s"),
@@ -444,14 +438,6 @@ def save_run(folder, script):
         module.finish_checkpoint(rank_0, run_dir, step, state, args)
 
 
-def change_json(name, **changes):
-    return lambda run_dir: in_json(name, lambda content: content.update(changes))(run_dir)
-
-
-def lose(name):
-    return in_json("args.json", lambda args: args.pop(name))
-
-
 def nothing(run_dir):
     pass
 
@@ -464,15 +450,11 @@ def no_checkpoints(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
 
 
-def copy_of_model(folder):
-    shutil.copytree(MODEL, folder / "model")
-    return {"model_name_or_path": folder / "model"}
-
-
 LATEST = given(resume_from_checkpoint="latest")
 OTHER = given(resume_from_checkpoint="latest", run_name="other")
 FOLDER = given(resume_from_checkpoint="output/run")
 BATCH = given(local_rollout_batch_size=32, local_mini_batch_size=32)
+SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("value_model_path"))
 # name: (what has happened to the run, builder of options, words), for the three scripts; or with
 # the scripts that it is for. Unless they say otherwise, options are to resume step_3
 CHECKPOINTS = {
@@ -481,25 +463,25 @@ CHECKPOINTS = {
     "the run's folder": (nothing, FOLDER, "no checkpoint | /checkpoints/step_", EVERY),
     "latest of another": (nothing, OTHER, "other has no checkpoint | --run_name", EVERY),
     "latest of none": (no_checkpoints, LATEST, "run has no checkpoint", EVERY),
-    "another script's": (lose("value_model_path"), given(), "another script | value_model", PPO),
+    "another script's": (SAVED_BY_GRPO, given(), "another script | value_model", PPO),
     "seed": (nothing, given(seed=2), "seed was 1 and is 2", EVERY),
     "batches": (nothing, BATCH, "episodes_per_step was 64 and is 32", PPO),
     "longer": (nothing, given(total_episodes=1280), "num_updates was 10 and is 20"),
     "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", ASYNC),
-    "another model": (nothing, copy_of_model, "model_name_or_path was"),
+    "another model": (nothing, model(), "model_name_or_path was"),
     "adapters": (nothing, given(lora_rank=8, learning_rate=1e-5), "lora_rank was 0 and is 8"),
     "pairs": (nothing, given(local_mini_batch_size=16), "num_updates was 8 and is 4", TRAINER),
 }
 
 NEWER = "resumes | checkpoints/step_3 and removes what is newer: step_6"
-ADDED = change_json("args.json", provenance={}, hf_repo_url="https://huggingface.co/a")
+ADDED = in_json("args.json", lambda saved: saved.update(provenance={}, hf_repo_url="a/b"))
 # Nothing is wrong. name: (as in CHECKPOINTS, words of the plan, scripts)
 RESUMED = {
     "older": (nothing, given(), NEWER, EVERY),
     "newest": (nothing, LATEST, "resumes | checkpoints/step_6", EVERY),
     "another folder is given": (nothing, given(run_name="other"), "run/checkpoints/step_3", EVERY),
     "rate": (nothing, given(learning_rate=0.5), "learning_rate was | and is 0.5", EVERY),
-    "another model": (nothing, copy_of_model, "model_name_or_path was | and is", TRAINER),
+    "another model": (nothing, model(), "model_name_or_path was | and is", TRAINER),
     "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", PPO[:1]),
     "what programs add": (ADDED, given(), "step_3", EVERY),
 }
@@ -509,16 +491,12 @@ RESUMED = {
 OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
 LOST = [ROW, ROW | {"prompt": "5\u00e94="}] * 35
 HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
+HELD_OUT = together(HELD_OUT, given(**TEN, eval_prompts=3, num_evals=2))
+ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 BY_MODEL = together(classifier(), given(apply_verifiable_reward=False))
 BY_BOTH = together(classifier(), given(verification_reward=2.0, reward_model_multiplier=0.25))
 LENGTH = "def f(*_, num_tokens, stopped, extra_info): return {'score': stopped / num_tokens}\n"
 RULE = ROW | {"reward_model": {"ground_truth": '{"N": 3}'}}
-
-
-def not_one_step(folder):
-    """The folder of a run that ended while vLLM started."""
-    (folder / "output/run/checkpoints/unfinished").mkdir(parents=True)
-    return {}
 
 
 # name: (builder, words of the plan), for the three scripts; or with the scripts that it is for
@@ -526,19 +504,12 @@ PLANS = {
     "debug": (given(), "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
     "steps": (given(**TEN), "70 prompts | 10 of | 16 tokens | 1 a step, 10 in all, 64 each"),
     "pairs": (given(local_mini_batch_size=8), "8 of 8 of the 70 pairs | learners 1", TRAINER),
-    "some held-out rows": (
-        together(given(**TEN, eval_prompts=3, num_evals=2), HELD_OUT),
-        "evaluations of 3 prompts: 2, and one",
-    ),
+    "some held-out rows": (HELD_OUT, "evaluations of 3 prompts: 2, and one"),
     "lambda without a warm-up": (given(lam=0.95), "--lam 0.95 | --value_warmup_steps", PPO),
     "rate of full training": (given(lora_rank=8, learning_rate=1e-6), "about ten times"),
-    "no step was finished": (not_one_step, "learners 1", EVERY),
     "rows of two forms": (rows(*[ROW, OPEN_INSTRUCT] * 35), "gsm8k scores 1"),
     "characters are lost": (rows(*LOST), "Warning: in | loses '\u00e9'"),
-    "right and wrong alike": (
-        together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0")),
-        "more",
-    ),
+    "right and wrong alike": (ALWAYS, "debug/sorting: | no more than a wrong"),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),

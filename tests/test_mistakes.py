@@ -1,6 +1,7 @@
-"""What the scripts refuse: mistakes that nobody would see in the results, or late.
+"""What the scripts refuse by themselves: mistakes that nobody would see in the results, or late.
 
-All else is left to the libraries. test_loop.py has what is only seen while a run trains.
+All else is left to the libraries, or to scripts/preflight.py, which test_preflight.py is about.
+test_loop.py has what is only seen while a run trains.
 """
 
 import json
@@ -29,7 +30,6 @@ ROW = {
 # --------------------------------------------------------------------------------------- arguments
 
 # name: (arguments, fragments of the message)
-PAIR = {"vllm_tensor_parallel_size": 2}
 MISTAKES = {
     "a rest of responses": ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
     "no reward": (
@@ -47,8 +47,10 @@ MISTAKES = {
         {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
         ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
     ),
-    "a learner's among two": ({"vllm_gpus": (0, 6, 7), **PAIR}, ["without a learner"]),
-    "one twice among two": ({"vllm_gpus": (6, 6, 7), **PAIR}, ["each named once"]),
+    "one twice among two": (
+        {"vllm_gpus": (6, 6, 7), "vllm_tensor_parallel_size": 2},
+        ["each named once"],
+    ),
     "the last, counted from behind": ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),
     "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),

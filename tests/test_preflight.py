@@ -1,9 +1,8 @@
-"""scripts/preflight.py as a program, and plan.py, its arithmetic.
+"""scripts/preflight.py as a program, and the arithmetic of its plan, scripts/plan.py.
 
 What is wrong is told in one line, what will be done in a plan, and nothing is written. The inputs
-are the tables of preflight_cases.py. A check is the same text for all scripts, so an entry is tried
-with one of the scripts that it is for, and the next entry with the next. (test_mistakes.py is about
-what the scripts refuse by themselves.)
+are the tables of preflight_cases.py. A check is the same text for all scripts: an entry is tried
+with one of those that it is for, the next with the next. test_mistakes.py has what scripts refuse.
 """
 
 import re
@@ -230,13 +229,12 @@ def test_ground_truth_that_is_a_rule_is_not_shown_as_an_answer(ask, folder):
 def test_fork_is_checked_as_it_is(ask, folder):
     """With its own flag, reward and neighbours."""
     text = (REPO / "ppo_sync.py").read_text()
-    debug = 'if data_source == "debug/sorting":\n'
+    debug = 'if data_source == "debug/sorting":'
     for old, new in (
-        ("import contextlib\n", "import contextlib\nimport neighbour\n"),
-        ("    seed: int = 1\n", '    my_flag: int = 0\n    """mine"""\n    seed: int = 1\n'),
+        ("import contextlib", "import contextlib\nimport neighbour"),
+        ("    seed: int = 1", "    my_flag: int = 0\n    seed: int = 1"),
         (debug, f'if data_source == "mine":\n        return neighbour.SCORE\n    {debug}'),
     ):
-        assert text.count(old) == 1
         text = text.replace(old, new)
     write_text(folder / "fork.py", text)
     write_text(folder / "neighbour.py", "SCORE = 0.75\n")
@@ -300,19 +298,18 @@ def test_checkpoint_that_a_script_has_written_is_good(script, ask, few_prompts, 
 
 @pytest.mark.slow
 def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
-    """After the plan. The defaults train a model in the folder of the repository."""
-    command = [sys.executable, str(REPO / "scripts" / "preflight.py")]
-    for words in (["grpo_vllm_async.py"], cases.TRAINER):
-        result = subprocess.run(
-            [*command, *words], cwd=REPO, env=environment(), capture_output=True, text=True
-        )
-        check_plan((result.returncode, result.stdout, result.stderr), "learners 1")
-    words = ["ppo_sync.py", "--seed=-1", "--eval_dataset", "no.jsonl"]
-    result = subprocess.run(
-        [*command, *words], cwd=REPO, env=environment(), capture_output=True, text=True
-    )
-    first, second = result.stderr.splitlines()
-    assert result.returncode == 2 and result.stdout.startswith("Plan of ppo_sync.py")
+    """After the plan. With the defaults the debug model is trained."""
+
+    def answer(*words):
+        command = [sys.executable, "scripts/preflight.py", *words]
+        done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    check_plan(answer("grpo_vllm_async.py"), "learners 1")
+    check_plan(answer(*cases.TRAINER), "learners 1")
+    status, said, mistakes = answer("ppo_sync.py", "--seed=-1", "--eval_dataset", "no.jsonl")
+    assert status == 2 and said.startswith("Plan of ppo_sync.py")
+    first, second = mistakes.splitlines()
     assert "--seed is -1" in first and "no.jsonl" in second
 
 
@@ -321,9 +318,9 @@ def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
 PPO, GRPO = "ppo_vllm_async", "grpo_vllm_async"
 
 
-def launch(name, size="0.6", gpu_memory=24, file="one_gpu.yaml", **numbers):
+def launch(name, size="0.6", gpu_memory=24, file="one_gpu.yaml", *numbers, **more):
     """A run of Qwen3, whose models have no memory."""
-    return fits.launch(name, size, gpu_memory, file, **numbers)
+    return fits.launch(name, size, gpu_memory, file, *numbers, **more)
 
 
 def tiny(layers=2, hidden=64, inner=192):
@@ -446,26 +443,27 @@ def test_share_is_proposed_where_few_responses_are_sampled_at_once():
         assert min(32, plan.responses_at_once(plan.with_changes(run, share))) <= responses
 
 
-TOO_LARGE = {
-    "a GPU": (launch(PPO), 1),
-    "one of eight": (launch(PPO, "8", 80), 8),
-    "eight": (launch(GRPO, "4", 40, "ddp.yaml", learners=8), 8),
-    "two nodes": (launch(PPO, "8", 40, "ddp.yaml", learners=4, nodes=2), 4),
-}
-
-
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_what_is_named_fits_and_has_no_flag_too_many(name):
-    run, run.options.num_gpus = TOO_LARGE[name]
+@pytest.mark.parametrize(
+    ("numbers", "num_gpus"),
+    [
+        ((PPO,), 1),
+        ((PPO, "8", 80), 8),
+        ((GRPO, "4", 40, "ddp.yaml", 1, 8), 8),
+        ((PPO, "8", 40, "ddp.yaml", 2, 4), 4),  # two nodes
+    ],
+)
+def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
+    run = launch(*numbers)
+    run.options.num_gpus = num_gpus
     found = plan.what_fits(run)
     assert found and not plan.fits(run)
     launch_flags = {"config_file", "num_processes", "num_machines"}
     for flags, changed in found:
         assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags)), flags
         assert changed.options.local_processes() <= run.options.num_gpus
-        for one in ({flag} for flag in flags.keys() - launch_flags):
-            fewer = {flag: value for flag, value in flags.items() if flag not in one}
-            assert not plan.fits(plan.with_changes(run, fewer)), (flags, one)
+        for flag in flags.keys() - launch_flags:
+            fewer = {name: value for name, value in flags.items() if name != flag}
+            assert not plan.fits(plan.with_changes(run, fewer)), (flags, flag)
     has_several = run.options.num_gpus * run.options.num_machines > 1
     assert any(changed.options.num_shards() == 8 for _, changed in found) == has_several
 
