@@ -434,7 +434,7 @@ def build_model(run, auto_class, path, config, may_lack=()):
         output_loading_info=True,
         attn_implementation=attention,
     )
-    for name, shape, needed in report["mismatched_keys"]:
+    for name, shape, needed in sorted(report["mismatched_keys"]):
         raise Mistake(f"in its weights {name} is {list(shape)}, and should be {list(needed)}")
     missing = sorted(set(report["missing_keys"]) - {*may_lack})
     if missing:

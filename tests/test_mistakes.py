@@ -4,7 +4,6 @@ All else is left to the libraries, or to scripts/preflight.py, which test_prefli
 test_loop.py has what is only seen while a run trains.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -196,21 +195,6 @@ def test_stop_tokens_are_the_models_and_the_users(tokenizer):
     assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (tokenizer.eos_token_id,)
 
 
-def test_reward_model_of_another_tokenizer_is_refused(assets, tmp_path):
-    shutil.copytree(assets / "model", tmp_path / "reward")
-    args = Args(
-        model_name_or_path=str(assets / "model"), reward_model_path=str(tmp_path / "reward")
-    )
-    script.load_tokenizers(args)
-    path = tmp_path / "reward" / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["2"], vocabulary["4"] = vocabulary["4"], vocabulary["2"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"--reward_model_path .* the policy's tokenizer"):
-        script.load_tokenizers(args)
-
-
 # -------------------------------------------------------------------------------------------- rows
 
 
@@ -245,13 +229,6 @@ def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tm
 def test_prompts_that_are_all_too_long_or_empty_are_refused(prompt, longest, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length.*tokenizer"):
         load(tmp_path, [ROW | {"prompt": prompt}], tokenizer, max_prompt_token_length=longest)
-
-
-def test_characters_that_the_tokenizer_loses_are_told(tokenizer, tmp_path, capsys):
-    load(tmp_path, [ROW, ROW | {"prompt": "5\u00e94="}], tokenizer)
-    assert "data.jsonl the tokenizer loses '\u00e9'" in capsys.readouterr().out
-    load(tmp_path, [ROW], tokenizer)
-    assert "loses" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------- run and models
