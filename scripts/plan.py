@@ -1,8 +1,15 @@
 """The arithmetic of a run: what its models take of GPUs and disk, what vLLM takes, and what fits.
 
-scripts/preflight.py prints it, and makes the runs that these functions take: a script's arguments,
-where it is launched, and its models, without their weights. Sizes are in bytes. It is an estimate:
+scripts/preflight.py prints it. Each function takes its Run: the arguments of a script, where it is
+launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate:
 docs/results.md has what runs took on CPUs, and nobody has measured it on GPUs.
+
+    a trained parameter   16: float32 weight, gradient, and AdamW's two moments (1412.6980)
+    a frozen parameter    2 or 4: its weight, in --dtype
+    on disk               12 a trained parameter: a checkpoint has no gradients
+    vLLM                  its weights in --dtype, and the cache of keys and values (2309.06180)
+
+The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N ranks 1/N of the above.
 """
 
 import itertools
@@ -10,13 +17,10 @@ import math
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 GIB = 2**30
-# Of a shared GPU the scripts leave this to CUDA, of which each process has a context
-CONTEXTS = 2 * GIB
-# With a cache for one response vLLM starts, but what is proposed has room for some
-SOME_RESPONSES = 8
+CONTEXTS = 2 * GIB  # that the scripts leave of a shared GPU to CUDA: a context for each process
+SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts, but is slow
 
 # ----------------------------------------------------------------------------- models and adapters
 
@@ -82,127 +86,172 @@ def frozen_weights(run):
     return models
 
 
-# ------------------------------------------------------------------------------- memory of learners
+# ----------------------------------------------------------------------------- a learner's passes
+
+
+def residual_size(run, is_trained):
+    """Bytes of a number of the residual stream: autocast leaves that of float32 weights alone."""
+    is_cast = run.options.num_shards() or (is_trained and rank_of(run))
+    return size_of(run) if is_cast else 4
+
+
+def layer_activations(run, model, tokens, is_trained):
+    """What PyTorch saves in a layer, as of Qwen2 or Llama, for its backward pass."""
+    config, size, length = model.config.get_text_config(), size_of(run), run.max_length()
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    residual = 4 * residual_size(run, is_trained)  # what goes into two norms, and out of them
+    # What goes into q, k, v, gate and up: autocast copies it for each
+    inputs = 5 * size if size == 2 else 2 * size
+    attention = 4 * size  # queries, keys, values, and what comes out
+    mlp = 4 * size  # gate, its activation, up, and their product
+    of_token = hidden * (residual + inputs + attention) + inner * mlp
+    if is_trained and rank_of(run):
+        # peft 0.21.2, tuners/lora/layer.py, Linear.forward: A x is kept, and x is cast to float32
+        # and back, so that what comes out of attention is kept twice
+        adapters = len(adapted_layers(model)) / config.num_hidden_layers
+        of_token += size * (rank_of(run) * adapters + (hidden if size == 2 else 0))
+    window = getattr(config, "sliding_window", None)
+    if window and window < length:  # then there is a mask: (rows, length, length)
+        of_token += size * length
+    heads = config.num_attention_heads
+    shares_keys = getattr(config, "num_key_value_heads", heads) != heads
+    if run.options.has_gpus() and size == 4 and shares_keys:
+        # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
+        of_token += size * heads * length
+    return tokens * of_token
+
+
+def adapter_buffers(run, model, tokens):
+    """What an adapter holds while its layer computes: x in float32, B A x and its multiple."""
+    size = size_of(run)
+    casts = 4 if size == 2 else 0
+    widths = (casts * m.in_features + 2 * size * m.out_features for m in adapted_layers(model))
+    return tokens * max(widths)
+
+
+def gathered(run, model, is_trained):
+    """What FSDP2 gathers: of the root unit, and in all in a layer's forward and backward pass.
+
+    A unit is a layer, or the rest: the root unit, which is gathered as it is.
+    """
+    if not run.options.num_shards():
+        return 0, 0, 0
+    layers = layer_sizes(model)
+    is_float32 = is_trained and not rank_of(run)
+    root = (count_parameters(model) - sum(layers)) * (4 if is_float32 else size_of(run))
+    # Two layers, and a buffer for one of them
+    forward = root + 3 * size_of(run) * max(layers)
+    # A layer's gradient in float32 as it is sent, and gloo's copy
+    gradient = max(layers)
+    if is_trained and rank_of(run):
+        gradient = count_trained(run, model) / len(layers)
+    return root, forward, forward + 2 * 4 * gradient
+
+
+ACTIVATIONS, COPIES, GATHERED = "activations", "autocast's copies", "gathered by FSDP2"
+HEAD = "head and embedding: gradients, or a copy in float32"
+
+
+def layer_sizes(model):
+    """Parameters of each layer."""
+    names = model._no_split_modules or []
+    return [count_parameters(m) for m in model.modules() if type(m).__name__ in names] or [0]
 
 
 def pass_parts(run, model, rows, is_trained):
-    """About what a pass over some rows holds at its worst moment, backward pass included, by part.
+    """About what a pass over some rows holds at its worst moment, by part.
 
-    Counted are the tensors that PyTorch saves for the backward pass of a layer as Qwen2's or
-    Llama's. One more such layer stands for what comes and goes.
+    It is in the last layer, in the head, or, backwards, in the last layer again, or at the
+    embedding. Of a layer that computes, as much comes and goes as is saved for its backward pass.
     """
-    args, config, size = run.args, model.config.get_text_config(), size_of(run)
     has_adapters = is_trained and rank_of(run) > 0
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    tokens = rows * run.max_length()
-    # Of the residual stream and its norms 16 bytes, where it is in bfloat16 8; of inputs of matrix
-    # products, which autocast copies for each, 8 or 10; of queries, keys, values and attention's
-    # output 16 or 8. The MLP has four of the inner size
-    stream = size if run.options.num_shards() or has_adapters else 4
-    of_hidden = 4 * stream + 12 + 3 * size
-    layer = tokens * (hidden * of_hidden + size * 4 * inner)
-    adapter = 0  # what comes and goes
-    if has_adapters:
-        # peft 0.21.2, tuners/lora/layer.py, Linear.forward: x is cast to float32, and back by
-        # autocast, so that attention's output is kept twice; A x is kept; B A x and its multiple
-        # are there while a layer computes
-        adapted, is_cast = adapted_layers(model), size == 2
-        of_ranks = rank_of(run) * len(adapted) / config.num_hidden_layers
-        layer += tokens * size * (of_ranks + is_cast * hidden)
-        widest = max(4 * is_cast * m.in_features + 2 * size * m.out_features for m in adapted)
-        adapter = tokens * widest
-    window = getattr(config, "sliding_window", None)
-    if window and window < run.max_length():  # then there is a mask: (rows, length, length)
-        layer += tokens * size * run.max_length()
-    heads = config.num_attention_heads
-    has_fewer_key_heads = getattr(config, "num_key_value_heads", heads) != heads
-    if run.options.has_gpus() and args.dtype == "float32" and has_fewer_key_heads:
-        # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
-        layer += tokens * size * heads * run.max_length()
+    args, config = run.args, model.config.get_text_config()
+    tokens, num_layers = rows * run.max_length(), config.num_hidden_layers
+    layer = layer_activations(run, model, tokens, is_trained)
+    root, forward, backward = gathered(run, model, is_trained)
+
+    # The head's logits are in chunks, of which four exist at once (ChunkedHead in the scripts).
+    # Beside them is the head's gradient, or its copy in float32. A classifier's head is small
     embedding = 4 * model.get_input_embeddings().weight.numel()
     logits = head = 0
     if not hasattr(model, "score"):
-        head = embedding  # its gradient, or a copy in float32
-        all_logits = rows * args.response_length * config.vocab_size
-        device = "cuda" if run.options.has_gpus() else "cpu"
-        logits = 16 * min(run.script.LOGITS_CHUNK[device], all_logits)  # four chunks exist at once
-    # FSDP2's units: each layer, and the rest
-    layers = model._no_split_modules or []
-    units = [count_parameters(m) for m in model.modules() if type(m).__name__ in layers] or [0]
-    trained = count_trained(run, model) if has_adapters else sum(units)
-    # Autocast's, of the weights that are float32, until the pass has ended
-    copies = 2 * trained if size == 2 and is_trained else 0
-    root = forward = backward = 0
-    if run.options.num_shards():
-        root = 4 if is_trained and not has_adapters else size
-        copies, root = 0, root * (count_parameters(model) - sum(units))
-        # Two layers are gathered, and one of them has a buffer. A layer's gradient has a copy in
-        # float32 to send, and gloo one more
-        forward = root + 3 * size * max(units)
-        backward = forward + 8 * (trained / len(units) if has_adapters else max(units))
+        chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
+        logits = 4 * 4 * min(chunk, rows * args.response_length * config.vocab_size)
+        head = embedding
+
     # Of a frozen model about half a layer is there at once
-    moments = [(layer / 2, 0, 0, 0, forward), (0, 0, logits, head, root)]
+    saved = copies = saved_copies = 0
+    in_layer = layer / 2
     if is_trained:
-        kept, kept_copies = layer * config.num_hidden_layers, copies
-        if args.gradient_checkpointing:  # the inputs of layers alone
-            kept, kept_copies = stream * tokens * hidden * config.num_hidden_layers, 0
-        head_gradient = 0 if has_adapters else head
-        moments = [
-            (kept + layer + adapter, copies, 0, 0, forward),
-            (kept, kept_copies, logits, head, root),
-            (kept + layer + adapter, kept_copies, 0, head_gradient, backward),
-        ]
-        if not has_adapters:
-            moments += [
-                (0, 0, 0, head + embedding, root),
-                # The gradient, what is sent of it, and gloo's copy
-                (0, 0, 0, 2 * root, 0 if run.options.has_gpus() else root),
-            ]
-    names = (
-        "activations",
-        "autocast's copies",
-        "logits",
-        "float32 copy of the head" if has_adapters else "gradients of embedding and head",
-        "gathered by FSDP2",
-    )
-    return dict(zip(names, max(moments, key=sum), strict=True))
+        if size_of(run) == 2 and not run.options.num_shards():
+            # Autocast's copies of float32 weights last as long as the pass
+            copies = 2 * (count_trained(run, model) if has_adapters else sum(layer_sizes(model)))
+        saved, saved_copies = num_layers * layer, copies
+        if args.gradient_checkpointing:  # the inputs of layers alone (1604.06174)
+            saved = num_layers * residual_size(run, is_trained) * tokens * config.hidden_size
+            saved_copies = 0
+        in_layer = saved + layer
+    if has_adapters:
+        in_layer += adapter_buffers(run, model, tokens)
+    of_head = {COPIES: saved_copies, HEAD: head, GATHERED: root}
+    moments = [
+        {ACTIVATIONS: in_layer, COPIES: copies, GATHERED: forward},
+        {ACTIVATIONS: saved, "logits": logits} | of_head,
+    ]
+    if is_trained:
+        gradient = 0 if has_adapters else head
+        backwards = {COPIES: saved_copies, HEAD: gradient, GATHERED: backward}
+        moments.append({ACTIVATIONS: in_layer} | backwards)
+    if is_trained and not has_adapters:
+        # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
+        sent = 0 if run.options.has_gpus() else root
+        moments.append({HEAD: head + embedding, GATHERED: root})
+        moments.append({HEAD: 2 * root, GATHERED: sent})
+    return max(moments, key=total)
+
+
+def total(parts):
+    return sum(parts.values())
+
+
+# -------------------------------------------------------------------------------- learners in all
 
 
 def learner_memory(run):
     """The pass that takes the most, and the bytes of a learner's GPU then, by part."""
     args, options, trained = run.args, run.options, trained_models(run)
-    tokens = getattr(args, "micro_batch_tokens", 0)
     shards = options.num_shards() or 1
-    has_buckets = options.num_processes > shards  # of DDP
     count = sum(count_trained(run, model) for model in trained.values()) / shards
     kind = "adapters" if rank_of(run) else "weights"
     always = {f"{kind} of {' and '.join(trained)}": 4 * count, "AdamW's moments": 8 * count}
     always["gradients"] = 4 * count  # between updates they are zeros
     for name, model in frozen_weights(run).items():
         always[f"{name}, frozen"] = size_of(run) * count_parameters(model) / shards
-    always["buckets that DDP sends"] = has_buckets * len(trained) * 50 * 2**20
-    # Of a shared GPU it is not the learner's: see learner_room
-    always["CUDA"] = (options.has_gpus() and not run.shares_gpus()) * GIB
+    if options.num_processes > shards:  # two of 25 MiB, torch's bucket_cap_mb
+        always["buckets that DDP sends"] = len(trained) * 50 * 2**20
+    if options.has_gpus() and not run.shares_gpus():  # of a shared one: see learner_room
+        always["CUDA"] = GIB
     passes = {}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
         rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
-        if tokens:
-            flag, rows = "micro_batch_tokens", tokens // run.max_length()
+        if getattr(args, "micro_batch_tokens", 0):
+            flag = "micro_batch_tokens"
+            rows = args.micro_batch_tokens // run.max_length()
         parts = always | pass_parts(run, model, rows, is_trained)
         passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
     if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
         merged = {"merged model, float32": 4 * count_parameters(run.model)}
         passes["the end, when the adapter is merged"] = always | merged
-    name = max(passes, key=lambda name: sum(passes[name].values()))
+    name = max(passes, key=lambda name: total(passes[name]))
     return name, {part: size for part, size in passes[name].items() if size > 0}
 
 
 def learner_needs(run):
     """Bytes that a learner needs of its GPU."""
-    return sum(learner_memory(run)[1].values())
+    return total(learner_memory(run)[1])
 
 
 def learner_room(run):
@@ -249,7 +298,7 @@ def engine_memory(run):
         tokens, sequences = 16_384, 1024
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     activations = tokens * size * (3 * inner + 4 * config.hidden_size)
-    logits = sequences * 16 * config.vocab_size
+    logits = sequences * 4 * 4 * config.vocab_size
     return weights + max(activations, logits) + GIB / 2
 
 
@@ -315,10 +364,14 @@ def final_model(run):
 # --------------------------------------------------------------------------------------- what fits
 
 
-def with_changes(run, arguments, **launch):
-    """The same run with other arguments, and otherwise launched."""
-    options = replace(run.options, **launch)
-    return replace(run, args=replace(run.args, **arguments), options=options)
+def with_changes(run, flags):
+    """The same run with other flags, of the script or of the launch."""
+    launch = {name: value for name, value in flags.items() if hasattr(run.options, name)}
+    arguments = {name: value for name, value in flags.items() if name not in launch}
+    if "config_file" in launch:
+        launch["variables"] = run.options.variables | {"ACCELERATE_USE_FSDP": "true"}
+    args, options = replace(run.args, **arguments), replace(run.options, **launch)
+    return replace(run, args=args, options=options)
 
 
 def fits(run, responses=1):
@@ -339,123 +392,42 @@ def with_share(run):
     return None
 
 
-def placements(run):
-    """Launches on the GPUs that are there: (flags, arguments, changes of the launch)."""
+def savings(run):
+    """Changes of flags that save memory; what changes little comes first."""
     args, options = run.args, run.options
-    yield {}, {}, {}
-    local, machines = options.local_processes(), options.num_machines
-    num_gpus = max(options.num_gpus or 0, local + len(getattr(args, "vllm_gpus", ())))
-    if run.trains_reward_model() or num_gpus == 1:
-        return
-    own = args.vllm_gpus
-    splits = [({}, {})]
-    if not own:  # a quarter of the GPUs
-        own = tuple(range(num_gpus - max(1, num_gpus // 4), num_gpus))
-        changes = {"vllm_gpus": own, "vllm_gpu_memory_utilization": 0.9}
-        splits.append((changes | {"vllm_gpus": " ".join(map(str, own))}, changes))
-    elif len(own) > args.vllm_tensor_parallel_size:
-        changes = {"vllm_tensor_parallel_size": len(own)}
-        splits.append((changes, changes))
-    for flags, changes in splits:
-        learners = (num_gpus - len(changes.get("vllm_gpus", args.vllm_gpus))) * machines
-        launch = {"num_processes": learners} if "vllm_gpus" in changes else {}
-        if changes:
-            yield launch | flags, changes, launch
-        if learners > max(1, options.num_shards()):
-            file = {"config_file": "scripts/accelerate/fsdp2.yaml"}
-            if machines > 1:
-                file["num_machines"] = machines
-            launch = {"num_processes": learners}
-            sharded = options.variables | {"ACCELERATE_USE_FSDP": "true"}
-            yield file | launch | flags, changes, launch | {"variables": sharded}
-
-
-def measures(run):
-    """Flags that save memory, each with its value; what changes little comes first."""
-    args, values = run.args, {"gradient_checkpointing": True}
-    if not run.trains_reward_model():
-        values |= {"micro_batch_tokens": run.max_length(), "dtype": "bfloat16", "beta": 0}
-        if adapted_layers(run.model):
-            values["lora_rank"] = rank_of(run) or 16
+    if run.trains_reward_model():
+        values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
     else:
-        values["per_device_train_batch_size"] = 1
-    return [(name, value) for name, value in values.items() if getattr(args, name, value) != value]
+        values = {"gradient_checkpointing": True, "micro_batch_tokens": run.max_length()}
+        values |= {"dtype": "bfloat16", "beta": 0, "lora_rank": rank_of(run) or 16}
+    changes = [{name: value} for name, value in values.items() if getattr(args, name) != value]
+    if not run.trains_reward_model() and not options.num_shards():
+        gpus = options.num_gpus or options.local_processes()
+        learners = (gpus - len(args.vllm_gpus)) * options.num_machines
+        sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_processes": learners}
+        if learners > 1:
+            changes.append(sharded | {"num_machines": options.num_machines})
+    return changes
 
 
 def what_fits(run):
-    """The run with few changes, so that it fits: a list of (flags, run), those with fewest first.
+    """The run with few changes, so that it fits: a list of (flags, run), the fewest changes first.
 
     On a shared GPU each has the share of vLLM that leaves the learner what it then needs. None has
     more flags than needed: those of another with some besides.
     """
-    found, known = [], measures(run)
+    found, known = [], savings(run)
     for size in range(len(known) + 1):
-        for (flags, arguments, launch), chosen in itertools.product(
-            placements(run), itertools.combinations(known, size)
-        ):
-            flags, arguments = flags | dict(chosen), arguments | dict(chosen)
-            solved = with_share(with_changes(run, arguments, **launch))
+        for chosen in itertools.combinations(known, size):
+            flags = {}
+            for change in chosen:
+                flags |= change
+            solved = with_share(with_changes(run, flags))
             if solved is not None:
-                found.append((flags | solved[0], solved[1]))
-    found = [
+                share, changed = solved
+                found.append((flags | share, changed))
+    return [
         (flags, changed)
         for flags, changed in found
         if not any(other.keys() < flags.keys() for other, _ in found)
     ]
-    return sorted(found, key=lambda pair: len(pair[0]))
-
-
-# Hidden size, layers, attention heads, key-value heads, inner size, whether the head is tied: by
-# the config.json of each
-FAMILIES = {
-    "qwen3": {
-        "Qwen3-0.6B": (1024, 28, 16, 8, 3072, True),
-        "Qwen3-1.7B": (2048, 28, 16, 8, 6144, True),
-        "Qwen3-4B": (2560, 36, 32, 8, 9728, True),
-        "Qwen3-8B": (4096, 36, 32, 8, 12_288, False),
-        "Qwen3-14B": (5120, 40, 40, 8, 17_408, False),
-    },
-    "qwen2": {
-        "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, True),
-        "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, True),
-        "Qwen2.5-3B": (2048, 36, 16, 2, 11_008, True),
-        "Qwen2.5-7B": (3584, 28, 28, 4, 18_944, False),
-        "Qwen2.5-14B": (5120, 48, 40, 8, 13_824, False),
-    },
-    "llama": {
-        "Llama-3.2-1B": (2048, 16, 32, 8, 8192, True),
-        "Llama-3.2-3B": (3072, 28, 24, 8, 8192, True),
-        "Llama-3.1-8B": (4096, 32, 32, 8, 14_336, False),
-    },
-}
-
-
-def build(config_class, shape, vocab_size):
-    """A policy and a classifier of a shape of FAMILIES, without memory for their weights."""
-    hidden_size, layers, heads, key_value_heads, inner_size, is_tied = shape
-    config = config_class(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        intermediate_size=inner_size,
-        tie_word_embeddings=is_tied,
-        num_labels=1,
-    )
-    with torch.device("meta"):
-        classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
-        return [auto_class.from_config(config) for auto_class in classes]
-
-
-def smaller_model(run):
-    """The largest smaller model of the family that fits, and with what: (name, flags, run)."""
-    config = run.model.config.get_text_config()
-    for name, shape in reversed(FAMILIES.get(config.model_type, {}).items()):
-        policy, classifier = build(type(config), shape, config.vocab_size)
-        if count_parameters(policy) < count_parameters(run.model):
-            model = classifier if run.trains_reward_model() else policy
-            models = {"model": model, "value_model": classifier}
-            for flags, changed in what_fits(replace(run, **models)):
-                return name, flags, changed
-    return None

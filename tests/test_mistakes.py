@@ -1,9 +1,9 @@
-"""What the scripts refuse: mistakes that nobody would see in the results, or late.
+"""What the scripts refuse by themselves: mistakes that nobody would see in the results, or late.
 
-All else is left to the libraries. test_loop.py has what is only seen while a run trains.
+All else is left to the libraries, or to scripts/preflight.py, which test_preflight.py is about.
+test_loop.py has what is only seen while a run trains.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +29,6 @@ ROW = {
 # --------------------------------------------------------------------------------------- arguments
 
 # name: (arguments, fragments of the message)
-PAIR = {"vllm_tensor_parallel_size": 2}
 MISTAKES = {
     "a rest of responses": ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
     "no reward": (
@@ -47,8 +46,10 @@ MISTAKES = {
         {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
         ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
     ),
-    "a learner's among two": ({"vllm_gpus": (0, 6, 7), **PAIR}, ["without a learner"]),
-    "one twice among two": ({"vllm_gpus": (6, 6, 7), **PAIR}, ["each named once"]),
+    "one twice among two": (
+        {"vllm_gpus": (6, 6, 7), "vllm_tensor_parallel_size": 2},
+        ["each named once"],
+    ),
     "the last, counted from behind": ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),
     "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
@@ -194,21 +195,6 @@ def test_stop_tokens_are_the_models_and_the_users(tokenizer):
     assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (tokenizer.eos_token_id,)
 
 
-def test_reward_model_of_another_tokenizer_is_refused(assets, tmp_path):
-    shutil.copytree(assets / "model", tmp_path / "reward")
-    args = Args(
-        model_name_or_path=str(assets / "model"), reward_model_path=str(tmp_path / "reward")
-    )
-    script.load_tokenizers(args)
-    path = tmp_path / "reward" / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["2"], vocabulary["4"] = vocabulary["4"], vocabulary["2"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"--reward_model_path .* the policy's tokenizer"):
-        script.load_tokenizers(args)
-
-
 # -------------------------------------------------------------------------------------------- rows
 
 
@@ -243,13 +229,6 @@ def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tm
 def test_prompts_that_are_all_too_long_or_empty_are_refused(prompt, longest, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length.*tokenizer"):
         load(tmp_path, [ROW | {"prompt": prompt}], tokenizer, max_prompt_token_length=longest)
-
-
-def test_characters_that_the_tokenizer_loses_are_told(tokenizer, tmp_path, capsys):
-    load(tmp_path, [ROW, ROW | {"prompt": "5\u00e94="}], tokenizer)
-    assert "data.jsonl the tokenizer loses '\u00e9'" in capsys.readouterr().out
-    load(tmp_path, [ROW], tokenizer)
-    assert "loses" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------- run and models

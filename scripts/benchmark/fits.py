@@ -19,10 +19,19 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import plan
 import preflight
-from transformers import Qwen3Config
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
 
 PROMPT, RESPONSE = 512, 1024
-SHAPES = {name.removeprefix("Qwen3-")[:-1]: s for name, s in plan.FAMILIES["qwen3"].items()}
+# Of Qwen3: hidden size, layers, attention heads, inner size, whether the head is tied; by the
+# config.json of each
+SHAPES = {
+    "0.6": (1024, 28, 16, 3072, True),
+    "1.7": (2048, 28, 16, 6144, True),
+    "4": (2560, 36, 32, 9728, True),
+    "8": (4096, 36, 32, 12_288, False),
+    "14": (5120, 40, 40, 17_408, False),
+}
 
 
 @dataclass
@@ -36,7 +45,20 @@ class Run(preflight.Run):
 @functools.cache
 def models_of(size):
     """A policy and a value model, without memory for their weights."""
-    return plan.build(Qwen3Config, SHAPES[size], vocab_size=151_936)
+    hidden_size, layers, heads, inner_size, is_tied = SHAPES[size]
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=inner_size,
+        tie_word_embeddings=is_tied,
+        num_labels=1,
+    )
+    with torch.device("meta"):
+        classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+        return [auto_class.from_config(config) for auto_class in classes]
 
 
 def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank=0):
