@@ -115,6 +115,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import numpy as np
 import pandas
 import psutil
 import torch
@@ -390,8 +391,8 @@ class Response:
     """A sampled response, which gains fields on its way from vLLM to the loss."""
 
     prompt: Prompt
-    token_ids: list[int]  # as sampled; a stop token is the last one
-    logprobs: list[float]
+    token_ids: np.ndarray  # (length,), as sampled; a stop token is the last one
+    logprobs: np.ndarray  # (length,), the sampler's
     stopped: bool  # by a stop token; else it was cut
     # From generate_rollout
     text: str = ""
@@ -405,7 +406,7 @@ class Response:
     @property
     def row(self):
         """Token ids of the prompt with the response."""
-        return self.prompt.token_ids + self.token_ids
+        return np.concatenate([self.prompt.token_ids, self.token_ids])
 
 
 @dataclass
@@ -1085,8 +1086,8 @@ def collate(responses, device):
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
-    ...     Response(prompt, [7, 8], [-0.5, -0.5], stopped=True),
-    ...     Response(prompt, [9], [-0.5], stopped=True),
+    ...     Response(prompt, np.array([7, 8]), np.array([-0.5, -0.5]), stopped=True),
+    ...     Response(prompt, np.array([9]), np.array([-0.5]), stopped=True),
     ... ]
     >>> input_ids, mask, lengths, _ = collate(responses, device="cpu")
     >>> input_ids.tolist(), lengths.tolist()
@@ -1099,8 +1100,8 @@ def collate(responses, device):
     positions = torch.arange(lengths.max())
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    token_ids = [token_id for response in responses for token_id in response.row]
-    logprobs = [logprob for response in responses for logprob in response.logprobs]
+    token_ids = np.concatenate([response.row for response in responses])
+    logprobs = np.concatenate([response.logprobs for response in responses])
     input_ids = to_rows(torch.tensor(token_ids), is_token)
     tensors = input_ids, mask, lengths, to_rows(torch.tensor(logprobs), mask)
     return [tensor.to(device) for tensor in tensors]
@@ -1354,9 +1355,10 @@ def sample_responses(prompts, seeds, temperature, version, args):
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
-        token_ids = list(completion.token_ids)
+        token_ids = np.array(completion.token_ids, np.int32)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32)
         stopped = token_ids[-1] in args.stop_token_ids
-        responses.append(Response(prompt, token_ids, completion.logprobs.logprobs, stopped))
+        responses.append(Response(prompt, token_ids, logprobs, stopped))
     return responses
 
 
@@ -1861,7 +1863,7 @@ def check_adapter(vllm, policy, model, prompt, args):
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
     sync_weights(vllm, model, -1, args)  # a version that is never trained on
     # A rank without an engine joins the forward pass, with any response
-    responses = [Response(prompt, [0], [0.0], stopped=True)]
+    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
     if vllm:  # each engine samples all of them
         args = replace(args, response_length=16)
         responses = vllm.submit(
@@ -2092,8 +2094,12 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 def save_rollout(run_dir, rollout):
     """Adds the step's rollout to checkpoints/unfinished; its prompts are drawn again."""
-    responses = rollout.responses + rollout.eval_responses
-    rows = [vars(response) | {"prompt": None} for response in responses]
+    rows = []
+    for response in rollout.responses + rollout.eval_responses:
+        row = vars(response) | {"prompt": None}
+        for name in ("token_ids", "logprobs"):
+            row[name] = row[name].tolist()
+        rows.append(row)
     if is_rank_0():
         (run_dir / "checkpoints/unfinished/next_rollout.json").write_text(json.dumps(rows))
 
@@ -2104,10 +2110,12 @@ def load_rollout(checkpoint_dir, policy_version, request):
     if not is_rank_0():
         return None
     rows = json.loads((checkpoint_dir / "next_rollout.json").read_text())
-    prompts = request.prompts + request.eval_prompts
-    responses = [
-        Response(**row | {"prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)
-    ]
+    responses = []
+    for row, prompt in zip(rows, request.prompts + request.eval_prompts, strict=True):
+        row["prompt"] = prompt
+        row["token_ids"] = np.array(row["token_ids"], np.int32)
+        row["logprobs"] = np.array(row["logprobs"], np.float32)
+        responses.append(Response(**row))
     count = len(request.prompts)
     return Rollout(policy_version, responses[:count], responses[count:], {})
 
@@ -2567,7 +2575,7 @@ def main(args):
         for response, row, is_response in zip(responses[:8], advantages, mask.bool(), strict=False):
             sample = describe(response, rollout.policy_version) | {
                 "training_step": training_step,
-                "token_ids": response.token_ids,
+                "token_ids": response.token_ids.tolist(),
                 "advantages": row[is_response].tolist(),
             }
             append_line(run_dir / "rollouts.jsonl", sample)

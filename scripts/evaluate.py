@@ -43,7 +43,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 # Flags of the scripts that this program may replace
-REPLACED = ("eval_dataset", "eval_dataset_split", "eval_prompts", "eval_temperature")
+REPLACED = ("eval_dataset", "eval_dataset_split", "num_eval_prompts", "eval_temperature")
 REPLACED += ("response_length", "reward_fn", "seed")
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
 
@@ -206,7 +206,7 @@ def settings_of(args, options, num_prompts):
         "prompts": num_prompts,
         "samples": options.samples,
     }
-    return settings | {name: getattr(args, name) for name in REPLACED if name != "eval_prompts"}
+    return settings | {name: getattr(args, name) for name in REPLACED if name != "num_eval_prompts"}
 
 
 def name_of(settings):
@@ -220,18 +220,18 @@ def name_of(settings):
 
 def load_held_out(script, args, options):
     """The tokenizer and the held-out Prompts, drawn as the run draws them."""
-    tokenizers = script.load_tokenizers(args)
+    tokenizer = script.load_tokenizer(args)
     if options.model:
         own = script.AutoTokenizer.from_pretrained(options.model)
-        if own.get_vocab() != tokenizers[0].get_vocab():
+        if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{options.model} has other tokens than the run's model")
     prompts = script.load_prompts(
-        args.eval_dataset, args.eval_dataset_split, *tokenizers, args, is_eval=True
+        args.eval_dataset, args.eval_dataset_split, tokenizer, args, is_eval=True
     )
-    if 0 < args.eval_prompts < len(prompts):
-        drawn = script.draw_prompts(len(prompts), 0, args.eval_prompts, seed=0)
+    if 0 < args.num_eval_prompts < len(prompts):
+        drawn = script.draw_prompts(len(prompts), 0, args.num_eval_prompts, seed=0)
         prompts = [prompts[i] for i in drawn]
-    return tokenizers[0], prompts
+    return tokenizer, prompts
 
 
 def answer_prompts(script, tokenizer, prompts, args, options):
@@ -273,14 +273,14 @@ def answer_prompts(script, tokenizer, prompts, args, options):
             )
         vllm.sync_weights(weights, 0)
         print(f"Sampling {len(repeated):,} responses ...", flush=True)
-        responses = vllm.sample(repeated, seeds, args.eval_temperature, options.samples)
+        responses = vllm.sample(repeated, seeds, args.eval_temperature)
         responses = script.grade_responses(responses, tokenizer, workers, args)
     finally:
         script.end_children()
     accelerator = script.Accelerator(mixed_precision="no")
     reward_model = None
     if script.uses_reward_model(args):
-        reward_model = script.load_classifier(
+        reward_model = script.load_value_or_reward_model(
             accelerator, args.reward_model_path, args, trained=False
         )
     return script.score_responses(accelerator, reward_model, responses, args)
@@ -365,8 +365,8 @@ def main():
     add("--dataset", dest="eval_dataset", help="held-out prompts; default: the run's")
     split = "their split, when they are on the hub; default: the run's"
     add("--dataset_split", dest="eval_dataset_split", help=split)
-    prompts = "how many of them, 0: all; default: the run's --eval_prompts, the same ones"
-    add("--prompts", dest="eval_prompts", type=int, help=prompts)
+    prompts = "how many of them, 0: all; default: the run's --num_eval_prompts, the same ones"
+    add("--prompts", dest="num_eval_prompts", type=int, help=prompts)
     add("--reward_fn", metavar="FILE:FUNCTION", help="in place of the run's rule")
     add("--response_length", type=int, help="most tokens; default: the run's")
     add("--model", type=Path, help="folder of a model with the run's tokens; default: RUN/model")

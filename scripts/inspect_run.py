@@ -58,7 +58,7 @@ TRAINING = {
 REMEDIES = {
     "generation": ("vLLM", "more GPUs for vLLM (--vllm_gpus) or shorter responses help"),
     "reward": ("the rewards", "more --reward_workers or a faster reward help"),
-    "evaluation": ("the evaluations", "a smaller --num_evals or fewer --eval_prompts help"),
+    "evaluation": ("the evaluations", "a smaller --num_evals or fewer --num_eval_prompts help"),
 }
 LONG = 0.15  # a share of the time that is worth a word
 

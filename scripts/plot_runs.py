@@ -3,8 +3,7 @@
 Only metrics.jsonl is needed. While a run trains, it has the steps so far.
 Metrics of your own come after those that the scripts have.
 
-    # curves.png in the run's folder, drawn anew, and token_length.png, unless
-    # all prompts have as many tokens
+    # curves.png in the run's folder, drawn anew
     python scripts/plot_runs.py output/RUN
     # several runs: comparison.png in this folder, and a table on the terminal
     python scripts/plot_runs.py output/A output/B
@@ -38,7 +37,7 @@ class Panel(NamedTuple):
 
 
 RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
-PARTS = ["verifiable_score", "reward_model_score", "format_rate"]
+PARTS = ["verifiable_score", "reward_model_score"]
 PANELS = [
     # The first three are the reward trainer's
     Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
@@ -71,7 +70,7 @@ UNDRAWN = """
     objective/non_score_reward objective/rlhf_reward objective/entropy objective/stop_rate
     loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version policy/staleness
     val/ratio val/ratio_var val/clipfrac_avg val/computed_responses val/zero_variance_groups
-    eval/verifiable_score eval/reward_model_score eval/format_rate eval/reward_failures
+    eval/verifiable_score eval/reward_model_score eval/reward_failures
     eval/stop_rate eval/policy_version eval/calibration_error eval/scores_mean eval/scores_std
 """
 KNOWN = {*UNDRAWN.split(), *(name for panel in PANELS for name in panel.metrics)}
@@ -346,20 +345,6 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
     return figure
 
 
-def draw_token_lengths(lengths: list[int], run_name: str):
-    """Histogram of the prompts' lengths in tokens."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="tokens in the prompt", ylabel="prompts")
-    axes.set_title(f"{run_name}: {len(lengths):,} prompts", fontsize=10)
-    width = (max(lengths) - min(lengths)) // 50 + 1  # whole lengths, 50 bins at most
-    axes.hist(lengths, bins=range(min(lengths), max(lengths) + width + 1, width), align="left")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    return figure
-
-
 def save(figure, path: Path):
     """Whoever looks at the picture while it is written sees the old one, never half a new one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -371,17 +356,10 @@ def save(figure, path: Path):
 
 
 def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
-    """Draws a run's own pictures: its curves, and once the lengths of its prompts."""
+    """Draws a run's own picture: its curves."""
     (run,) = read_runs([run_dir])
     pictures = [run_dir / "curves.png"]
     save(draw_curves([Curve(run.name, [run])], x_axis, more), pictures[0])
-    file, picture = run_dir / "token_length.json", run_dir / "token_length.png"
-    lengths = json.loads(file.read_text()) if file.is_file() else []
-    if len(set(lengths)) < 2:  # a single bar shows nothing
-        return pictures
-    if not picture.exists() or picture.stat().st_mtime < file.stat().st_mtime:
-        save(draw_token_lengths(lengths, run.name), picture)
-        pictures.append(picture)
     return pictures
 
 

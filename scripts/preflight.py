@@ -339,7 +339,12 @@ def check_tokenizers(run):
                 "tokenizer.json? Or give a --tokenizer_name_or_path"
             )
     if not run.trains_reward_model():
-        run.tokenizers = run.script.load_tokenizers(args)
+        run.tokenizer = run.script.load_tokenizer(args)
+        if args.reward_model_path:
+            path = args.reward_model_path
+            own = AutoTokenizer.from_pretrained(path, revision=revision_of(run, path))
+            if own.chat_template not in (None, run.tokenizer.chat_template):
+                run.of_data.append(f"Warning: {path} has a chat template of its own, not used")
         return
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
@@ -347,7 +352,7 @@ def check_tokenizers(run):
     if stop_token not in tokenizer.get_vocab():
         raise Mistake(f"--stop_token {args.stop_token}: no token of the tokenizer {path}")
     args.stop_token_id = tokenizer.get_vocab()[stop_token]
-    run.tokenizers = (tokenizer, tokenizer)
+    run.tokenizer = tokenizer
 
 
 def revision_of(run, path):
@@ -364,9 +369,9 @@ def load_rows(run, path, split, is_eval):
         with contextlib.redirect_stdout(printed):
             if run.trains_reward_model():
                 accelerator = SimpleNamespace(print=print)
-                loaded = script.load_pairs(accelerator, path, split, run.tokenizers[0], run.args)
+                loaded = script.load_pairs(accelerator, path, split, run.tokenizer, run.args)
             else:
-                loaded = script.load_prompts(path, split, *run.tokenizers, run.args, is_eval)
+                loaded = script.load_prompts(path, split, run.tokenizer, run.args, is_eval)
     except Exception as error:
         raise Mistake(what_is_wrong_with_data(run, path, error)) from error
     run.of_data += printed.getvalue().splitlines()
@@ -406,8 +411,8 @@ def check_data(run):
     run.train_rows = load_rows(run, args.dataset, args.dataset_split, is_eval=False)
     if args.eval_dataset:
         rows = load_rows(run, args.eval_dataset, args.eval_dataset_split, is_eval=True)
-    if 0 < getattr(args, "eval_prompts", 0) < len(rows):  # as the script draws them
-        drawn = run.script.draw_prompts(len(rows), 0, args.eval_prompts, seed=0)
+    if 0 < getattr(args, "num_eval_prompts", 0) < len(rows):  # as the script draws them
+        drawn = run.script.draw_prompts(len(rows), 0, args.num_eval_prompts, seed=0)
         rows = [rows[index] for index in drawn]
     run.eval_rows = rows
 
@@ -515,7 +520,7 @@ def check_classifiers(run):
 
 def check_tokens(run):
     """Stop tokens, vocabulary and lengths: tokenizer, model and data together."""
-    tokenizer, model = run.tokenizers[0], run.model
+    tokenizer, model = run.tokenizer, run.model
     if len(tokenizer) > vocabulary(model):
         raise Mistake(
             f"the tokenizer has {len(tokenizer)} tokens and the model only {vocabulary(model)}; "
@@ -582,26 +587,24 @@ def try_answers(run, workers, prompts):
     wrong = next((text for text in others if text not in (truth, "")), "I do not know.")
 
     def score(answer):
-        token_ids = [*run.tokenizers[0](answer)["input_ids"], 0]  # with a stop token
+        token_ids = [*run.tokenizer(answer)["input_ids"], 0]  # with a stop token
         response = script.Response(prompt, token_ids, None, True, answer)
-        failure = None
         try:
-            if reward_fn:
-                number, _, failure = script.call_worker(workers, response, run.args)
-            else:
-                number = script.compute_score(prompt.data_source, answer, prompt.ground_truth)
-                number, _ = script.read_score(number)
+            if not reward_fn:
+                return script.compute_score(prompt.data_source, answer, prompt.ground_truth)
+            response = script.call_worker(workers, response, run.args)
+            failure = response.failure
         except Exception as error:
             failure = describe(error)
         if failure is None:
-            return number
+            return response.verifiable
         cause = "but a model may answer anything"
         # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
         if answer == truth or re.search(r"extra_info[[.']", failure):
             cause = f"so look at the row, whose extra_info is {prompt.extra_info}"
         name = reward_fn or "compute_score"
         raise Mistake(
-            f"{prompt.row}: {name} fails on the answer {answer[:60]!r}, {cause}: {failure}"
+            f"{prompt.origin}: {name} fails on the answer {answer[:60]!r}, {cause}: {failure}"
         )
 
     return max(score(truth), score(f"\\boxed{{{truth}}}")), score(wrong), score("")
@@ -765,7 +768,7 @@ def plan_of_data(run):
     for line in run.of_data:
         yield "data", line
     if run.train_rows is not None and not run.trains_reward_model():
-        text = run.tokenizers[0].decode(run.train_rows[0].token_ids)
+        text = run.tokenizer.decode(run.train_rows[0].token_ids)
         shown = repr(text) if len(text) <= 120 else f"{text[:50]!r} ... {text[-70:]!r}"
         yield "", f"the first prompt, as the model reads it: {shown}"
     if args.num_updates == 0:
@@ -781,7 +784,8 @@ def plan_of_data(run):
         yield "", f"a row has up to {length}"
     if run.eval_rows:
         count = f"of {len(run.eval_rows):,} prompts"
-        yield "", f"evaluations {count}: {len(args.eval_steps)}, and one after the last step"
+        evaluations = min(args.num_evals, args.num_training_steps // 2)
+        yield "", f"evaluations {count}: {evaluations}, and one after the last step"
     updates = args.num_updates // args.num_training_steps
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
 

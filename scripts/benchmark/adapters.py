@@ -33,7 +33,7 @@ def make_prompts(tokenizer):
     for task in TASKS:
         messages = [{"role": "user", "content": task}]
         text, token_ids = script.tokenize_prompt(messages, tokenizer)
-        prompts.append(script.Prompt(task, text, token_ids, token_ids, None, None, None))
+        prompts.append(script.Prompt(task, text, token_ids, None, None, None))
     return prompts
 
 
@@ -51,7 +51,7 @@ def measure_speed(engines, prompts, rounds):
         seeds = range(number * len(repeated), (number + 1) * len(repeated))
         for words, (_, vllm) in engines.items():
             begin = time.perf_counter()
-            responses = vllm.sample(repeated, seeds, 1.0, SAMPLES)
+            responses = vllm.sample(repeated, seeds, 1.0)
             tokens = sum(len(response.token_ids) for response in responses)
             speed = tokens / (time.perf_counter() - begin)
             print(f"round {number + 1}, {words}: {speed:.0f} tokens a second", flush=True)
@@ -68,7 +68,7 @@ def measure_differences(model, vllm, prompts, args):
                 parameter.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
         script.sync_weights(vllm, model, version, args)
         call = vllm.submit(script.sample_responses, [prompt] * 8, range(8), 1.0, version, short)
-        input_ids, mask, _, sampler_logprobs = script.collate_responses(call.result(), "cpu")
+        input_ids, mask, _, sampler_logprobs = script.collate(call.result(), "cpu")
         found = {}
         for words, scale in (("right", 1.0), ("ignored", 0.0), ("by half", 0.5)):
             script.set_adapter_scale(model, scale)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
 import ppo_vllm_async as script
@@ -32,8 +32,8 @@ def make_rollout(episodes=64, length=256):
     """A rollout of made-up responses, to no prompts."""
     response = script.Response(
         prompt=None,
-        token_ids=np.full(length, 7, np.int32),
-        logprobs=np.full(length, -1.2345678, np.float32),
+        token_ids=[7] * length,
+        logprobs=[-1.2345678] * length,
         stopped=True,
         text="word" * length,
         verifiable=1.0,
@@ -70,7 +70,7 @@ def main():
     model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
     models = {
         "policy": script.place_model(accelerator, script.PolicyModel(model, args), args),
-        "value_model": script.load_classifier(accelerator, path, args, trained=True),
+        "value_model": script.load_value_or_reward_model(accelerator, path, args, trained=True),
     }
     trained = {}
     for name, model in models.items():
@@ -94,7 +94,9 @@ def main():
 
             state = {"beta": 0.0, "seconds": 0.0, "wandb_id": "", "policy_version": 0}
             start = time.perf_counter()
-            script.save_models(trained, Path(folder, "checkpoints/unfinished"))
+            unfinished = Path(folder, "checkpoints/unfinished")
+            for part, path in script.checkpoint_parts(trained, unfinished):
+                checkpoint.save(part, checkpoint_id=path)
             script.save_rollout(Path(folder), rollout)
             script.finish_checkpoint(accelerator, Path(folder), step, state, args)
             seconds["save"].append(time.perf_counter() - start)
@@ -103,7 +105,8 @@ def main():
             files = [path for path in checkpoint_dir.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in files)
             start = time.perf_counter()
-            script.load_models(trained, checkpoint_dir)
+            for part, path in script.checkpoint_parts(trained, checkpoint_dir):
+                checkpoint.load(part, checkpoint_id=path)
             seconds["load"].append(time.perf_counter() - start)
     for name, values in seconds.items():
         print(f"{name:6} {', '.join(f'{value:.2f}' for value in values)} s")

@@ -47,7 +47,7 @@ SIZES = {
 }
 
 
-def make_sequences(count, length, prompts):
+def make_responses(count, length, prompts):
     """Token ids of prompts and responses, which have about `length` tokens in the mean.
 
     prompts: the least and the most tokens of a prompt.
@@ -56,13 +56,14 @@ def make_sequences(count, length, prompts):
     sigma = 0.9
     # A log-normal's mean is exp(mu + sigma^2 / 2)
     mu = math.log((length - AT_MOST * MOST) / (1 - AT_MOST)) - sigma**2 / 2
-    sequences = []
+    responses = []
     for _ in range(count):
         size = MOST
         if choice.random() > AT_MOST:
             size = min(MOST, max(1, round(choice.lognormvariate(mu, sigma))))
-        sequences.append(([7] * choice.randint(*prompts), np.full(size, 8, np.int32)))
-    return sequences
+        prompt = script.Prompt("", "", [7] * choice.randint(*prompts), None, None, None)
+        responses.append(script.Response(prompt, np.full(size, 8), np.zeros(size), stopped=True))
+    return responses
 
 
 def mini_batches_of(count, size):
@@ -72,9 +73,9 @@ def mini_batches_of(count, size):
 
 def count(num_ranks, given, args):
     """Of each rank's passes over its batch: how many, their positions, and so on."""
-    sequences = make_sequences(RESPONSES * num_ranks, given.length, given.prompts)
-    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in sequences])
-    mini_batches = mini_batches_of(len(sequences), MINI_BATCH * num_ranks)
+    responses = make_responses(RESPONSES * num_ranks, given.length, given.prompts)
+    lengths = torch.tensor([len(response.row) for response in responses])
+    mini_batches = mini_batches_of(len(responses), MINI_BATCH * num_ranks)
     sizes = []  # [rank][pass]
     for rank in range(num_ranks):
         accelerator = SimpleNamespace(process_index=rank, num_processes=num_ranks)
@@ -97,8 +98,8 @@ def prepare(given):
     """What accumulate_gradients takes, but for the arguments of the run."""
     torch.manual_seed(0)
     args = script.Args(dtype="float32")
-    sequences = make_sequences(RESPONSES, given.length, given.prompts)
-    input_ids, mask, lengths = script.collate(sequences, "cpu")
+    responses = make_responses(RESPONSES, given.length, given.prompts)
+    input_ids, mask, lengths, _ = script.collate(responses, "cpu")
     fields = dict.fromkeys(script.Batch.__dataclass_fields__, mask)
     batch = script.Batch(**fields | {"input_ids": input_ids, "lengths": lengths})
     policy = script.PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES)), args)

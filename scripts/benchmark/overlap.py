@@ -51,7 +51,7 @@ class StubVLLM:
         self.script, self.seconds = script, seconds
         self.policy_version = None
 
-    def sample(self, prompts, seeds, temperature, num_samples):
+    def sample(self, prompts, seeds, temperature):
         if seeds:
             time.sleep(self.seconds)
         return [self.script.Response(prompt, [], [], True) for prompt in prompts]
@@ -126,7 +126,7 @@ def run_with_rewards(async_mode, seconds):
         path = Path(folder) / "slow_reward.py"
         path.write_text(SLOW_REWARD)
         durations = [seconds if i % 10 == 0 else 0.0 for i in range(128)]
-        prompts = [script.Prompt("", "", [], [], "any", str(time), None) for time in durations]
+        prompts = [script.Prompt("", "", [], "any", str(time), None) for time in durations]
         _, *others = run_toy(
             async_mode, generation=0.4, training=1.0, prompts=prompts, reward_fn=f"{path}:score"
         )

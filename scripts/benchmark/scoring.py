@@ -57,7 +57,7 @@ def measure(script, source, reward_fn, truths, texts, num_workers):
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
     responses = []
     for truth, text in zip(truths, texts, strict=True):
-        prompt = script.Prompt("", "", [], [], source, truth, None)
+        prompt = script.Prompt("", "", [], source, truth, None)
         responses.append(script.Response(prompt, text, [], stopped=True))
     workers = queue.Queue()
     for _ in range(num_workers if reward_fn else 0):

@@ -22,7 +22,6 @@ from ppo_sync import (
     kl_penalty,
     masked_mean,
     masked_whiten,
-    pad,
     policy_loss,
     value_loss,
 )
@@ -41,7 +40,7 @@ def show(name, tensor):
 
 
 def ppo():
-    mask = pad([[1.0] * 3, [1.0] * 2])
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     # Of each sampled token: by vLLM, by the learner before any update, by the reference policy
     sampler_logprobs = torch.tensor([[-1.0, -0.5, -0.2], [-1.1, -0.7, 0.0]])
     logprobs = torch.tensor([[-1.0, -0.6, -0.2], [-1.0, -0.7, 0.0]])

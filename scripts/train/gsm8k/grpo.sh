@@ -40,7 +40,7 @@ flags=(
   # By tokens, since answers are of very different length
   --micro_batch_tokens 16384
   # All 1,319 test prompts, every 5 steps
-  --num_evals 28 --eval_prompts 0
+  --num_evals 28 --num_eval_prompts 0
   --save_freq 10 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)

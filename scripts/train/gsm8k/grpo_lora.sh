@@ -42,7 +42,7 @@ flags=(
   # Two longest rows
   --micro_batch_tokens 4096
   # All 1,319 test prompts, about every 10 steps
-  --num_evals 12 --eval_prompts 0
+  --num_evals 12 --num_eval_prompts 0
   --save_freq 10 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)

@@ -39,7 +39,7 @@ flags=(
   # By tokens, since answers are of very different length
   --micro_batch_tokens 16384
   # All 1,319 test prompts, about every 10 steps
-  --num_evals 43 --eval_prompts 0
+  --num_evals 43 --num_eval_prompts 0
   --save_freq 50 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)

@@ -34,7 +34,7 @@ flags=(
   # By tokens, since answers are of very different length
   --micro_batch_tokens 16384
   # 500 of the test prompts, about every 10 steps
-  --num_evals 12 --eval_prompts 500
+  --num_evals 12 --num_eval_prompts 500
   --save_freq 20 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)

@@ -43,7 +43,7 @@ flags=(
   # The reward model has never seen a response that was cut
   --non_stop_penalty --penalty_reward_value -5
   --micro_batch_tokens 16384
-  --num_evals 20 --eval_prompts 200
+  --num_evals 20 --num_eval_prompts 200
   --save_freq 50 --keep_last_n 1
 )
 run=(ppo_vllm_async.py --model_name_or_path "$model" "${flags[@]}" "$@")

@@ -22,7 +22,7 @@ flags=(
   # A small model needs no help with memory
   --no-gradient_checkpointing --per_device_train_batch_size 16
   # Held-out prompts cost time too: 96 of the 480, before training, twice on the way, and after it
-  --num_evals 3 --eval_prompts 96
+  --num_evals 3 --num_eval_prompts 96
 )
 run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
 .venv/bin/python scripts/preflight.py "${run[@]}"  # what is wrong, in a line each; and the plan

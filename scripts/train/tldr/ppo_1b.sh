@@ -39,7 +39,7 @@ flags=(
   --stop_token eos --non_stop_penalty --penalty_reward_value -1
   --micro_batch_tokens 16384
   # 500 posts that are not trained on, 20 times
-  --num_evals 20 --eval_prompts 500
+  --num_evals 20 --num_eval_prompts 500
   --save_freq 200 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)

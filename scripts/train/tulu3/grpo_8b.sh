@@ -35,7 +35,7 @@ flags=(
   --vllm_gpus 6 7
   # Two longest rows
   --micro_batch_tokens 8192
-  --num_evals 100 --eval_prompts 200
+  --num_evals 100 --num_eval_prompts 200
   --save_freq 40 --keep_last_n 1
 )
 launch=(--config_file scripts/accelerate/fsdp2_two_nodes.yaml --num_processes 12)

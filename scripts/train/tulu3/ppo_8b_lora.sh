@@ -39,7 +39,7 @@ flags=(
   --vllm_gpu_memory_utilization 0.47
   # Two longest rows
   --micro_batch_tokens 8192
-  --num_evals 10 --eval_prompts 200
+  --num_evals 10 --num_eval_prompts 200
   --save_freq 50 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
