@@ -2080,14 +2080,11 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 
 def save_rollout(run_dir, rollout):
     """Adds the step's rollout to checkpoints/unfinished; its prompts are drawn again."""
-    rows = []
-    for response in rollout.responses + rollout.eval_responses:
-        row = vars(response) | {"prompt": None}
-        for name in ("token_ids", "logprobs"):
-            row[name] = row[name].tolist()
-        rows.append(row)
+    responses = rollout.responses + rollout.eval_responses
+    rows = [vars(response) | {"prompt": None} for response in responses]
     if is_rank_0():
-        (run_dir / "checkpoints/unfinished/next_rollout.json").write_text(json.dumps(rows))
+        text = json.dumps(rows, default=np.ndarray.tolist)
+        (run_dir / "checkpoints/unfinished/next_rollout.json").write_text(text)
 
 
 def load_rollout(checkpoint_dir, policy_version, request):

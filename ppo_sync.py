@@ -434,7 +434,6 @@ class Batch:
     logprobs: Tensor  # (episodes, length), by the policy before this step's updates
     ref_logprobs: Tensor | None  # (episodes, length); None with beta 0
     values: Tensor  # (episodes, length), before this step's updates
-    rewards: Tensor  # (episodes, length)
     advantages: Tensor  # (episodes, length)
     returns: Tensor  # (episodes, length), the value model's targets
 
@@ -2430,7 +2429,6 @@ def main(args):
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             values=values,
-            rewards=rewards,
             advantages=advantages,
             returns=returns,
         )
