@@ -67,19 +67,19 @@ Deliberate simplifications:
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
 
-Map, with the minutes of a first reading. Read the dataclasses, then main, which calls all the rest.
-Skip what is about lora_rank at first.
+Map, with the minutes of a first reading: four hours in all. Read the dataclasses, then main, which
+calls all the rest. Skip what is about lora_rank at first.
     Args                      what a run is told                                      look up
     dataclasses               the rows and tensors that travel                        read, 10
     small helpers             how a process ends                                      skip at first
-    data, rewards             from a row of a dataset to a Request; to a score        skim, 25
-    models                    wrappers that give log-probabilities, values or scores  read, 30
+    data, rewards             from a row of a dataset to a Request; to a score        skim, 30
+    models                    wrappers that give log-probabilities, values or scores  read, 45
     mathematics               KL, advantages, losses, with examples                   read, 25
-    vLLM                      its process, weight sync, generation                    read, 35
-    forward and backward      micro-batches; the gradient of one mini-batch           read, 20
+    vLLM                      its process, weight sync, generation                    read, 45
+    forward and backward      micro-batches; the gradient of one mini-batch           read, 30
     metrics, checkpoints      what is written                                         skip at first
     arguments                 what must fit together                                  skip at first
-    main                      set-up, then the loop: the algorithm, step by step      read, 30
+    main                      set-up, then the loop: the algorithm, step by step      read, 40
 
 "Collective" in a docstring: every rank must call the function, in the same order.
 
@@ -240,11 +240,11 @@ class Args:
     local_rollout_forward_batch_size: int = 32
     """responses per forward pass of reference policy and reward model"""
     micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included, in place of these two numbers; 0: off"""
+    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
     num_epochs: int = 1
     """passes over each batch"""
     num_evals: int = 10
-    """evaluations before the last update, from the start; one more follows"""
+    """evaluations while training, the first before any update; one more at the end"""
     num_eval_prompts: int = 500
     """held-out prompts, the same for every seed; 0: all"""
     eval_temperature: float = 0.0
@@ -300,7 +300,7 @@ class Args:
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
     """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
     cliprange: float = 0.2
-    """the ratio's lower limit is 1 - this, in PPO the upper one 1 + this"""
+    """the ratio is clipped to [1 - this, 1 + this]; GRPO has a cliprange_higher"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
     dual_clip: float = 0.0
@@ -425,7 +425,7 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is the longest row's. From `mask` on, all is 0 outside responses.
+    `length` is the longest row's. Tensors with it are 0 outside responses, but for the ids.
     """
 
     input_ids: Tensor  # (episodes, length)
@@ -564,8 +564,10 @@ def load_prompts(path, split, tokenizer, args, is_eval):
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
     if is_rank_0():
-        print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
-        print(f"Characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}")
+        print(
+            f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
+            f"characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}"
+        )
     return prompts
 
 
@@ -599,8 +601,8 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
         for i in range(len(prompts))
     ]
-    # At least two steps apart: an async script samples its first two with the same weights. The
-    # last step's metrics have the last evaluation
+    # Two steps apart at least: an async script's steps 1 and 2 have the same weights. The last
+    # step's metrics have the last evaluation
     num_evals = min(args.num_evals, num_steps // 2)
     due = [i * num_steps // num_evals for i in range(num_evals)]
     if steps_before not in (*due, num_steps):
@@ -730,7 +732,7 @@ def call_worker(workers, response, args):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-        failure = f"{type(error).__name__}: no answer, or none in {args.reward_timeout:g} s"
+        failure = f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s"
         return replace(response, failure=failure)
     finally:
         workers.put((executor, process_group))
@@ -793,7 +795,7 @@ def score_responses(accelerator, reward_model, responses, args):
         with_scores.append(replace(response, model_score=model_score, score=score))
 
     failed = [response for response in responses if response.failure]
-    if len(failed) == len(responses):
+    if args.apply_verifiable_reward and len(failed) == len(responses):
         raise RuntimeError(f"the reward failed on all responses: {failed[0].failure}")
     if failed and is_rank_0():
         print(
@@ -952,7 +954,7 @@ class ChunkedHead(torch.autograd.Function):
         """The loss's gradients for hidden and head, from that for log-probabilities."""
         hidden, head, labels = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        # None: frozen
+        # None if the head is frozen
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
@@ -1221,7 +1223,6 @@ def policy_loss(
         too_large = (advantages < 0) & (loss > largest_loss)
         loss = torch.where(too_large, largest_loss, loss)
         clipped = clipped | too_large
-    # After the max: it says how much a token counts, not which loss is the larger
     return loss * importance_weights, clipped
 
 
@@ -1623,11 +1624,12 @@ def draw_mini_batches(training_step, args):
     Each epoch is a permutation, on all ranks the same.
     """
     generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
-    epochs = []
-    for _ in range(args.num_epochs):
-        permutation = torch.randperm(args.episodes_per_step, generator=generator)
-        epochs.append(permutation.view(-1, args.mini_batch_size).tolist())
-    return epochs
+    return [
+        torch.randperm(args.episodes_per_step, generator=generator)
+        .view(-1, args.mini_batch_size)
+        .tolist()
+        for _ in range(args.num_epochs)
+    ]
 
 
 def rows_to_compute(mini_batch, computed, num_ranks):
@@ -1694,13 +1696,11 @@ def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size
 def reward_model_scores(accelerator, reward_model, responses, args):
     """Collective. The reward model's scores at the last token of each response, or Nones.
 
-    Equal responses are scored once: what else is in a micro-batch moves the last bits, and GRPO's
-    advantages make much of that.
+    Equal responses are scored once: what else is in a micro-batch moves the last bits.
     """
     if not reward_model:
         return [None] * len(responses)
-    keys = [tuple(response.row) for response in responses]
-    distinct = dict(zip(keys, responses, strict=True))
+    distinct = {tuple(response.row): response for response in responses}
     rows = list(distinct.values())
     # As many for each rank
     rows += rows[:1] * (-len(rows) % accelerator.num_processes)
@@ -1708,7 +1708,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     indices, size = list(range(len(rows))), args.local_rollout_forward_batch_size
     values = forward_all(accelerator, reward_model, [indices], input_ids, mask, lengths, size, args)
     scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
-    return [scores[key] for key in keys]
+    return [scores[tuple(response.row)] for response in responses]
 
 
 def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
@@ -1734,8 +1734,8 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         # Rows that fill up are in no metric either
         loss_mask = batch.loss_mask[rows, :length] * batch.computed[rows, None]
         sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each: it
-        # would have to keep whole ones
+        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each:
+        # else it would keep whole ones
         policy.require_backward_grad_sync = i == len(micro_batches) - 1
 
         logprobs, entropies = policy(input_ids, mask)
@@ -2286,12 +2286,12 @@ def main(args):
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     args.data_hash = stable_hash([(prompt.token_ids, prompt.ground_truth) for prompt in prompts])
     first_step = 1
-    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
+    state = {"wandb_id": os.urandom(8).hex()}
     if checkpoint_dir:
         first_step = step_of(checkpoint_dir) + 1
         accelerator.print(f"Resumed after step {first_step - 1}; what came later is made again")
         state = json.loads((checkpoint_dir / "state.json").read_text())
-        # Under other arguments or data the steps before would have been others
+        # What defines the run's batches and models must not change
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
             "seed",
@@ -2311,13 +2311,13 @@ def main(args):
         ):
             if saved_args[name] != getattr(args, name):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    start_time -= state["seconds"]
 
     if device.type == "cuda" and not args.vllm_gpus:
         # vLLM's share, and 2 GiB for two CUDA contexts, are not the learner's
-        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
-    # The model in `policy`: the same parameters, by the names that others know
+        others = args.vllm_gpu_memory_utilization
+        others += 2**31 / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1 - others)
+    # The model inside of `policy`, without the wrappers' prefixes in its names
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
     policy = place_model(accelerator, PolicyModel(model, args), args)
@@ -2374,17 +2374,14 @@ def main(args):
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         run_program("provenance.py", run_dir)  # adds commit and versions to args.json
+        config = json.loads((run_dir / "args.json").read_text())
         wandb_run = {
             "name": args.run_name,
             "entity": args.wandb_entity,
             "id": state["wandb_id"],
             "resume": "allow",
         }
-        accelerator.init_trackers(
-            args.wandb_project_name,
-            json.loads((run_dir / "args.json").read_text()),
-            {"wandb": wandb_run},
-        )
+        accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     if checkpoint_dir is None:
         sync_and_request(version=0, training_step=1)
     else:
@@ -2413,10 +2410,7 @@ def main(args):
         # responses, since the weights that sampled them may be gone. A process saves none in its
         # first step, which would be what it began with.
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
-            state |= {
-                "seconds": time.time() - start_time,
-                "policy_version": rollout.policy_version,
-            }
+            state["policy_version"] = rollout.policy_version
             with timed(metrics, "checkpoint"):
                 for part, folder in checkpoint_parts(trained, run_dir / "checkpoints/unfinished"):
                     checkpoint.save(part, checkpoint_id=folder)
@@ -2557,8 +2551,7 @@ def main(args):
 
     # ---- The end: a summary and the upload, by programs beside this script
     end_children()
-    # DDP's must not be the last reference to gloo's group of ranks: it holds Python's lock while it
-    # waits for gloo's threads, which may need it
+    # DDP must not drop gloo's group last: it would hold Python's lock, which gloo's threads need
     accelerator.clear()
     del policy, ref_policy, trained
     accelerator.end_training()
