@@ -110,7 +110,7 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
 def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
     tied, config_says, assets, accelerator, tmp_path
 ):
-    """Some checkpoints have a head of their own, and a config that says otherwise, as vLLM reads."""
+    """A checkpoint may have a head, and a config that says otherwise: vLLM starts from that."""
     model = tiny_language_model(tie_word_embeddings=tied)
     model.config.tie_word_embeddings = config_says or tied
     model.save_pretrained(tmp_path / "model")

@@ -181,7 +181,7 @@ def one_of_ranks(rank, world_size):
     )
 
 
-def gradients(accelerator, models, batch, args, rows=range(len(SIZES)), flag=None):
+def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
     """One vector of all gradients of one optimizer batch, and the sums over its tokens.
 
     models: the policy and PPO's value model. flag: PPO's trains_policy, or GRPO's is_first; None:
