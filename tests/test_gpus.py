@@ -1,6 +1,7 @@
 """What GPUs need, as far as a CPU can show it.
 
-Attention without a mask, TF32 in the head alone, gradients in memory once, room for CUDA itself.
+Attention without a mask, TF32 in the head alone, room for CUDA itself. That gradients are in memory
+once is in test_fsdp2.py.
 """
 
 from types import SimpleNamespace
@@ -10,7 +11,6 @@ import torch
 import train_reward_model
 from helpers import SCRIPTS, TRAINER, preference_pairs
 from helpers.files import write_rows
-from helpers.processes import gradient_of_ranks
 from helpers.rollouts import (
     VOCAB,
     gradients,
@@ -242,13 +242,3 @@ def test_a_shared_gpu_leaves_2_gib_to_cuda(name, run_main, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
     with pytest.raises(Enough):
         run_main(name, vllm_gpu_memory_utilization=0.3)
-
-
-@pytest.mark.slow
-def test_gradients_are_in_ddps_buckets_alone(tmp_path):
-    """After each backward pass, from the third update on: DDP arranges buckets in the first two."""
-    result = gradient_of_ranks("storages", 2, 2, tmp_path)
-    for buckets, in_passes in result["updates"][2:]:
-        assert buckets and len(in_passes) == 2 * 2  # two passes of two models
-        assert len(buckets) == len(set(buckets))  # ranks exchange them once
-        assert all(storages == set(buckets) for storages in in_passes)

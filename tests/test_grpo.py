@@ -101,11 +101,14 @@ def reference_gradient(policy, batch, args):
         )
         # For these forms see test_kl_gradient_is_that_of_the_true_kl
         d = new - ref
-        kl = weights * {
-            "kl1": d * token_ratio,
-            "kl2": d**2 / 2 * token_ratio.detach(),
-            "kl3": ((-d).exp() - 1 + d) * token_ratio,
-        }[args.kl_estimator]
+        kl = (
+            weights
+            * {
+                "kl1": d * token_ratio,
+                "kl2": d**2 / 2 * token_ratio.detach(),
+                "kl3": ((-d).exp() - 1 + d) * token_ratio,
+            }[args.kl_estimator]
+        )
         per_token = weights * surrogate + args.beta * kl
         is_mean = args.loss_aggregation == "sequence"
         total = total + (per_token.mean() if is_mean else per_token.sum())

@@ -247,3 +247,11 @@ def plain(responses):
         }
         for response in responses
     ]
+
+
+def make_noise(model, seed):
+    """An adapter that changes much."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)

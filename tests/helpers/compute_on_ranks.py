@@ -1,7 +1,7 @@
-"""What ranks compute together, for test_fsdp2.py: python together.py FOLDER NAME.
+"""What ranks compute, for test_fsdp2.py: python compute_on_ranks.py FOLDER {one,ddp,fsdp2}.
 
-As many ranks as the launcher starts; under FSDP2 where FSDP2 is set. They write FOLDER/NAME.pt, see
-main(). Then each makes the runs that FOLDER/NAME.json tells of, with a stub of vLLM.
+As many ranks as the launcher starts write FOLDER/<name>.pt, see main(). Each makes the runs that
+FOLDER/<name>.json tells of, with a stub of vLLM.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import traceback
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -22,13 +21,14 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 import torch
 import tyro
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs
 from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import grpo_vllm_async as grpo
 import ppo_vllm_async as ppo
 from helpers import fsdp2, rollouts
 from helpers.hooks import around
@@ -50,9 +50,8 @@ def whole(tensor):
 
 def in_float64(script):
     """Else place_model would gather layers in less, and add up their gradients in float32."""
-    return mock.patch.object(
-        script, "MixedPrecisionPolicy", lambda *_, **__: MixedPrecisionPolicy()
-    )
+    policy = MixedPrecisionPolicy()
+    return mock.patch.object(script, "MixedPrecisionPolicy", lambda *_, **__: policy)
 
 
 # ----------------------------------------------------------------------- models, without any main()
@@ -61,10 +60,7 @@ def in_float64(script):
 def with_adapter(model, args):
     """The model with an adapter that is far from 0."""
     ppo.add_adapter(model.requires_grad_(False), args)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
+    rollouts.make_noise(model, seed=3)
     return model
 
 
@@ -87,26 +83,18 @@ def trained_models(accelerator, script, tied=False, seed=0, rank=0):
     return trained
 
 
-def batch_for(script):
-    batch = rollouts.make_rollout()
-    if script is ppo:
-        return batch
-    # One response is left out: the ranks fill up
-    computed = torch.ones(len(ROWS), dtype=torch.float64)
-    computed[4] = 0
-    tensors = vars(batch) | {"computed": computed}
-    return grpo.Batch(**{field.name: tensors[field.name] for field in fields(grpo.Batch)})
-
-
 def update(accelerator, script, trained, cut):
     """One update of all models: their gradients, their norms, their weights after it."""
-    args, batch = rollouts.tiny_args(max_grad_norm=0.1, **CUTS[cut]), batch_for(script)
+    batch, changes = rollouts.make_rollout(), {"max_grad_norm": 0.1, **CUTS[cut]}
     models = [model for model, _ in trained.values()]
     if script is ppo:
+        args = rollouts.tiny_args(**changes)
         ppo.accumulate_gradients(accelerator, *models, batch, ROWS, True, args)
     else:
-        args = grpo.Args(dtype="float64", temperature=0.8, beta=0.1, max_grad_norm=0.1, **CUTS[cut])
-        grpo.accumulate_gradients(accelerator, *models, batch, ROWS, False, args)
+        computed = torch.ones(len(ROWS), dtype=torch.float64)
+        computed[4] = 0  # the ranks fill up
+        batch, args = rollouts.for_grpo(batch, computed), rollouts.grpo_args(**changes)
+        script.accumulate_gradients(accelerator, *models, batch, ROWS, False, args)
     seen = {}
     for name, (model, optimizer) in trained.items():
         gradients = [whole(p.grad).flatten() for p in model.parameters() if p.requires_grad]
@@ -119,6 +107,41 @@ def update(accelerator, script, trained, cut):
             f"{name} weights": torch.cat(weights),
         }
     return seen
+
+
+def storages(accelerator):
+    """Addresses of the policy's gradients after each pass of four updates, and of DDP's buckets.
+
+    [(the buckets that ranks exchanged, in this order, [those of the gradients, ...]), ...]
+    """
+    args = rollouts.tiny_args(per_device_train_batch_size=2)
+    batch = rollouts.in_float32(rollouts.make_rollout())
+    policy, value_model = (
+        ppo.place_model(accelerator, model, args)
+        for model in (rollouts.tiny_policy(), rollouts.tiny_value_model())
+    )
+    optimizer = torch.optim.AdamW(policy.parameters())
+    updates, buckets, in_passes = [], [], []
+
+    def note_bucket(state, bucket):
+        buckets.append(bucket.buffer().untyped_storage().data_ptr())
+        return allreduce_hook(None, bucket)
+
+    def note_pass(call, given):
+        call()
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        in_passes.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+
+    policy.register_comm_hook(None, note_bucket)
+    with mock.patch.object(torch.Tensor, "backward", torch.Tensor.backward):
+        around(torch.Tensor, "backward", note_pass)
+        for _ in range(4):
+            ppo.accumulate_gradients(accelerator, policy, value_model, batch, ROWS, True, args)
+            ppo.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
+            updates.append(([*buckets], [*in_passes]))
+            buckets.clear()
+            in_passes.clear()
+    return updates
 
 
 def state_of(trained):
@@ -139,14 +162,12 @@ def state_of(trained):
 def step_and_save(accelerator, folder):
     """A checkpoint in a value warm-up: the policy's optimizer has not stepped. And what it has."""
     trained = trained_models(accelerator, ppo)
-    unstepped = trained.pop("policy")
     value_model, optimizer = trained["value_model"]
+    batch = rollouts.make_rollout()
     for scale in (1.0, 2.0):
-        batch = batch_for(ppo)
         (scale * value_model(batch.input_ids[:2], batch.mask[:2]).square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = {"policy": unstepped, **trained}
     ppo.save_models(trained, folder)
     return state_of(trained)
 
@@ -158,60 +179,53 @@ def load(accelerator, folder):
     return state_of(trained)
 
 
-def look_at_units(model, input_ids, mask):
+def look_at_units(accelerator, model, args):
     """What is sharded as a unit of its own, and what parts of a model are while it computes."""
-    seen = {}
+    model, dtypes, gradients = ppo.place_model(accelerator, model, args), {}, {}
 
     def note(name):
         def hook(module, *_):
-            seen[name] = {(isinstance(p, DTensor), p.dtype) for p in module.parameters()}
+            dtypes[name] = {(isinstance(p, DTensor), p.dtype) for p in module.parameters()}
 
         return hook
 
     for name, module in model.named_modules():
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
+    rows = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)  # its own
+    batch = rollouts.make_rollout()
+    inputs = batch.input_ids[rows], batch.mask[rows].float()
     with torch.no_grad():  # the reference policy's pass comes first
         ppo.set_adapter_scale(model, 0.0)
-        model(input_ids, mask)
+        model(*inputs)
         ppo.set_adapter_scale(model, 1.0)
-    outputs = model(input_ids, mask)
-    outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-    gradients = {}
-    if outputs.requires_grad:
-        outputs.sum().backward()
+    logprobs, _ = model(*inputs)
+    if logprobs.requires_grad:
+        logprobs.sum().backward()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         gradients = {name: whole(p.grad) for name, p in trained.items()}
     return {
         "units": {name for name, m in model.named_modules() if isinstance(m, FSDPModule)},
-        "in forward": seen,
+        "in forward": dtypes,
         "after": {isinstance(p, DTensor) for p in model.parameters()},
         "gradients": gradients,
     }
 
 
-def two_architectures(accelerator):
-    """Models in bfloat16: a trained one, and frozen ones of another kind."""
-    args = rollouts.tiny_args(dtype="bfloat16")
-    torch.manual_seed(3)
+def units(accelerator):
+    """Of policies in bfloat16: a trained one, one with an adapter, a frozen one of another kind."""
+    args = rollouts.tiny_args(dtype="bfloat16", lora_rank=3)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes += ("num_attention_heads", "num_key_value_heads")
     config = rollouts.tiny_config()
     llama = LlamaForCausalLM(LlamaConfig(**{size: getattr(config, size) for size in sizes}))
-    judge = rollouts.tiny_classifier(seed=4).bfloat16().requires_grad_(False)
-    judge.score.float()
-    adapted = rollouts.tiny_language_model().bfloat16()
     models = {
-        "trained": ppo.PolicyModel(rollouts.tiny_language_model(), args),
-        "adapted": ppo.PolicyModel(with_adapter(adapted, rollouts.tiny_args(lora_rank=3)), args),
-        "frozen": ppo.PolicyModel(llama.bfloat16().eval().requires_grad_(False), args),
-        "judge": ppo.ValueModel(judge.eval(), args),
+        "trained": rollouts.tiny_language_model(),
+        "adapted": with_adapter(rollouts.tiny_language_model().bfloat16(), args),
+        "frozen": llama.bfloat16().eval().requires_grad_(False),
     }
-    rows = [2 * accelerator.process_index, 2 * accelerator.process_index + 1]  # each its own
-    batch = batch_for(ppo)
-    inputs = batch.input_ids[rows], batch.mask[rows].float()
     return {
-        name: look_at_units(ppo.place_model(accelerator, model, args), *inputs)
+        name: look_at_units(accelerator, ppo.PolicyModel(model, args), args)
         for name, model in models.items()
     }
 
@@ -220,7 +234,6 @@ def score(accelerator):
     """Five responses, one at a time."""
     args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
     judge = rollouts.tiny_value_model(seed=3).requires_grad_(False).eval()
-    judge.model.eval()
     judge = ppo.place_model(accelerator, judge, args)
     responses = rollouts.groups_of_equals()[:20:4]
     return ppo.reward_model_scores(accelerator, judge, responses, args)
@@ -271,14 +284,6 @@ def main_in_float64(script):
         yield
 
 
-def run_main(name, options, double):
-    script = importlib.import_module(Path(name).stem)
-    sys.argv = [name, *flags_of(options)]
-    stub = mock.patch.multiple(script, VLLM=StubVLLM, check_sampler=lambda *_: None)
-    with stub, main_in_float64(script) if double else contextlib.nullcontext():
-        script.main(tyro.cli(script.Args))
-
-
 def runs(accelerator, path):
     """Those of a file with [name, options, whether in float64, the run that is gone on with].
 
@@ -288,11 +293,14 @@ def runs(accelerator, path):
     subprocess.run = lambda *_, **__: None  # no pictures
     PartialState.destroy_process_group = lambda *_: None  # there is a next run
     for name, options, double, copied in json.loads(path.read_text()):
+        run_dir, script = Path(options["output_dir"], "run"), importlib.import_module(name[:-3])
         if copied and accelerator.is_main_process:
-            shutil.copytree(copied, Path(options["output_dir"], "run"))
+            shutil.copytree(copied, run_dir)
         accelerator.wait_for_everyone()
-        run_main(name, options, double)
-        run_dir = Path(options["output_dir"], "run")
+        sys.argv = [name, *flags_of(options)]
+        stub = mock.patch.multiple(script, VLLM=StubVLLM, check_sampler=lambda *_: None)
+        with stub, main_in_float64(script) if double else contextlib.nullcontext():
+            script.main(tyro.cli(script.Args))
         saved = load_file(run_dir / "model" / "model.safetensors")
         sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
         if "lora_rank" in options:
@@ -304,52 +312,28 @@ def runs(accelerator, path):
     return not_sent
 
 
-# ----------------------------------------------------------------------------- what must be refused
-
-
-def refusals(accelerator, folder, options):
-    """{variable: (what main() says, how much is in the weights of a frozen model on each rank)}"""
-    seen = {}
-    for name, value in (("FSDP_VERSION", "1"), ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        options["output_dir"] = str(folder / name)
-        with mock.patch.dict(os.environ, {name: value}):
-            message = ""
-            try:
-                run_main("ppo_vllm_async.py", options, double=False)
-            except ValueError as error:
-                message = str(error)
-            path, args = options["model_name_or_path"], ppo.Args(dtype="float32")
-            model = ppo.load_model(AutoModelForCausalLM, path, args, trained=False)
-            sizes = [None] * accelerator.num_processes
-            size = sum(parameter.abs().sum().item() for parameter in model.parameters())
-            torch.distributed.all_gather_object(sizes, size)
-            seen[name] = message, sizes
-    return seen
-
-
 def main():
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    is_sharded = "FSDP2" in os.environ
-    if is_sharded:
+    if name == "fsdp2":
         fsdp2.allow_on_cpu()
-    accelerator = Accelerator(cpu=not is_sharded)
-    assert accelerator.is_fsdp2 == is_sharded
-    seen = {"ranks": accelerator.num_processes, "scores": score(accelerator)}
+    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # as in the scripts
+    accelerator = Accelerator(cpu=name != "fsdp2", kwargs_handlers=[in_buckets])
+    assert accelerator.is_fsdp2 == (name == "fsdp2")
+    assert accelerator.num_processes == (1 if name == "one" else 2)
+    seen = {"scores": score(accelerator)}
     for case in CASES:
         name_of_script, tied, cut, rank = case
         script = importlib.import_module(name_of_script)
         trained = trained_models(accelerator, script, tied, rank=rank)
         seen[case] = update(accelerator, script, trained, cut)
-    if is_sharded:
-        seen["units"] = two_architectures(accelerator)
+    if name == "ddp":
+        seen["storages"] = storages(accelerator)
+    if name == "fsdp2":
+        seen["units"] = units(accelerator)
     seen["saved"] = step_and_save(accelerator, folder / f"checkpoint_{name}")
     for path in sorted(folder.glob("checkpoint_*")):
         seen[path.name] = load(accelerator, path)
     seen["not sent"] = runs(accelerator, folder / f"{name}.json")
-    if is_sharded:
-        _, options, *_ = json.loads((folder / f"{name}.json").read_text())[0]
-        seen["refusals"] = refusals(accelerator, folder, options)
     if accelerator.is_main_process:
         torch.save(seen, folder / f"{name}.pt")
     accelerator.wait_for_everyone()
