@@ -14,7 +14,6 @@ from helpers import GRPO, PPO, SCRIPTS, hooks
 from helpers.formulas import (
     at,
     log_softmax_of,
-    logprobs_and_entropies,
     policy_sums,
     surrogate_loss,
     values_of,
@@ -146,27 +145,6 @@ def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_poli
 
 
 # ---------------------------------------------------------------------------------- forward passes
-
-
-@pytest.mark.parametrize(
-    ("world_size", "temperature", "tokens"), [(1, 0.5, 0), (1, 1.0, 60), (2, 1.5, 45), (8, 0.8, 0)]
-)
-def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperature, tokens):
-    """Whatever the padding. So values are read where a token is predicted, and do not know it."""
-    batch = make_rollout()
-    policy, value_model = tiny_policy(temperature=temperature).double(), tiny_value_model().double()
-    sequences = sequences_of(vars(batch))
-    logprobs, _ = logprobs_and_entropies(policy.model, *zip(*sequences, strict=True), temperature)
-    values = [values_of(value_model.model, *pair).detach() for pair in sequences]
-    args = tiny_args(micro_batch_tokens=tokens)
-    inputs = batch.input_ids, batch.mask, batch.lengths
-    read_at = batch.mask.roll(-1, dims=1)
-    for model, rows, mask in ((policy, logprobs, batch.mask), (value_model, values, read_at)):
-        total = torch.zeros_like(batch.mask)
-        for rank in range(world_size):
-            accelerator = one_of_ranks(rank, world_size)
-            total += script.forward_all(accelerator, model, [range(8)], *inputs, 3, args)
-        torch.testing.assert_close(total[mask.bool()], torch.cat(rows), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -306,16 +284,6 @@ def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size
     for some, following in itertools.pairwise(passes):
         longer = some + following[:world_size]
         assert not fits(len(longer) // world_size, lengths[longer[-1]])
-
-
-def test_token_ids_may_be_lists_or_arrays():
-    """vLLM's are arrays, for they travel between ranks; those of prompts are lists."""
-    lists = sequences_of(vars(make_rollout()))
-    arrays = [(prompt, np.array(response, np.int32)) for prompt, response in lists]
-    for one, other in zip(script.collate(lists, "cpu"), script.collate(arrays, "cpu"), strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype
-    # No embedding takes anything else
-    assert script.collate(arrays, "cpu")[0].dtype == torch.int64
 
 
 # --------------------------------------------------------------------------------------- gradients

@@ -228,14 +228,6 @@ def test_each_layer_is_a_unit_and_is_gathered_in_the_dtype_of_the_flag(together)
             assert (gradient != gradient.bfloat16()).any(), part
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", SHARED)
-def test_reward_model_scores_any_number_of_responses(how, together):
-    """Five, one at a time: a rank that made a pass more would wait in it for ever."""
-    assert len(together.one["scores"]) == 5
-    assert getattr(together, how)["scores"] == pytest.approx(together.one["scores"], abs=1e-5)
-
-
 # ------------------------------------------------------------------------------------- checkpoints
 
 
@@ -255,9 +247,8 @@ def test_checkpoint_is_read_under_any_number_of_ranks(writer, reader, together):
     folder, saved = together.folder / f"checkpoint_{writer}", getattr(together, writer)["saved"]
     # The policy's optimizer had not stepped
     parts = {path.name for path in folder.iterdir()}
-    assert parts == {"policy", "value_model", "value_model_optimizer"}
-    _, states = saved["value_model"]
-    assert {state["step"].item() for state in states} == {2}
+    assert parts == saved.keys() == {"policy", "value_model", "value_model_optimizer"}
+    assert {state["step"].item() for state in saved["value_model_optimizer"].values()} == {2}
     found = getattr(together, reader)[folder.name]
     torch.testing.assert_close(found, saved, rtol=0, atol=0)
 

@@ -46,18 +46,7 @@ def test_advantages_are_those_of_the_definition(gamma, lam):
     torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
-def test_kl_estimators_are_those_of_the_paper():
-    formulas = {
-        "kl1": lambda d: d,
-        "kl2": lambda d: d * d / 2,
-        "kl3": lambda d: math.exp(-d) - 1 + d,
-    }
-    differences = torch.tensor([-3.0, -0.25, 0.0, 0.5, 2.0], dtype=torch.float64)
-    for estimator, formula in formulas.items():
-        penalty = script.kl_penalty(differences - 1, torch.full((5,), -1.0), estimator)
-        expected = [formula(d) for d in differences.tolist()]
-        assert penalty.tolist() == pytest.approx(expected, abs=1e-14)
-    # Of nearly equal policies, in float32, kl3 does not drown in rounding
+def test_kl3_of_nearly_equal_policies_does_not_drown_in_rounding():
     penalty = script.kl_penalty(torch.tensor([1e-4]), torch.tensor([0.0]), "kl3").item()
     assert penalty == pytest.approx(5e-9, rel=1e-2)
 

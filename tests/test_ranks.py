@@ -52,18 +52,6 @@ def test_engines_belong_to_the_first_ranks_of_each_node(nodes, learners, gpus, s
 # ------------------------------------------------------------------------- who answers which prompt
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_shares_are_those_of_the_definition(count, group):
-    """Group i of n goes to engine i * count // n."""
-    for num_groups in range(20):
-        items = [i for i in range(num_groups) for _ in range(group)]
-        shares = [items[script.share_of(len(items), index, count, group)] for index in range(count)]
-        assert [item for share in shares for item in share] == items
-        for index, share in enumerate(shares):
-            assert all(i * count // num_groups == index for i in share)
-
-
 class Engine(script.VLLM):
     """Says the first token of a prompt, and its seed; the version is 4."""
 

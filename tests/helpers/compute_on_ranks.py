@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ppo_vllm_async as ppo
@@ -144,18 +145,11 @@ def storages(accelerator):
     return updates
 
 
-def state_of(trained):
-    """{model: (its weights, what its optimizer knows of each)}, whole."""
+def state_of(trained, folder):
+    """{part of a checkpoint: its tensors, whole}, as models and optimizers have them now."""
     return {
-        name: (
-            [whole(p) for p in model.parameters()],
-            [
-                {key: whole(value) for key, value in optimizer.state[p].items()}
-                for p in model.parameters()
-                if p in optimizer.state
-            ],
-        )
-        for name, (model, optimizer) in trained.items()
+        path.name: tree_map_only(torch.Tensor, whole, state)
+        for state, path in ppo.checkpoint_parts(trained, folder)
     }
 
 
@@ -169,14 +163,14 @@ def step_and_save(accelerator, folder):
         optimizer.step()
         optimizer.zero_grad()
     ppo.save_models(trained, folder)
-    return state_of(trained)
+    return state_of(trained, folder)
 
 
 def load(accelerator, folder):
     """What a checkpoint gives to models and optimizers that were others."""
     trained = trained_models(accelerator, ppo, seed=7)
     ppo.load_models(trained, folder)
-    return state_of(trained)
+    return state_of(trained, folder)
 
 
 def look_at_units(accelerator, model, args):
@@ -228,15 +222,6 @@ def units(accelerator):
         name: look_at_units(accelerator, ppo.PolicyModel(model, args), args)
         for name, model in models.items()
     }
-
-
-def score(accelerator):
-    """Five responses, one at a time."""
-    args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
-    judge = rollouts.tiny_value_model(seed=3).requires_grad_(False).eval()
-    judge = ppo.place_model(accelerator, judge, args)
-    responses = rollouts.groups_of_equals()[:20:4]
-    return ppo.reward_model_scores(accelerator, judge, responses, args)
 
 
 # -------------------------------------------------------------------------------------- whole runs
@@ -320,7 +305,7 @@ def main():
     accelerator = Accelerator(cpu=name != "fsdp2", kwargs_handlers=[in_buckets])
     assert accelerator.is_fsdp2 == (name == "fsdp2")
     assert accelerator.num_processes == (1 if name == "one" else 2)
-    seen = {"scores": score(accelerator)}
+    seen = {}
     for case in CASES:
         name_of_script, tied, cut, rank = case
         script = importlib.import_module(name_of_script)
