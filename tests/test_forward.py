@@ -10,35 +10,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import GRPO, PPO, SCRIPTS, hooks
-from helpers.formulas import (
-    at,
-    log_softmax_of,
-    policy_sums,
-    surrogate_loss,
-    values_of,
-    weights_by_definition,
-)
+from helpers import GRPO, PPO, SCRIPTS, formulas, hooks, rollouts
 from helpers.loops import EPISODES
-from helpers.rollouts import (
-    SIZES,
-    STOP,
-    VOCAB,
-    cut_in_every_way,
-    gradients,
-    groups_of_equals,
-    in_float32,
-    make_rollout,
-    near_policy,
-    one_of_ranks,
-    response_of,
-    spoil_padding,
-    tiny_args,
-    tiny_classifier,
-    tiny_language_model,
-    tiny_policy,
-    tiny_value_model,
-)
+from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_args, tiny_policy
 from helpers.runs import sequences_of
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -73,7 +47,7 @@ def outputs_of(model):
 
 def test_dropout_of_the_checkpoint_is_off_and_gradient_checkpointing_on(tmp_path):
     sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=STOP))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=rollouts.STOP))
     model.save_pretrained(tmp_path)
     value_model = load_classifier(tmp_path)
     torch.nn.init.ones_(value_model.model.score.weight)  # zeros would hide a dropout
@@ -95,9 +69,9 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
     for name, weight in load_policy(saved_policy).model.model.state_dict().items():
         assert torch.equal(backbone[name], weight)
 
-    tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
+    rollouts.tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
     loaded = load_classifier(tmp_path / "value")
-    assert torch.equal(outputs_of(loaded), outputs_of(tiny_value_model(seed=7)))
+    assert torch.equal(outputs_of(loaded), outputs_of(rollouts.tiny_value_model(seed=7)))
     with pytest.raises(ValueError, match=r"lacks score\.weight"):  # of a reward model
         load_classifier(saved_policy, trained=False)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):  # its answers would be noise
@@ -110,7 +84,7 @@ def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
     tied, config_says, assets, accelerator, tmp_path
 ):
     """A checkpoint may have a head, and a config that says otherwise: vLLM starts from that."""
-    model = tiny_language_model(tie_word_embeddings=tied)
+    model = rollouts.tiny_language_model(tie_word_embeddings=tied)
     model.config.tie_word_embeddings = config_says or tied
     model.save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model")
@@ -127,7 +101,7 @@ def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
 
 def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_policy, tmp_path):
     """In bfloat16 an update of 1e-6 would leave a weight as it is, and many scores were equal."""
-    tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
+    rollouts.tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
     for load, folder in ((load_policy, saved_policy), (load_classifier, tmp_path / "value")):
         exact = outputs_of(load(folder))
         for is_trained in (True, False):
@@ -213,12 +187,12 @@ def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
 ):
     """The metrics must not keep them in memory through the next pass."""
     monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 5 * VOCAB + 1)
-    policy, value_model, logits, alive = tiny_policy(), tiny_value_model(), Logits(), []
+    policy, value_model, logits, alive = tiny_policy(), rollouts.tiny_value_model(), Logits(), []
     for model in (policy, value_model):
         model.register_forward_pre_hook(lambda *_: alive.append(logits.alive()))
     args = tiny_args(per_device_train_batch_size=3)
     with logits:
-        gradients(accelerator, (policy, value_model), in_float32(make_rollout()), args)
+        gradients(accelerator, (policy, value_model), rollouts.in_float32(make_rollout()), args)
     assert max(logits.sizes) == 5 * VOCAB
     assert [*alive, logits.alive()] == [0] * 7
 
@@ -226,11 +200,11 @@ def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
 @pytest.mark.parametrize("size", [1, 7, 32])
 def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator):
     """What else is in their micro-batch moves the last bits, which a group's deviation blows up."""
-    model, responses = tiny_value_model(seed=3), groups_of_equals()
+    model, responses = rollouts.tiny_value_model(seed=3), rollouts.groups_of_equals()
     # Of arrays of more than 1,000 numbers numpy prints the first and the last three alone
     ids = np.full((2, 1200), 5, np.int32)
     ids[1, 600] = 7
-    responses += [response_of(responses[0].prompt, row) for row in ids]
+    responses += [rollouts.response_of(responses[0].prompt, row) for row in ids]
     args = tiny_args(local_rollout_forward_batch_size=size)
     scores = script.reward_model_scores(accelerator, model, responses, args)
     score_of = {}
@@ -290,7 +264,7 @@ def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size
 
 
 def models_of(dtype=torch.float64):
-    return tiny_policy().to(dtype), tiny_value_model().to(dtype)
+    return tiny_policy().to(dtype), rollouts.tiny_value_model().to(dtype)
 
 
 def reference_gradient(policy, value_model, batch, args):
@@ -304,18 +278,18 @@ def reference_gradient(policy, value_model, batch, args):
         old, sampler, advantages, old_values, returns = (
             getattr(batch, name)[row, inside] for name in names
         )
-        every = log_softmax_of(policy.model, prompt, response, args.temperature)
-        ratio = (at(every, response) - old).exp()
+        every = formulas.log_softmax_of(policy.model, prompt, response, args.temperature)
+        ratio = (formulas.at(every, response) - old).exp()
         cliprange = args.cliprange
-        surrogate = surrogate_loss(ratio, advantages, cliprange, cliprange, args.dual_clip)
-        weights = weights_by_definition(old, sampler, args)
-        values = values_of(value_model.model, prompt, response)
+        surrogate = formulas.surrogate_loss(ratio, advantages, cliprange, cliprange, args.dual_clip)
+        weights = formulas.weights_by_definition(old, sampler, args)
+        values = formulas.values_of(value_model.model, prompt, response)
         limit = args.cliprange_value or math.inf
         near = values.clamp(old_values - limit, old_values + limit)
         squares = torch.stack([(values - returns) ** 2, (near - returns) ** 2])
         vf_loss = squares.amax(0) / 2
         loss = loss + (weights * surrogate).sum() + vf_loss.sum()
-        of_row = policy_sums(surrogate, weights, ratio, advantages, every, response, old)
+        of_row = formulas.policy_sums(surrogate, weights, ratio, advantages, every, response, old)
         of_row |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": squares[1] > squares[0]}
         sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
     parameters = [*policy.parameters(), *value_model.parameters()]
@@ -342,24 +316,24 @@ def reference_gradient(policy, value_model, batch, args):
 def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, options, failed):
     """A mean over tokens, not over responses, without the responses whose reward failed."""
     models = models_of()
-    batch = near_policy(make_rollout(), models[0], distance)
+    batch = rollouts.near_policy(make_rollout(), models[0], distance)
     batch.loss_mask[failed] = 0
     expected, expected_sums = reference_gradient(*models, batch, tiny_args(**options))
     if options:  # it binds
         plain, _ = reference_gradient(*models, batch, tiny_args())
         assert (expected - plain).norm() > 1e-3 * expected.norm()
     for model in models:
-        spoil_padding(model)
-    for found, sums in cut_in_every_way(models, batch, tiny_args(**options)):
+        rollouts.spoil_padding(model)
+    for found, sums in rollouts.cut_in_every_way(models, batch, tiny_args(**options)):
         assert (found - expected).norm() < 1e-10 * expected.norm()
-        assert sums["positions"] == sum(map(sum, SIZES)) <= sums["padded_positions"]
+        assert sums["positions"] == sum(map(sum, rollouts.SIZES)) <= sums["padded_positions"]
         for name, value in expected_sums.items():
             assert sums[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 def test_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
     """It is what remains of a mini-batch whose rewards all failed."""
-    models, batch = models_of(torch.float32), in_float32(make_rollout())
+    models, batch = models_of(torch.float32), rollouts.in_float32(make_rollout())
     batch.loss_mask.zero_()
     for accelerator_of_rank in (accelerator, one_of_ranks(1, 2)):
         vector, sums = gradients(accelerator_of_rank, models, batch, tiny_args())
@@ -372,7 +346,7 @@ def test_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
 def test_policy_that_does_not_train_costs_nothing(size, accelerator):
     """The value model's warm-up: the same gradient to the bit, and none of the policy."""
     policy, value_model = models_of(torch.float32)
-    batch, args = in_float32(make_rollout()), tiny_args(per_device_train_batch_size=size)
+    batch, args = rollouts.in_float32(make_rollout()), tiny_args(per_device_train_batch_size=size)
     _, with_policy = gradients(accelerator, (policy, value_model), batch, args)
     expected = torch.cat([p.grad.flatten() for p in value_model.parameters()])
     policy.forward = lambda *_: pytest.fail("the policy was computed")

@@ -7,31 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import hooks
-from helpers.formulas import (
-    at,
-    geometric_mean,
-    log_softmax_of,
-    policy_sums,
-    surrogate_loss,
-    weights_by_definition,
-)
+from helpers import formulas, hooks, rollouts
 from helpers.loops import EPISODES
-from helpers.rollouts import (
-    SIZES,
-    STOP,
-    VOCAB,
-    cut_in_every_way,
-    for_grpo,
-    gradients,
-    grpo_args,
-    in_float32,
-    make_rollout,
-    near_policy,
-    one_of_ranks,
-    spoil_padding,
-    tiny_policy,
-)
+from helpers.rollouts import STOP, VOCAB, gradients, grpo_args, one_of_ranks, tiny_policy
 from helpers.runs import sequences_of
 
 import grpo_vllm_async as grpo
@@ -73,11 +51,11 @@ def test_constant_group_is_exactly_zero(failed, score, normalization):
 
 
 def grpo_rollout(policy, distance):
-    """make_rollout's as near_policy has it, with one advantage a response; all are computed."""
-    batch = near_policy(make_rollout(), policy, distance)
+    """One whose old policy is near this one, with one advantage a response; all are computed."""
+    batch = rollouts.near_policy(rollouts.make_rollout(), policy, distance)
     generator = torch.Generator().manual_seed(5)
-    advantages = torch.randn(len(SIZES), 1, dtype=torch.float64, generator=generator)
-    return for_grpo(replace(batch, advantages=advantages * batch.mask))
+    advantages = torch.randn(len(rollouts.SIZES), 1, dtype=torch.float64, generator=generator)
+    return rollouts.for_grpo(replace(batch, advantages=advantages * batch.mask))
 
 
 def reference_gradient(policy, batch, args):
@@ -90,13 +68,13 @@ def reference_gradient(policy, batch, args):
         kept += 1
         names = ("logprobs", "ref_logprobs", "sampler_logprobs", "advantages")
         old, ref, sampler, advantages = (getattr(batch, name)[row, inside] for name in names)
-        every = log_softmax_of(policy.model, prompt, response, args.temperature)
-        new, level = at(every, response), args.importance_sampling_level
-        weights = weights_by_definition(old, sampler, args, level)
+        every = formulas.log_softmax_of(policy.model, prompt, response, args.temperature)
+        new, level = formulas.at(every, response), args.importance_sampling_level
+        weights = formulas.weights_by_definition(old, sampler, args, level)
         token_ratio = ratio = (new - old).exp()
         if level == "sequence":  # GSPO, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|)
-            ratio = geometric_mean(token_ratio).expand(len(response))
-        surrogate = surrogate_loss(
+            ratio = formulas.geometric_mean(token_ratio).expand(len(response))
+        surrogate = formulas.surrogate_loss(
             ratio, advantages, args.cliprange, args.cliprange_higher, args.dual_clip
         )
         # For these forms see test_kl_gradient_is_that_of_the_true_kl
@@ -112,7 +90,7 @@ def reference_gradient(policy, batch, args):
         per_token = weights * surrogate + args.beta * kl
         is_mean = args.loss_aggregation == "sequence"
         total = total + (per_token.mean() if is_mean else per_token.sum())
-        of_row = policy_sums(surrogate, weights, ratio, advantages, every, response, old)
+        of_row = formulas.policy_sums(surrogate, weights, ratio, advantages, every, response, old)
         if args.beta > 0:
             of_row["loss/kl_avg"] = kl
         sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
@@ -151,7 +129,7 @@ SEQUENCE_MASK = {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}
 def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, options, left_out):
     """Responses whose reward failed, and cut ones, may be left out of the loss and its mean."""
     policy, args = tiny_policy().double(), grpo_args(**options)
-    spoil_padding(policy)
+    rollouts.spoil_padding(policy)
     batch = grpo_rollout(policy, distance)
     batch.loss_mask[left_out] = 0
     expected, expected_sums = reference_gradient(policy, batch, args)
@@ -160,7 +138,7 @@ def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, opti
         assert (expected - plain).norm() > 1e-3 * expected.norm()
     if args.beta == 0:
         batch.ref_logprobs = None
-    for found, sums in cut_in_every_way([policy], batch, args):
+    for found, sums in rollouts.cut_in_every_way([policy], batch, args):
         assert (found - expected).norm() < 1e-10 * expected.norm()
         assert sums.keys() == expected_sums.keys() | {"positions", "padded_positions"}
         for name, value in expected_sums.items():
@@ -174,10 +152,12 @@ def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, opti
 def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, accelerator):
     """Every token there is, as often as it is sampled: the mean is the reverse KL's gradient."""
     policy, prompt, temperature = tiny_policy(seed=0).double(), [5, 7, 2], 0.8
-    new = log_softmax_of(policy.model, prompt, [STOP], temperature)[0]
+    new = formulas.log_softmax_of(policy.model, prompt, [STOP], temperature)[0]
     with torch.no_grad():
         old, sampler, ref = (
-            log_softmax_of(tiny_policy(seed).double().model, prompt, [STOP], temperature)[0]
+            formulas.log_softmax_of(tiny_policy(seed).double().model, prompt, [STOP], temperature)[
+                0
+            ]
             for seed in (old_seed, sampler_seed, 4)
         )
     (new.exp() * (new - ref)).sum().backward()
@@ -211,7 +191,7 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_nothing_to_learn_from_gives_a_finite_zero(aggregation, zeros, accelerator):
     policy = tiny_policy()
-    batch = in_float32(grpo_rollout(policy, 0.4))
+    batch = rollouts.in_float32(grpo_rollout(policy, 0.4))
     getattr(batch, zeros).zero_()
     args = grpo_args(per_device_train_batch_size=3, loss_aggregation=aggregation)
     gradient, sums = gradients(accelerator, [policy], batch, args)
@@ -236,7 +216,7 @@ def test_responses_without_advantage_need_not_be_computed(aggregation, level, ac
     rows = [0, 3, 6]  # of two ranks one has another row besides
     _, expected_sums = gradients(accelerator, [policy], batch, args, rows)
     batch.computed[[1, 2, 4, 5, 7]] = 0
-    for found, sums in cut_in_every_way([policy], batch, args):
+    for found, sums in rollouts.cut_in_every_way([policy], batch, args):
         assert (found - expected).norm() < 1e-10 * expected.norm()
         assert sums["tokens"] == batch.mask[rows].sum()
         for name in sums.keys() - {"positions", "padded_positions"}:
@@ -244,19 +224,14 @@ def test_responses_without_advantage_need_not_be_computed(aggregation, level, ac
 
 
 @pytest.mark.parametrize("count", range(13))
-def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(count):
-    """With DDP the others would wait for its gradients for ever."""
+def test_each_rank_has_as_many_rows_however_many_responses_are_computed(count):
+    """In a pass of its own a rank would wait for the others for ever."""
     mini_batch, computed = list(range(6, 18)), torch.zeros(24)
-    computed[[0, *random.Random(count).sample(mini_batch, count)]] = 1
+    needed = random.Random(count).sample(mini_batch, count)
+    computed[[0, *needed]] = 1
     rows = grpo.rows_to_compute(mini_batch, computed, num_ranks=3)
-    shares = [
-        grpo.cut_micro_batches(one_of_ranks(rank, 3), rows, torch.arange(2, 26), 2, grpo_args())
-        for rank in range(3)
-    ]
-    assert len({len(share) for share in shares}) == 1 and shares[0]
-    needed = {row for row in mini_batch if computed[row]}
-    assert needed <= set(rows) <= set(mini_batch)
-    assert len(rows) == len(set(rows)) <= max(3, len(needed) + 2)
+    assert len(rows) == len(set(rows)) == 3 * max(1, math.ceil(count / 3))
+    assert set(needed) <= set(rows) <= set(mini_batch)
 
 
 # ------------------------------------------------------------- log-probabilities before any update
@@ -267,7 +242,7 @@ def test_each_rank_makes_as_many_passes_however_many_responses_are_computed(coun
 def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, options):
     """To the bit, as the ratio, which is 1. What its weights are made of are those, too."""
     policy, args = tiny_policy(), grpo_args(per_device_train_batch_size=3, beta=0.0, **options)
-    batch = in_float32(grpo_rollout(policy, 0.4))
+    batch = rollouts.in_float32(grpo_rollout(policy, 0.4))
     batch.computed[[2, 5]] = 0
     inputs = batch.input_ids, batch.mask, batch.lengths
     size = args.per_device_train_batch_size
@@ -339,7 +314,7 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
         for row, of_row in enumerate(inside):
             if of_row.any():
                 ratios = (batch.logprobs - batch.sampler_logprobs)[row, of_row].double().exp()
-                means.append(geometric_mean(ratios).expand(len(ratios)))
+                means.append(formulas.geometric_mean(ratios).expand(len(ratios)))
         means = torch.cat(means)
         found = weights[inside].double()
         torch.testing.assert_close(found, means.clamp(max=2.0), rtol=1e-4, atol=1e-6)
