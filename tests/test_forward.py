@@ -371,10 +371,11 @@ def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerato
 
 
 def test_metrics_of_the_updates_are_means_over_the_tokens_of_all_ranks():
-    accelerator = SimpleNamespace(reduce=lambda tensor: 2 * tensor)  # two ranks with the same
-    sums = {"tokens": 2, "loss/value_avg": 3, "positions": 15, "padded_positions": 20}
+    # Another rank has sums of 0, 1, 2, ...
+    accelerator = SimpleNamespace(reduce=lambda tensor: tensor + torch.arange(len(tensor)))
+    sums = {"tokens": 4, "loss/value_avg": 5, "positions": 28, "padded_positions": 37}
     expected = {"loss/value_avg": 1.5, "perf/padding_fraction": 0.25}
-    of_policy = {"val/ratio": 3, "val/ratio_squared": 5}
+    of_policy = {"val/ratio": 2, "val/ratio_squared": 5}
     for more, expected_more in (({}, {}), (of_policy, {"val/ratio": 1.5, "val/ratio_var": 0.25})):
         given = {name: torch.tensor(float(total)) for name, total in (sums | more).items()}
         assert script.update_metrics(accelerator, given) == expected | expected_more

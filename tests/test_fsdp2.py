@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, fsdp2, rollouts
-from helpers.compute_on_ranks import CASES, step_and_save
+from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
 from helpers.processes import CPU, TWO_RANKS, environment
 from helpers.runs import without_clock
@@ -123,28 +123,23 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
             "per_device_train_batch_size": 4 // ranks,
             "local_rollout_forward_batch_size": 4 // ranks,
             "learning_rate": 1e-3,
+            "max_grad_norm": 0.1,
             "beta": 0.3,
             "temperature": 1.3,
             "non_stop_penalty": True,
             "penalty_reward_value": -1.0,
             "min_response_length": 4,
         }
+        value_rate = {"value_learning_rate": 2e-3}
         of_script = {
-            "ppo_sync.py": {"value_learning_rate": 2e-3, "reward_model_path": str(reward_model)},
-            "ppo_vllm_async.py": {"value_learning_rate": 2e-3, "micro_batch_tokens": 80},
-            "grpo_vllm_async.py": {"vllm_gpus": 2},  # so only the first rank has an engine
+            "ppo_sync.py": value_rate | {"reward_model_path": str(reward_model), "lora_rank": 4},
+            "ppo_vllm_async.py": value_rate | {"micro_batch_tokens": 80},
+            # Only the first rank has an engine, and not all responses are computed
+            "grpo_vllm_async.py": {"vllm_gpus": 2, "beta": 0.0},
         }
         return options | of_script[name]
 
     return options_of
-
-
-# Four steps, with a checkpoint after two; in PPO the value model learns alone until then
-FOUR = {
-    "ppo_sync.py": {"value_warmup_steps": 2, "lora_rank": 4},
-    "ppo_vllm_async.py": {"value_warmup_steps": 2},
-    "grpo_vllm_async.py": {},
-}
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +156,9 @@ def together(accelerator, options_of, tmp_path_factory):
         options["output_dir"] = str(folder / f"{how} {kind} {name}")
         copied = None
         if kind != "three":
-            options |= {"total_episodes": 4 * 32, "save_freq": 2} | FOUR[name]
+            options |= {"total_episodes": 4 * 32, "save_freq": 2}
+            if name in PPO:  # the value model learns alone until then
+                options["value_warmup_steps"] = 2
         if kind == "on":
             copied = str(folder / f"fsdp2 four {name}" / "run")
             options["resume_from_checkpoint"] = "latest"
@@ -185,18 +182,6 @@ def together(accelerator, options_of, tmp_path_factory):
 def run_of(together, how, kind, name):
     run_dir = together.folder / f"{how} {kind} {name}" / "run"
     return SimpleNamespace(run_dir=run_dir, metrics=read_json_lines(run_dir / "metrics.jsonl"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", SHARED)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_their_norm_and_the_step_are_those_of_one_process(case, how, together):
-    found, expected = getattr(together, how)[case], together.one[case]
-    assert expected["policy norm"] > 1  # so it is clipped
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.dtype == torch.float64
-        assert (found[name] - value).norm() < 1e-10 * value.norm(), name
 
 
 @pytest.mark.slow
@@ -299,9 +284,11 @@ def test_metrics_and_weights_of_three_steps_are_those_of_one_process(
     if name in GRPO and how == "fsdp2":  # what is gathered shares no memory: it is saved twice
         assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"])
     assert found.keys() == expected.keys() == first.keys()
+    is_merged = name == "ppo_sync.py"  # in float32, of layers with an adapter
     for weight, value in expected.items():
-        assert (value - first[weight]).abs().max() > 1e-4  # it has learnt
-        assert (found[weight] - value).abs().max() < 1e-8
+        has_learnt = (value - first[weight]).abs().max() > 1e-4
+        assert has_learnt == (not is_merged or "proj.weight" in weight)
+        assert (found[weight] - value).abs().max() < (1e-6 if is_merged else 1e-8)
     model, report = AutoModelForCausalLM.from_pretrained(folders[0], output_loading_info=True)
     assert not any(report.values())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name in GRPO)

@@ -36,13 +36,6 @@ from helpers.hooks import around
 from helpers.loops import sample_digits
 from helpers.processes import flags_of
 
-ROWS = range(8)
-CUTS = {"rows": {"per_device_train_batch_size": 1}, "tokens": {"micro_batch_tokens": 45}}
-NAMES = ("ppo_vllm_async", "grpo_vllm_async")
-# A script, whether its policy's head is tied, how micro-batches are cut, the rank of an adapter
-CASES = [(name, tied, cut, 0) for name in NAMES for tied in (False, True) for cut in CUTS]
-CASES += [(name, True, "rows", 3) for name in NAMES]
-
 
 def whole(tensor):
     tensor = tensor.detach()
@@ -56,58 +49,6 @@ def in_float64(script):
 
 
 # ----------------------------------------------------------------------- models, without any main()
-
-
-def with_adapter(model, args):
-    """The model with an adapter that is far from 0."""
-    ppo.add_adapter(model.requires_grad_(False), args)
-    rollouts.make_noise(model, seed=3)
-    return model
-
-
-def trained_models(accelerator, script, tied=False, seed=0, rank=0):
-    """{name: (model, its optimizer)}, in float64."""
-    args = rollouts.tiny_args(dtype="float64", lora_rank=rank)
-    model = rollouts.tiny_language_model(seed, tie_word_embeddings=tied)
-    models = {"policy": script.PolicyModel(model, args)}
-    if script is ppo:
-        models["value_model"] = script.ValueModel(rollouts.tiny_classifier(seed + 1), args)
-    trained = {}
-    for name, model in models.items():
-        if rank > 0:
-            with_adapter(model.model, args)
-            if name == "value_model":
-                model.model.score.requires_grad_()
-        with in_float64(script):
-            model = script.place_model(accelerator, model.double(), args)
-        trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    return trained
-
-
-def update(accelerator, script, trained, cut):
-    """One update of all models: their gradients, their norms, their weights after it."""
-    batch, changes = rollouts.make_rollout(), {"max_grad_norm": 0.1, **CUTS[cut]}
-    models = [model for model, _ in trained.values()]
-    if script is ppo:
-        args = rollouts.tiny_args(**changes)
-        ppo.accumulate_gradients(accelerator, *models, batch, ROWS, True, args)
-    else:
-        computed = torch.ones(len(ROWS), dtype=torch.float64)
-        computed[4] = 0  # the ranks fill up
-        batch, args = rollouts.for_grpo(batch, computed), rollouts.grpo_args(**changes)
-        script.accumulate_gradients(accelerator, *models, batch, ROWS, False, args)
-    seen = {}
-    for name, (model, optimizer) in trained.items():
-        gradients = [whole(p.grad).flatten() for p in model.parameters() if p.requires_grad]
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        norm = script.apply_gradients(accelerator, model, optimizer, 1e-2, batch, None, args)
-        weights = [whole(p).flatten() for p in model.parameters()]
-        seen |= {
-            f"{name} gradient": torch.cat(gradients),
-            f"{name} norm": norm[None],
-            f"{name} weights": torch.cat(weights),
-        }
-    return seen
 
 
 def storages(accelerator):
@@ -137,12 +78,23 @@ def storages(accelerator):
     with mock.patch.object(torch.Tensor, "backward", torch.Tensor.backward):
         around(torch.Tensor, "backward", note_pass)
         for _ in range(4):
-            ppo.accumulate_gradients(accelerator, policy, value_model, batch, ROWS, True, args)
+            ppo.accumulate_gradients(accelerator, policy, value_model, batch, range(8), True, args)
             ppo.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
             updates.append(([*buckets], [*in_passes]))
             buckets.clear()
             in_passes.clear()
     return updates
+
+
+def trained_models(accelerator, seed=0):
+    """{name: (model, its optimizer)}, in float64."""
+    args, trained = rollouts.tiny_args(dtype="float64"), {}
+    models = {"policy": rollouts.tiny_policy(seed), "value_model": rollouts.tiny_value_model(seed)}
+    for name, model in models.items():
+        with in_float64(ppo):
+            model = ppo.place_model(accelerator, model.double(), args)
+        trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    return trained
 
 
 def state_of(trained, folder):
@@ -155,7 +107,7 @@ def state_of(trained, folder):
 
 def step_and_save(accelerator, folder):
     """A checkpoint in a value warm-up: the policy's optimizer has not stepped. And what it has."""
-    trained = trained_models(accelerator, ppo)
+    trained = trained_models(accelerator)
     value_model, optimizer = trained["value_model"]
     batch = rollouts.make_rollout()
     for scale in (1.0, 2.0):
@@ -168,7 +120,7 @@ def step_and_save(accelerator, folder):
 
 def load(accelerator, folder):
     """What a checkpoint gives to models and optimizers that were others."""
-    trained = trained_models(accelerator, ppo, seed=7)
+    trained = trained_models(accelerator, seed=7)
     ppo.load_models(trained, folder)
     return state_of(trained, folder)
 
@@ -209,13 +161,15 @@ def look_at_units(accelerator, model, args):
 def units(accelerator):
     """Of policies in bfloat16: a trained one, one with an adapter, a frozen one of another kind."""
     args = rollouts.tiny_args(dtype="bfloat16", lora_rank=3)
+    adapted = rollouts.tiny_language_model().bfloat16().requires_grad_(False)
+    ppo.add_adapter(adapted, args)
+    rollouts.make_noise(adapted, seed=3)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    sizes += ("num_attention_heads", "num_key_value_heads")
-    config = rollouts.tiny_config()
-    llama = LlamaForCausalLM(LlamaConfig(**{size: getattr(config, size) for size in sizes}))
+    sizes = {size: getattr(adapted.config, size) for size in sizes} | {"num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
     models = {
         "trained": rollouts.tiny_language_model(),
-        "adapted": with_adapter(rollouts.tiny_language_model().bfloat16(), args),
+        "adapted": adapted,
         "frozen": llama.bfloat16().eval().requires_grad_(False),
     }
     return {
@@ -306,11 +260,6 @@ def main():
     assert accelerator.is_fsdp2 == (name == "fsdp2")
     assert accelerator.num_processes == (1 if name == "one" else 2)
     seen = {}
-    for case in CASES:
-        name_of_script, tied, cut, rank = case
-        script = importlib.import_module(name_of_script)
-        trained = trained_models(accelerator, script, tied, rank=rank)
-        seen[case] = update(accelerator, script, trained, cut)
     if name == "ddp":
         seen["storages"] = storages(accelerator)
     if name == "fsdp2":

@@ -13,6 +13,7 @@ from helpers.formulas import logprobs_and_entropies
 from helpers.runs import sequences_of
 
 VOCAB, STOP, PAD = 23, 1, 0
+INTEGERS = {"input_ids", "lengths"}
 # (prompt length, response length)
 SIZES = [(3, 1), (9, 12), (1, 5), (4, 2), (7, 9), (2, 7), (5, 3), (6, 11)]
 
@@ -121,12 +122,8 @@ def noise_of_tokens(mask, generator):
 
 def in_float32(batch):
     """A copy, whose tensors are of the dtype of a real run."""
-    tensors = {
-        name: value.float()
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-    return replace(batch, **tensors)
+    tensors = {name: value for name, value in vars(batch).items() if name not in INTEGERS}
+    return replace(batch, **{name: value.float() for name, value in tensors.items()})
 
 
 def near_policy(batch, policy, distance, temperature=0.8):
@@ -210,8 +207,8 @@ def cut_in_every_way(models, batch, args):
         yield (one + other) / 2, {name: sums[name] + other_sums[name] for name in sums}
 
 
-def groups_of_equals(groups=32, samples=4):
-    """Responses, of which those of a group are the same token ids.
+def groups_of_equals():
+    """32 groups of four responses, of which those of a group are the same token ids.
 
     One prompt has two groups, and one response comes after two prompts.
     """
@@ -221,15 +218,12 @@ def groups_of_equals(groups=32, samples=4):
         count = int(torch.randint(1, most + 1, (1,), generator=generator))
         return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
 
-    pairs = [(ids(most=9), ids(most=12)) for _ in range(groups)]
+    pairs = [(ids(most=9), ids(most=12)) for _ in range(32)]
     pairs[1] = (pairs[0][0], pairs[1][1])
     pairs[3] = (pairs[3][0], pairs[2][1])
     # A reward model may have a chat template of its own
-    return [
-        response_of(script.Prompt("", "", [2], prompt, None, None, None), ids)
-        for prompt, ids in pairs
-        for _ in range(samples)
-    ]
+    prompts = [script.Prompt("", "", [2], prompt, None, None, None) for prompt, _ in pairs]
+    return [response_of(prompts[i // 4], pairs[i // 4][1]) for i in range(4 * len(pairs))]
 
 
 def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
