@@ -46,9 +46,12 @@ def test_advantages_are_those_of_the_definition(gamma, lam):
     torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
-def test_kl3_of_nearly_equal_policies_does_not_drown_in_rounding():
-    penalty = script.kl_penalty(torch.tensor([1e-4]), torch.tensor([0.0]), "kl3").item()
-    assert penalty == pytest.approx(5e-9, rel=1e-2)
+def test_kl_estimators_are_those_of_the_paper():
+    """Also of nearly equal policies, where kl3 could drown in rounding."""
+    expected = {"kl1": [-3.0, 1e-4], "kl2": [4.5, 5e-9], "kl3": [math.exp(3) - 1 - 3, 5e-9]}
+    for estimator, values in expected.items():
+        found = script.kl_penalty(torch.tensor([-3.0, 1e-4]), torch.zeros(2), estimator)
+        assert found.tolist() == pytest.approx(values, rel=1e-2), estimator
 
 
 @pytest.mark.parametrize(("warm_up", "updates"), [(0, 5), (1, 12), (4, 12), (10, 10**4)])

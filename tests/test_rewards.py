@@ -239,11 +239,9 @@ def test_reward_gets_what_it_asks_for(function, metrics, monkeypatch):
 
 # --------------------------------------------------------------------------------------- workers
 
-FAILING = """
+DOES_AS_IT_IS_TOLD = """
 import ctypes, os, re, subprocess, sys, time
 from pathlib import Path
-
-HERE = Path(__file__).parent
 
 class Unreadable(Exception):
     def __init__(self, *, line):  # pickle makes it again from its arguments, and there it fails
@@ -255,60 +253,36 @@ class Unprintable(Exception):
 
 def leave_a_child():
     child = subprocess.Popen(["sleep", "300"], close_fds=False)
-    (HERE / "child").write_text(str(child.pid))
-
-def right(): return 1.0
-def raises(): raise OSError("the grader is out of paper")
-def unreadable(): raise Unreadable(line=12)
-def unprintable(): raise Unprintable
-def sys_exit(): sys.exit()
-def os_exit(): os._exit(0)
-def reads_nowhere(): ctypes.string_at(0)
-def hangs(): time.sleep(1000)
-def holds_the_gil(): re.match("(a|aa)+$", 99 * "a" + "b")
-
-def child_and_exit():
-    leave_a_child()
-    os._exit(3)
-
-def child_and_right():
-    leave_a_child()
-    return 1.0
-
-def forks():
-    child = os.fork()
-    if child == 0:
-        return 0.0
-    os.waitpid(child, 0)
-    return 1.0
+    Path(__file__).with_name("child").write_text(str(child.pid))
 
 def score(data_source, response, ground_truth, extra_info):
-    return globals()[response]()
+    scope = dict(globals(), answer=1.0)
+    exec(response, scope)
+    return scope["answer"]
 """
-
-
-def line_of(way):
-    lines = FAILING.splitlines()
-    return next(i for i, line in enumerate(lines, start=1) if line.startswith(f"def {way}("))
-
-
+FORKS = """
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+else:
+    answer = 0.0
+"""
 DIED = "BrokenProcessPool"
 LATE = "TimeoutError: no answer"
-# What the function does: what the cause must hold; None: it is right
+# What a response has the function do: what the cause must hold; None: it is right
 WAYS_TO_FAIL = {
-    "raises": f'File "PATH", line {line_of("raises")}, in raises',
-    "unreadable": f'File "PATH", line {line_of("unreadable")}, in unreadable',
-    "unprintable": "",
-    "sys_exit": "SystemExit",
-    "os_exit": DIED,
-    "reads_nowhere": DIED,
-    "hangs": LATE,
-    "holds_the_gil": LATE,
-    "child_and_exit": DIED,
+    "raise OSError('no paper')": 'File "<string>", line 1, in <module>\nOSError: no paper',
+    "raise Unreadable(line=12)": "Unreadable: line 12",
+    "raise Unprintable": "",
+    "sys.exit()": "SystemExit",
+    "os._exit(0)": DIED,
+    "ctypes.string_at(0)": DIED,
+    "time.sleep(1000)": LATE,
+    "re.match('(a|aa)+$', 99 * 'a' + 'b')": LATE,  # it holds the GIL
+    "leave_a_child(); os._exit(3)": DIED,
     # An answer of the child would be taken for this call's, and this call's for the next one's
-    "forks": None,
+    FORKS: None,
 }
-
 RIGHT = (1.0, None)
 
 
@@ -346,8 +320,8 @@ def test_worker_that_gives_no_answer_in_time_is_replaced(monkeypatch):
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory):
-    """The file of all these functions; and workers for it, which the tests share."""
-    path = write_text(tmp_path_factory.mktemp("rewards") / "reward_of_test.py", FAILING)
+    """The file of that function; and workers for it, which the tests share."""
+    path = write_text(tmp_path_factory.mktemp("rewards") / "reward_of_test.py", DOES_AS_IT_IS_TOLD)
     workers, args = start_workers(path)
     yield SimpleNamespace(path=path, parts=(workers, args))
     assert workers.qsize() == len(script.process_groups) == 2
@@ -364,18 +338,15 @@ def child_of(failing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+@pytest.mark.parametrize("way", WAYS_TO_FAIL, ids=str.strip)
 def test_whatever_a_reward_does_costs_its_own_response_alone(way, failing):
-    first, failed, *others = grade(*failing.parts, "right", way, "right", "right")
+    cause = WAYS_TO_FAIL[way]
+    first, (score, failure), *others = grade(*failing.parts, "pass", way, "pass", "pass")
     assert [first, *others] == [RIGHT] * 3
-    if WAYS_TO_FAIL[way] is None:
-        assert failed == RIGHT
-    else:
-        score, failure = failed
-        assert score is None and WAYS_TO_FAIL[way].replace("PATH", str(failing.path)) in failure
-    if way == "child_and_exit":
+    assert (score, failure) == RIGHT if cause is None else score is None and cause in failure
+    if "leave_a_child" in way:
         wait_until(lambda: not child_of(failing), 10, "the end of what the reward started")
-    assert grade(*failing.parts, *["right"] * 4) == [RIGHT] * 4
+    assert grade(*failing.parts, *["pass"] * 4) == [RIGHT] * 4
 
 
 @pytest.mark.slow
@@ -384,15 +355,15 @@ def test_worker_killed_while_idle_costs_one_response(failing):
     victim = psutil.Process(group)
     victim.kill()
     wait_until(lambda: not alive([victim]), 10, "the end of an idle worker")
-    found = grade(*failing.parts, *["right"] * 4)
+    found = grade(*failing.parts, *["pass"] * 4)
     assert sorted(failure is None for _, failure in found) == [False, True, True, True]
-    assert grade(*failing.parts, *["right"] * 4) == [RIGHT] * 4
+    assert grade(*failing.parts, *["pass"] * 4) == [RIGHT] * 4
 
 
 @pytest.mark.slow
 def test_what_a_reward_has_started_ends_with_the_run(failing, monkeypatch):
     monkeypatch.setattr(script, "process_groups", [])
-    assert grade(*start_workers(failing.path, count=1), "child_and_right") == [RIGHT]
+    assert grade(*start_workers(failing.path, count=1), "leave_a_child()") == [RIGHT]
     assert child_of(failing)
     script.end_children()
     wait_until(lambda: not child_of(failing), 10, "the end of what the reward started")
@@ -407,26 +378,18 @@ def test_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
 
 @pytest.mark.slow
 def test_import_is_not_on_the_clock_of_a_call(tmp_path, monkeypatch):
-    slow = "import os, time\ntime.sleep(1.5)\n"
-    slow += "def score(data_source, response, ground_truth, extra_info):\n"
-    slow += "    return os._exit(1) if response == 'exit' else 1.0\n"
+    path = write_text(tmp_path / "slow_reward.py", f"{DOES_AS_IT_IS_TOLD}\ntime.sleep(1.5)\n")
     monkeypatch.setattr(script, "process_groups", [])
-    parts = start_workers(write_text(tmp_path / "slow_reward_of_test.py", slow), count=1)
-    (_, failure), *others = grade(*parts, "exit", "right", "right")
+    parts = start_workers(path, count=1)
+    (_, failure), *others = grade(*parts, "os._exit(1)", "pass", "pass")
     script.end_children()
     assert DIED in failure and others == [RIGHT] * 2
 
 
-IS_BUSY = """
-import os, re
-from pathlib import Path
-
-def be_busy():
-    Path(__file__).with_name("busy").touch()
-    re.match("(a|aa)+$", 99 * "a" + "b")  # holds the GIL for longer than anybody lives
-
+BE_BUSY = """
+Path("busy").touch()
+re.match("(a|aa)+$", 99 * "a" + "b")  # holds the GIL for longer than anybody lives
 """
-BUSY = {"in a call": "def score(*_, **__):\n    be_busy()\n", "at its start": "be_busy()\n"}
 CALLS = """
 import sys
 import ppo_vllm_async as script
@@ -434,18 +397,20 @@ import ppo_vllm_async as script
 if __name__ == "__main__":
     executor, _ = script.start_reward_worker(sys.argv[1])
     prompt = script.Prompt("", "", [], [], "", "", None)
-    call = script.call_reward_fn, sys.argv[1], script.Response(prompt, [], [], stopped=True)
-    executor.submit(*call).result()
+    response = script.Response(prompt, [], [], stopped=True, text=sys.argv[2])
+    executor.submit(script.call_reward_fn, sys.argv[1], response).result()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", BUSY)
-def test_killed_script_leaves_no_worker_that_holds_the_gil(when, tmp_path):
-    path = write_text(tmp_path / "reward_that_is_busy.py", IS_BUSY + BUSY[when])
+@pytest.mark.parametrize("at_its_start", [False, True])
+def test_killed_script_leaves_no_worker_that_holds_the_gil(at_its_start, tmp_path):
+    text = DOES_AS_IT_IS_TOLD + (BE_BUSY if at_its_start else "")
+    path = write_text(tmp_path / "busy_reward.py", text)
     program, mark = write_text(tmp_path / "calls.py", CALLS), new_mark()
     process = subprocess.Popen(
-        [sys.executable, str(program), f"{path}:score"],
+        [sys.executable, str(program), f"{path}:score", BE_BUSY],
+        cwd=tmp_path,
         env=environment(mark | {"PYTHONPATH": str(REPO)}),
         start_new_session=True,
     )
