@@ -9,17 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_reward_model
-from helpers import SCRIPTS, TRAINER, preference_pairs
+from helpers import SCRIPTS, TRAINER, formulas, preference_pairs, rollouts
 from helpers.files import write_rows
-from helpers.rollouts import (
-    VOCAB,
-    gradients,
-    in_float32,
-    make_rollout,
-    one_of_ranks,
-    tiny_args,
-    tiny_policy,
-)
+from helpers.rollouts import VOCAB, make_rollout, tiny_args
 from helpers.runs import sequences_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -39,19 +31,7 @@ from transformers import (
 
 import ppo_vllm_async as script
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # so that logits come near a limit, and tokens matter to each other
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "num_labels": 1,
-}
+SIZES = rollouts.CONFIG | {"num_labels": 1}
 WHOLE_HEADS = SIZES | {"num_key_value_heads": 2}
 # Gemma limits its logits, Cohere and Granite scale them
 FAMILIES = {
@@ -83,43 +63,21 @@ def make_models(name, dtype):
 # ------------------------------------------------------------------------ attention without a mask
 
 
-@torch.no_grad()
-def masked_outputs(models, batch):
-    """Log-probabilities and values of the response tokens: (tokens,) each.
-
-    Prompts are padded on the left and responses on the right, with an attention mask that hides the
-    padding and positions that do not count it.
-    """
-    sequences = sequences_of(vars(batch))
-    width = max(len(prompt) for prompt, _ in sequences)
-    length = width + max(len(response) for _, response in sequences)
-    ids, attention_mask = torch.zeros(2, len(sequences), length, dtype=torch.int64)
-    inside = torch.zeros_like(ids, dtype=torch.bool)
-    for row, (prompt, response) in enumerate(sequences):
-        start, end = width - len(prompt), width + len(response)
-        ids[row, start:end] = torch.tensor(prompt + response)
-        attention_mask[row, start:end] = 1
-        inside[row, width:end] = True
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
-    policy, *value_models = models
-    logits = policy.model(ids, **inputs).logits[:, :-1] / policy.args.temperature
-    outputs = [torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)]
-    for value_model in value_models:
-        hidden = value_model.model.base_model(ids, **inputs).last_hidden_state[:, :-1]
-        outputs.append(value_model.model.score(hidden).squeeze(-1))
-    return [output[inside[:, 1:]] for output in outputs]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_without_a_mask_say_what_masked_ones_do(name):
+@torch.no_grad()
+def test_padded_rows_say_without_a_mask_what_each_says_alone(name):
     """Also where a model limits or scales its logits."""
     models, batch = make_models(name, torch.float64), make_rollout()
     policy, *value_models = models
-    with torch.no_grad():
-        outputs = [policy(batch.input_ids, batch.mask)[0]]
-        outputs += [model(batch.input_ids, batch.mask).roll(1, dims=1) for model in value_models]
-    for found, expected in zip(outputs, masked_outputs(models, batch), strict=True):
+    sequences, inputs = sequences_of(vars(batch)), (batch.input_ids, batch.mask)
+    pairs = zip(*sequences, strict=True)
+    logprobs, _ = formulas.logprobs_and_entropies(policy.model, *pairs, policy.args.temperature)
+    ways = [(policy(*inputs)[0], logprobs)]
+    for one in value_models:
+        values = [formulas.values_of(one.model, *pair) for pair in sequences]
+        ways.append((one(*inputs).roll(1, dims=1), values))
+    for found, expected in ways:
+        expected = torch.cat(expected)
         assert expected.std() > 0.05
         torch.testing.assert_close(found[batch.mask.bool()], expected, rtol=0, atol=1e-10)
 
@@ -142,7 +100,9 @@ def test_no_mask_comes_to_the_attention_but_for_a_sliding_window(
         if gradient_checkpointing:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    gradients(one_of_ranks(0, 1), models, in_float32(make_rollout()), tiny_args())
+    rollouts.gradients(
+        rollouts.one_of_ranks(0, 1), models, rollouts.in_float32(make_rollout()), tiny_args()
+    )
     without = (True, True)
     assert without in calls or name == "Mistral"
     assert (set(calls) == {without}) == (name not in WITH_A_WINDOW)
@@ -162,7 +122,7 @@ def test_reward_trainer_refuses_an_encoder(assets, tmp_path):
     """Before it trains one that nothing could use: its tokens attend to later ones."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     tokenizer.save_pretrained(tmp_path)
-    sizes = SIZES | {"vocab_size": len(tokenizer), "eos_token_id": 1, "initializer_range": 0.5}
+    sizes = SIZES | {"vocab_size": len(tokenizer), "initializer_range": 0.5}
     config = Gemma3TextConfig(**sizes, head_dim=16, use_bidirectional_attention=True)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "5=", "chosen": "5", "rejected": "3"}])
@@ -195,7 +155,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "in_head"), [("bfloat16", True), ("float32", False)])
 def test_tf32_is_for_the_products_of_the_head_alone(dtype, in_head):
     """A switch for the whole process would round rotary embeddings of positions above 2,048."""
-    policy, batch = tiny_policy(), in_float32(make_rollout())
+    policy, batch = rollouts.tiny_policy(), rollouts.in_float32(make_rollout())
     policy.args = tiny_args(dtype=dtype)
     with Products() as products:
         logprobs, entropies = policy(batch.input_ids, batch.mask)

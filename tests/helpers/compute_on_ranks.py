@@ -164,9 +164,7 @@ def units(accelerator):
     adapted = rollouts.tiny_language_model().bfloat16().requires_grad_(False)
     ppo.add_adapter(adapted, args)
     rollouts.make_noise(adapted, seed=3)
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    sizes = {size: getattr(adapted.config, size) for size in sizes} | {"num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    llama = LlamaForCausalLM(LlamaConfig(**rollouts.CONFIG))
     models = {
         "trained": rollouts.tiny_language_model(),
         "adapted": adapted,

@@ -18,33 +18,31 @@ INTEGERS = {"input_ids", "lengths"}
 SIZES = [(3, 1), (9, 12), (1, 5), (4, 2), (7, 9), (2, 7), (5, 3), (6, 11)]
 
 
-def tiny_config(**changes):
-    options = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,  # far from uniform, so that a mistake shows
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": STOP,
-        "pad_token_id": PAD,
-    }
-    return Qwen2Config(**options | changes)
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # far from uniform, so that a mistake shows
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "pad_token_id": PAD,
+}
 
 
 def tiny_language_model(seed=0, **changes):
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(tiny_config(**changes))
+    return Qwen2ForCausalLM(Qwen2Config(**CONFIG | changes))
 
 
 def tiny_classifier(seed, **changes):
     """One label, as reward and value models have."""
     torch.manual_seed(seed)
-    return Qwen2ForSequenceClassification(tiny_config(num_labels=1, **changes))
+    return Qwen2ForSequenceClassification(Qwen2Config(**CONFIG | {"num_labels": 1} | changes))
 
 
 TINY = {
