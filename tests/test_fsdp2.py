@@ -18,7 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, fsdp2, rollouts
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
 from helpers.processes import CPU, TWO_RANKS, environment
@@ -106,36 +106,23 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(tied)
     AutoTokenizer.from_pretrained(assets / "model").save_pretrained(tied)
 
-    def options_of(name, ranks):
-        options = {
-            "dataset": str(few_prompts / "train.parquet"),
-            "eval_dataset": str(few_prompts / "test.parquet"),
-            "model_name_or_path": str(tied if name in GRPO else assets / "model"),
+    def options_of(name, ranks, folder=None):
+        options = loops.options_of(name, few_prompts, folder) | {
+            "eval_dataset": few_prompts / "test.parquet",
             "eval_prompts": 7,  # which is a multiple of no number of ranks
             "num_evals": 1,
-            "run_name": "run",
-            "dtype": "float32",
-            "response_length": 6,
             "total_episodes": 3 * 32,  # three steps of two updates
             "local_rollout_batch_size": 8 // ranks,
-            "number_samples_per_prompt": 4,
             "local_mini_batch_size": 16 // ranks,
             "per_device_train_batch_size": 4 // ranks,
             "local_rollout_forward_batch_size": 4 // ranks,
-            "learning_rate": 1e-3,
             "max_grad_norm": 0.1,
-            "beta": 0.3,
-            "temperature": 1.3,
-            "non_stop_penalty": True,
-            "penalty_reward_value": -1.0,
-            "min_response_length": 4,
         }
-        value_rate = {"value_learning_rate": 2e-3}
         of_script = {
-            "ppo_sync.py": value_rate | {"reward_model_path": str(reward_model), "lora_rank": 4},
-            "ppo_vllm_async.py": value_rate | {"micro_batch_tokens": 80},
+            "ppo_sync.py": {"reward_model_path": reward_model, "lora_rank": 4},
+            "ppo_vllm_async.py": {"micro_batch_tokens": 80},
             # Only the first rank has an engine, and not all responses are computed
-            "grpo_vllm_async.py": {"vllm_gpus": 2, "beta": 0.0},
+            "grpo_vllm_async.py": {"model_name_or_path": tied, "vllm_gpus": 2, "beta": 0.0},
         }
         return options | of_script[name]
 
@@ -152,15 +139,15 @@ def together(accelerator, options_of, tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("together"), SimpleNamespace()
 
     def entry(how, kind, name):
-        options = options_of(name, 1 if how == "one" else 2)
-        options["output_dir"] = str(folder / f"{how} {kind} {name}")
+        ranks = 1 if how == "one" else 2
+        options = options_of(name, ranks, folder / f"{how} {kind} {name}")
         copied = None
         if kind != "three":
             options |= {"total_episodes": 4 * 32, "save_freq": 2}
             if name in PPO:  # the value model learns alone until then
                 options["value_warmup_steps"] = 2
         if kind == "on":
-            copied = str(folder / f"fsdp2 four {name}" / "run")
+            copied = folder / f"fsdp2 four {name}" / "run"
             options["resume_from_checkpoint"] = "latest"
         return name, options, kind == "three", copied
 
@@ -168,7 +155,7 @@ def together(accelerator, options_of, tmp_path_factory):
     kinds = {"ddp": ("three",), "fsdp2": ("three", "four", "on"), "one": ("three", "on")}
     for how in kinds:
         entries = [entry(how, kind, name) for kind in kinds[how] for name in SCRIPTS]
-        (folder / f"{how}.json").write_text(json.dumps(entries))
+        (folder / f"{how}.json").write_text(json.dumps(entries, default=str))
         launcher = () if how == "one" else TWO_RANKS
         command = [sys.executable, *launcher, str(PROGRAM), str(folder), how]
         env = environment(CPU | {"OMP_NUM_THREADS": "1"})
