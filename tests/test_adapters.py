@@ -78,6 +78,7 @@ def test_every_linear_layer_but_the_head_has_an_adapter_and_the_rest_is_frozen(d
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     modules = {name.rsplit(".lora_")[0].split(".")[-1] for name in found}
     assert modules == set(LAYERS) and found.keys() == adapter_of(model).keys()
+    assert dict(script.gather_weights(model, args)).keys() == found.keys()  # no more is sent
     assert len(found) == 2 * 2 * len(LAYERS)
     assert {p.dtype for p in found.values()} == {torch.float32}
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}

@@ -18,6 +18,7 @@ from unittest import mock
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
+import pytest
 import torch
 import tyro
 from accelerate import Accelerator
@@ -208,16 +209,16 @@ class StubVLLM:
 
 @contextlib.contextmanager
 def main_in_float64(script):
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(in_float64(script))
-        for name, argument in (("place_model", "model"), ("forward_all", "mask")):
+    def with_double(argument):
+        def instead(call, given):
+            given[argument] = given[argument].double()
+            return call()
 
-            def to_double(call, given, argument=argument):
-                given[argument] = given[argument].double()
-                return call()
+        return instead
 
-            stack.enter_context(mock.patch.object(script, name, getattr(script, name)))
-            around(script, name, to_double)
+    with in_float64(script), pytest.MonkeyPatch.context() as patch:
+        around(script, "place_model", with_double("model"), put=patch.setattr)
+        around(script, "forward_all", with_double("mask"), put=patch.setattr)
         yield
 
 
