@@ -48,7 +48,8 @@ Helpers, in tests/helpers.
     loops, hooks        main() with a stub of vLLM; how tests stand in a function's way
     real_vllm, faked_cuda, stub_vllm
                         an engine to ask; in place of CUDA; in place of vLLM
-    saving_batches, wrapped_async, vllm_answers, two_rank_gradient, together
+    saving_batches, wrapped_async, vllm_answers, two_rank_gradient,
+    compute_on_ranks
                         programs that tests start
     fsdp2               FSDP2 without GPUs
     modules             the preflight's modules and those of the tests

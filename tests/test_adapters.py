@@ -4,7 +4,6 @@ Models first, then main() with a stub of vLLM, then vLLM itself. Resuming is in 
 what ranks make together in test_fsdp2.py.
 """
 
-import copy
 import json
 import shutil
 from dataclasses import replace
@@ -13,18 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ASYNC, PPO, SCRIPTS, hooks, rollouts
+from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
 from helpers.endings import check_end, new_mark
-from helpers.files import read_json_lines
-from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, TWO_RANKS, answers_of_vllm
-from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sample, sync, vllm_args
-from helpers.runs import batch_of, response_tokens, weights_of_versions
+from helpers.processes import CPU, TWO_RANKS
+from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sync, vllm_args
+from helpers.rollouts import make_noise
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import grpo_vllm_async as grpo
 import ppo_vllm_async as script
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,14 +32,6 @@ SIZES = {"hidden_size": 64, "max_position_embeddings": 512, "initializer_range":
 
 def adapter_of(model):
     return {name: p for name, p in model.named_parameters() if "lora_" in name}
-
-
-def make_noise(model, seed):
-    """An adapter that changes much."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapter_of(model).items():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -57,14 +46,25 @@ def args_for(path, **changes):
     return vllm_args(**options | changes)
 
 
-def load(path, args, trained=True, auto_class=AutoModelForCausalLM, **config):
-    return script.load_model(auto_class, str(path), args, trained, **config)
+def load(path, args, trained=True):
+    return script.load_model(AutoModelForCausalLM, str(path), args, trained)
 
 
+@torch.no_grad()
 def logprobs_of(model, args):
     batch = rollouts.make_rollout()
-    with torch.no_grad():
-        return script.PolicyModel(model, args)(batch.input_ids, batch.mask.float())[0]
+    return script.PolicyModel(model, args)(batch.input_ids, batch.mask.float())[0]
+
+
+def merge_by_the_formula(weights, adapter):
+    """{name: W + lora_alpha / lora_rank * B A}, of the weights that the adapter changes."""
+    merged = {}
+    for name, weight in weights.items():
+        a, b = (adapter.get(name.replace("weight", f"lora_{x}.default.weight")) for x in "AB")
+        if a is not None:
+            merged[name] = weight + 5 / 3 * b @ a
+    assert len(merged) == 2 * len(LAYERS)
+    return merged
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -73,25 +73,21 @@ def logprobs_of(model, args):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_linear_layer_but_the_head_has_an_adapter_and_the_rest_is_frozen(dtype, saved_model):
     args = args_for(saved_model, dtype=dtype)
+    torch.manual_seed(5)
     model = load(saved_model, args)
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     modules = {name.rsplit(".lora_")[0].split(".")[-1] for name in found}
     assert modules == set(LAYERS) and found.keys() == adapter_of(model).keys()
+    assert dict(script.gather_weights(model, args)).keys() == found.keys()  # no more is sent
     assert len(found) == 2 * 2 * len(LAYERS)
     assert {p.dtype for p in found.values()} == {torch.float32}
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     assert frozen == {getattr(torch, dtype)}
     assert {p.shape[0] for name, p in found.items() if "lora_A" in name} == {3}
     assert all((p == 0).all() == ("lora_B" in name) for name, p in found.items())
-
-
-def test_ranks_draw_the_same_adapter(saved_model):
-    torch.manual_seed(5)
-    first = load(saved_model, args_for(saved_model))
-    torch.manual_seed(6)
-    again = load(saved_model, args_for(saved_model))
-    other = load(saved_model, args_for(saved_model, seed=2))
-    for name, parameter in adapter_of(first).items():
+    torch.manual_seed(6)  # ranks draw the same
+    again, other = load(saved_model, args), load(saved_model, replace(args, seed=2))
+    for name, parameter in found.items():
         assert torch.equal(parameter, adapter_of(again)[name])
         assert torch.equal(parameter, adapter_of(other)[name]) == ("lora_B" in name), name
 
@@ -113,19 +109,6 @@ def test_policy_without_its_adapter_is_the_loaded_model_to_the_bit(dtype, saved_
     assert torch.equal(logprobs_of(model, args), trained)
 
 
-def test_adapter_is_that_of_the_formula(saved_model):
-    args = args_for(saved_model)
-    model, merged = load(saved_model, args).double(), load(saved_model, args, False).double()
-    make_noise(model, 1)
-    parts = adapter_of(model)
-    for name, weight in merged.named_parameters():
-        a = parts.get(name.replace("weight", "lora_A.default.weight"))
-        if a is not None:
-            weight.data += 5 / 3 * parts[name.replace("weight", "lora_B.default.weight")] @ a
-    found, expected = logprobs_of(model, args), logprobs_of(merged, args)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_model, accelerator):
     args = args_for(saved_model, dtype="bfloat16")
     value_model = script.load_classifier(accelerator, str(saved_model), args, trained=True)
@@ -145,62 +128,6 @@ def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_mo
     assert not adapter_of(judge)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_no_gradient_is_made_for_a_frozen_head(is_frozen, monkeypatch):
-    model = rollouts.tiny_language_model()
-    model.lm_head.weight.requires_grad_(not is_frozen)
-    batch, made, zeros_like = rollouts.make_rollout(), [], torch.zeros_like
-    monkeypatch.setattr(
-        torch,
-        "zeros_like",
-        lambda tensor, **options: made.append(tensor.shape) or zeros_like(tensor, **options),
-    )
-    logprobs, _ = script.PolicyModel(model, rollouts.tiny_args())(batch.input_ids, batch.mask)
-    made.clear()
-    logprobs.sum().backward()
-    assert (model.lm_head.weight.shape in made) == (not is_frozen)
-    assert (model.lm_head.weight.grad is None) == is_frozen
-    whole = rollouts.tiny_language_model()
-    logprobs, _ = script.PolicyModel(whole, rollouts.tiny_args())(batch.input_ids, batch.mask)
-    logprobs.sum().backward()
-    for mine, theirs in zip(model.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("module", [script, grpo])
-def test_gradient_does_not_depend_on_micro_batches_and_ranks(module, saved_model, accelerator):
-    args = rollouts.tiny_args(
-        dtype="float32", model_name_or_path=str(saved_model), lora_rank=3, beta=0.1
-    )
-    policy = script.PolicyModel(load(saved_model, args), args).double()
-    value_model = script.load_classifier(accelerator, str(saved_model), args, True).double()
-    for model in (policy, value_model):
-        make_noise(model, 2)
-    batch = rollouts.make_rollout()
-    models = [policy, value_model]
-    if module is grpo:
-        models = [policy]
-        names = {name: value for name, value in vars(args).items() if hasattr(grpo.Args, name)}
-        args = grpo.Args(**names)
-        parts = vars(batch) | {"computed": torch.ones(8, dtype=torch.float64)}
-        batch = grpo.Batch(**{name: parts[name] for name in grpo.Batch.__dataclass_fields__})
-
-    def compute(accelerator, args):
-        for model in models:
-            model.zero_grad()
-        last = module is script  # PPO trains the policy; GRPO's is not the first update
-        sums = module.accumulate_gradients(accelerator, *models, batch, range(8), last, args)
-        frozen = [p for m in models for p in m.parameters() if not p.requires_grad]
-        assert all(p.grad is None for p in frozen)
-        gradients = [p.grad.flatten() for m in models for p in m.parameters() if p.requires_grad]
-        return torch.cat(gradients), sums
-
-    ways = [gradient for gradient, _ in rollouts.cut_in_every_way(compute, args)]
-    assert len(ways) == 6 and ways[0].norm() > 1e-3
-    for gradient in ways[1:]:
-        assert (gradient - ways[0]).norm() < 1e-10 * ways[0].norm()
-
-
 # ------------------------------------------------------------------------------------------- saved
 
 
@@ -217,19 +144,15 @@ def test_saved_model_is_merged_once_in_float32(dtype, saved_model, accelerator, 
     script.save_model(accelerator, model, tokenizer, tmp_path / "model", args)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
-    plain = load(saved_model, args, trained=False)
+    plain = load(saved_model, args, trained=False).float()
     found = load_file(tmp_path / "model/model.safetensors")
-    assert found.keys() == dict(plain.named_parameters()).keys()  # a tied head once
-    for name, weight in plain.named_parameters():
+    weights = dict(plain.named_parameters())  # a tied head once
+    expected = weights | merge_by_the_formula(weights, before)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
         assert found[name].dtype == torch.float32
-        a = before.get(name.replace("weight", "lora_A.default.weight"))
-        expected = weight.float()
-        if a is not None:
-            expected = (
-                expected + 5 / 3 * before[name.replace("weight", "lora_B.default.weight")] @ a
-            )
-            assert not torch.equal(expected, weight.float())
-        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(found[name], weight.data, rtol=1e-6, atol=1e-8)
+        assert torch.equal(weight, weights[name]) == (weight is weights[name])
 
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True
@@ -239,10 +162,11 @@ def test_saved_model_is_merged_once_in_float32(dtype, saved_model, accelerator, 
     names = {path.name for path in (tmp_path / "model").iterdir()}
     # from_pretrained would follow it to the base
     assert "adapter_config.json" not in names and "tokenizer.json" in names
-    adapter = PeftModel.from_pretrained(plain.float(), tmp_path / "adapter")
+    adapter = PeftModel.from_pretrained(plain, tmp_path / "adapter").get_base_model()
     exact = replace(args, dtype="float32")
-    found, expected = (logprobs_of(one, exact) for one in (adapter.get_base_model(), merged))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    expected = logprobs_of(merged, exact)
+    for one in (adapter, model.float()):
+        torch.testing.assert_close(logprobs_of(one, exact), expected, rtol=0, atol=1e-5)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(saved_model)
 
@@ -251,59 +175,47 @@ def test_saved_model_is_merged_once_in_float32(dtype, saved_model, accelerator, 
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_reference_policy_is_the_policy_without_its_adapter(name, run_main, monkeypatch):
-    module = __import__(name.removesuffix(".py"))
-    loaded = []
-    hooks.around(
-        module,
-        "load_model",
-        lambda call, given: loaded.append(given["trained"]) or call(),
-        put=monkeypatch.setattr,
-    )
-    run = run_main(name, lora_rank=4, save_freq=1)
+def test_reference_is_the_policy_without_its_adapter_and_the_rest_is_in_no_checkpoint(
+    name, run_main, monkeypatch
+):
+    module, loaded = __import__(name.removesuffix(".py")), []
+    with monkeypatch.context() as patch:
+        hooks.around(
+            module,
+            "load_model",
+            lambda call, given: loaded.append(given["trained"]) or call(),
+            put=patch.setattr,
+        )
+        run = run_main(name, lora_rank=4, save_freq=1)
     # The stub's policy and the learner's, the value model, and the model that is merged at the end
     assert loaded == [True, True, True, False] if name in PPO else [True, True, False]
     lines = [line["objective/kl"] for line in run.metrics]
     assert abs(lines[0]) < 1e-6 < abs(lines[1])
     first, *_, last = run.batches
     torch.testing.assert_close(first.ref_logprobs, first.logprobs, rtol=0, atol=1e-6)
-    base = module.load_model(AutoModelForCausalLM, "debug_assets/model", vllm_args(), False)
+    base = load("debug_assets/model", vllm_args(), trained=False)
     args = module.Args(dtype="float32", temperature=1.3)
     with torch.no_grad():
         expected, _ = module.PolicyModel(base, args)(last.input_ids, last.mask)
     torch.testing.assert_close(last.ref_logprobs, expected, rtol=0, atol=1e-5)
     assert (last.logprobs - expected).abs().max() > 1e-3
 
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_checkpoint_has_what_is_trained_and_nothing_else(name, run_main):
-    run = (
-        run_main(name, lora_rank=4, save_freq=1, value_model_path=None)
-        if name in PPO
-        else (run_main(name, lora_rank=4, save_freq=1))
-    )
-    folder = run.run_dir / "checkpoints" / "step_2"
     for model in ("policy", "value_model") if name in PPO else ("policy",):
-        reader = torch.distributed.checkpoint.FileSystemReader(folder / model)
+        reader = FileSystemReader(run.run_dir / "checkpoints" / "step_2" / model)
         names = set(reader.read_metadata().state_dict_metadata)
         others = {name for name in names if "lora_" not in name}
         assert others == ({"model.score.weight"} if model == "value_model" else set())
         assert len(names) - len(others) == 28
-    assert {path.name for path in (run.run_dir / "adapter").iterdir()} >= {"adapter_config.json"}
+    assert (run.run_dir / "adapter" / "adapter_config.json").exists()
 
 
 def stubborn(kind):
     """Ways for an engine to serve another adapter than that of the learner."""
 
     def sync_weights(call, given):
-        weights = list(given["weights"])
-        if kind == "ignores it":
-            weights = [(name, 0 * weight) for name, weight in weights]
-        if kind == "another alpha":
-            weights = [(name, w * (2 if "lora_B" in name else 1)) for name, w in weights]
-        if kind == "stale" and given["version"] > 0:
-            weights = []
-        given["weights"] = weights
+        factor = {"ignores it": 0, "another alpha": 2, "stale": 1}[kind]
+        weights = [(name, w * (factor if "lora_B" in name else 1)) for name, w in given["weights"]]
+        given["weights"] = [] if kind == "stale" and given["version"] > 0 else weights
         return call()
 
     return sync_weights
@@ -313,8 +225,6 @@ def stubborn(kind):
 @pytest.mark.parametrize("kind", ["ignores it", "another alpha", "stale"])
 def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, monkeypatch):
     """At the start; one that keeps an old adapter at its second step, where steps take turns."""
-    from helpers import loops
-
     make_stub = loops.make_stub
 
     def make(module):
@@ -326,9 +236,8 @@ def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, m
     options = {"async_mode": False} if name in ASYNC else {}
     run = run_main(name, lora_rank=4, learning_rate=1e-2, **options)
     assert LOST in str(run.error)
-    metrics = run.run_dir / "metrics.jsonl"
-    assert (len(read_json_lines(metrics)) if metrics.exists() else 0) == (kind == "stale")
     assert run.run_dir.exists() == (kind == "stale")  # else before anything is written
+    assert kind != "stale" or len(run.metrics) == 1
 
 
 def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
@@ -355,7 +264,7 @@ def files_of(folder):
     }
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16")])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def system(request, tmp_path_factory):
     """A policy with an adapter and an engine; its config says that the head is tied, wrongly."""
     folder = tmp_path_factory.mktemp("base")
@@ -369,80 +278,45 @@ def system(request, tmp_path_factory):
             patch.setattr(script, name, [])
         model = load(folder, args)
         vllm = script.VLLM((0, 1, ()), model.config, MAX_LENGTH, args)
-        yield SimpleNamespace(model=model, args=args, vllm=vllm, folder=folder, before=before)
+        yield SimpleNamespace(model=model, args=args, vllm=vllm)
         script.end_children()
     assert files_of(folder) == before
 
 
-def close(found, system):
+def is_close(system):
+    found = differences(system)
     return found.max() < 1e-5 if system.args.dtype == "float32" else found.mean() < 0.1
 
 
 @pytest.mark.slow
-def test_sampler_has_the_adapter_of_each_version(system):
+def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(system, monkeypatch):
     folder = Path(system.vllm.folder)
     for version in range(5):
         if version > 0:
             make_noise(system.model, version)
             assert differences(system).mean() > 0.1  # those of the version before
         sync(system, version)
-        assert close(differences(system), system)
+        assert is_close(system)
         (adapter,) = folder.glob("version_*")  # of the others nobody asks
         assert adapter.name == f"version_{version}"
         sync(system, version)  # as the asynchronous scripts do with version 0
-        assert close(differences(system), system)
+        assert is_close(system)
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
 
-
-@pytest.mark.slow
-def test_several_engines_and_the_base_without_an_adapter(system, monkeypatch):
-    make_noise(system.model, 7)
-    sync(system, 7)
-    prompts = [PROMPTS[i // 2] for i in range(4)]
-    together = []
-    for index in range(2):
-        engine = copy.copy(system.vllm)
-        engine.index, engine.count = index, 2
-        together += sample(engine, prompts, num_samples=2)
-    assert close(differences(system, together), system)
-    monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_rank=0))
-    script.set_adapter_scale(system.model, 0.0)
-    assert close(differences(system), system)
-    script.set_adapter_scale(system.model, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["right", "ignored", "another alpha"])
-def test_guard_finds_an_engine_that_serves_another_adapter(kind, system, monkeypatch):
-    vllm = system.vllm
-
-    submit = vllm.submit
-
-    def submit_without_adapter(function, *args):
-        if function is script.sample_responses:
-            args = (*args[:-1], replace(args[-1], lora_rank=0))
-        return submit(function, *args)
-
-    if kind == "ignored":
-        monkeypatch.setattr(vllm, "submit", submit_without_adapter)
-    if kind == "another alpha":
-        monkeypatch.setattr(vllm, "args", replace(system.args, lora_alpha=10))
     policy = script.PolicyModel(system.model, system.args)
     check = [system.vllm, policy, system.model, PROMPTS[1], system.args]
-    if kind != "right":
-        with pytest.raises(RuntimeError, match=LOST):
-            script.check_adapter(*check)
-    else:
-        script.check_adapter(*check)
-        # Training begins with the model that was loaded
-        assert all((p == 0).all() for n, p in adapter_of(system.model).items() if "lora_B" in n)
-    monkeypatch.undo()
+    script.check_adapter(*check)
+    # Training begins with the model that was loaded
+    assert all((p == 0).all() for n, p in adapter_of(system.model).items() if "lora_B" in n)
     # vLLM knows two versions, so that it reads that of the next check anew
     for version in (0, 1):
         make_noise(system.model, 9 + version)
         sync(system, version)
-        assert close(differences(system), system)
+        assert is_close(system)
+    monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_alpha=10))
+    with pytest.raises(RuntimeError, match=LOST):
+        script.check_adapter(*check)
 
 
 @pytest.mark.slow
@@ -458,81 +332,45 @@ def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
     vllm.sync_weights(script.gather_weights(merged, args), 0)
     # The learner has the adapter, this engine the merged weights
     served = SimpleNamespace(model=system.model, args=system.args, vllm=vllm)
-    assert close(differences(served), system)
+    assert is_close(served)
     make_noise(system.model, 12)
     assert differences(served).mean() > 0.1
 
 
 # --------------------------------------------------------------------------------------- real runs
 
-OPTIONS = {
-    "lora_rank": 4,
-    "total_episodes": 96,
-    "beta": 0.1,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "save_batches": True,
-}
-HALVES = {"local_rollout_batch_size": 8, "local_mini_batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def real_run(run_script, small_eval, tmp_path_factory):
-    """Of three steps, asynchronous."""
-    folder = tmp_path_factory.mktemp("adapter")
-    run = run_script("ppo_vllm_async.py", folder, eval_dataset=small_eval, **OPTIONS)
-    assert run.returncode == 0, run.output
-    return run
-
-
-@pytest.mark.slow
-def test_sampler_had_the_adapter_of_the_version_that_it_names(real_run, assets):
-    args = vllm_args(lora_rank=4)
-    models = {}
-    for version, weights in weights_of_versions(real_run).items():
-        models[version] = load(assets / "model", args)
-        assert not models[version].load_state_dict(weights, strict=False).unexpected_keys
-    assert set(models) == {-1, 0, 1, 3}
-    for step in (1, 2, 3):
-        batch = batch_of(real_run, step)
-        sampler = torch.cat(response_tokens(batch["mask"], batch["sampler_logprobs"]))
-        for version in (0, 1, 3):
-            inputs = models[version], batch["prompt_ids"], batch["responses"]
-            rows, _ = logprobs_and_entropies(*inputs, temperature=1.0)
-            difference = (sampler - torch.cat(rows)).abs().max()
-            is_right = version == max(0, step - 2)
-            assert difference < 1e-5 if is_right else difference > 1e-3, (step, version)
-
-
-@pytest.mark.slow
-def test_merged_model_is_served_as_it_was_evaluated(real_run, tmp_path):
-    lines = read_json_lines(real_run.run_dir / "samples.jsonl")
-    last = [line for line in lines if line["policy_version"] == 3]
-    prompts = [line["prompt"] for line in last]
-    answers = answers_of_vllm(real_run.run_dir / "model", prompts, tmp_path)
-    assert answers == [line["response"] for line in last] and len(last) == 32
+LORA = {"lora_rank": 4, "learning_rate": 1e-2}
+ONE_ENGINE = {"vllm_gpus": 2, "async_mode": False}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "is_sharded", "engines"),
     [
-        ("ppo_sync.py", {}, False, 2),
-        ("grpo_vllm_async.py", {"vllm_gpus": 2, "async_mode": False}, True, 1),
+        ("ppo_sync.py", LORA, False, 2),
+        ("grpo_vllm_async.py", LORA | ONE_ENGINE, True, 1),
+        ("ppo_vllm_async.py", ONE_ENGINE, True, 1),
     ],
 )
-def test_ranks_and_their_engines_have_one_adapter(
+def test_ranks_and_their_engines_have_one_policy(
     name, options, is_sharded, engines, run_script, tmp_path
 ):
-    """DDP with an engine for each rank; FSDP2 with one on the first rank alone."""
+    """DDP with an engine for each rank; FSDP2, also without adapters, with one on the first."""
     env = CPU | {"OMP_NUM_THREADS": "1"} | ({"FSDP2": "1"} if is_sharded else {})
-    options = OPTIONS | HALVES | options
+    options = options | {
+        "total_episodes": 96,
+        "beta": 0.1,
+        "lr_scheduler_type": "constant",
+        "local_rollout_batch_size": 8,
+        "local_mini_batch_size": 8,
+        "save_batches": True,
+    }
     run = run_script(name, tmp_path, launcher=TWO_RANKS, env=env, **options)
     assert run.returncode == 0, run.output
     assert run.stdout.count("Folders of vLLM") == engines
     for line in run.metrics:
         assert line["mismatch/logprob_diff_max"] < 1e-5
-    assert run.metrics[2]["objective/kl"] > 1e-3  # it has moved
+    assert abs(run.metrics[2]["objective/kl"]) > 1e-3  # it has moved
     names = load_file(run.run_dir / "model" / "model.safetensors").keys()
     assert not any("lora" in name for name in names)
 

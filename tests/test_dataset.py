@@ -28,48 +28,36 @@ def load(path, tokenizer, reward_tokenizer=None, is_eval=False, **changes):
 
 RULE = {"reward_model": {"style": "rule", "ground_truth": "1"}, "data_source": "debug/sorting"}
 FOR_A_MODEL = {"reward_model": {"style": "model", "ground_truth": "the chosen one"}}
-HELLASWAG = {"style": "model", "eval": "multiple_choice", "ground_truth": "2"}
+HELLASWAG = {
+    "reward_model": {"style": "model", "eval": "multiple_choice", "ground_truth": "2"},
+    "data_source": "Rowan/hellaswag",
+}
 CHAT = [{"role": "user", "content": "5="}, {"role": "assistant", "content": "6"}]
+OPEN_INSTRUCT = {"messages": CHAT, "ground_truth": "72", "dataset": "gsm8k"}
 AGAINST_A_MODEL = {"reward_model_path": "m"}
 WITHOUT_RULES = {"reward_model_path": "m", "apply_verifiable_reward": False}
 
-# name: (a row, arguments, of what file, ground truth, data source)
+# A row, arguments, whether it is held out, its ground truth and its data source
 ROWS = {
-    "verl's": ({"prompt": "5="} | RULE, {}, "train", "1", "debug/sorting"),
-    "open-instruct's": (
-        {"messages": CHAT, "ground_truth": "72", "dataset": "gsm8k"},
-        {},
-        "train",
-        "72",
-        "gsm8k",
-    ),
-    "verl's HellaSwag": (
-        {"prompt": CHAT, "reward_model": HELLASWAG, "data_source": "Rowan/hellaswag"},
-        {"reward_fn": "f"},
-        "train",
-        "2",
-        "Rowan/hellaswag",
-    ),
-    "for a reward model": ({"prompt": "5="} | FOR_A_MODEL, AGAINST_A_MODEL, "train", None, None),
-    "a rule beside it": ({"prompt": "5="} | RULE, AGAINST_A_MODEL, "train", "1", "debug/sorting"),
-    "no rule is asked": ({"prompt": "5="} | RULE, WITHOUT_RULES, "train", None, "debug/sorting"),
-    "but of held-out rows": ({"prompt": "5="} | RULE, WITHOUT_RULES, "eval", "1", "debug/sorting"),
+    "verl's": ({"prompt": "5="} | RULE, {}, False, "1", "debug/sorting"),
+    "open-instruct's": (OPEN_INSTRUCT, {}, False, "72", "gsm8k"),
+    "HellaSwag": ({"prompt": CHAT} | HELLASWAG, {"reward_fn": "f"}, False, "2", "Rowan/hellaswag"),
+    "for a reward model": ({"prompt": "5="} | FOR_A_MODEL, AGAINST_A_MODEL, False, None, None),
+    "a rule beside it": ({"prompt": "5="} | RULE, AGAINST_A_MODEL, False, "1", "debug/sorting"),
+    "no rule is asked": ({"prompt": "5="} | RULE, WITHOUT_RULES, False, None, "debug/sorting"),
+    "but of held-out rows": ({"prompt": "5="} | RULE, WITHOUT_RULES, True, "1", "debug/sorting"),
 }
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 @pytest.mark.parametrize("name", ROWS)
 def test_row_has_the_ground_truth_that_its_columns_say(name, suffix, tokenizer, tmp_path):
-    row, changes, kind, truth, source = ROWS[name]
+    row, changes, is_eval, truth, source = ROWS[name]
     path = write_rows(tmp_path / f"data.{suffix}", [row | {"extra_info": {"k": 4}}])
-    (prompt,) = load(path, tokenizer, is_eval=kind == "eval", **changes)
+    (prompt,) = load(path, tokenizer, is_eval=is_eval, **changes)
     assert (prompt.ground_truth, prompt.data_source) == (truth, source)
     assert (prompt.row, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
-    text = "5="
-    if "messages" in row or row["prompt"] is CHAT:  # without the answer at their end
-        text = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
-    assert prompt.text == text
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     assert prompt.token_ids == prompt.reward_model_token_ids == ids
 
 
@@ -92,9 +80,19 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tokenizer, tmp_path, cap
     assert "data.jsonl: 3 prompts; 2 are empty or too long\n" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def bos_tokenizer():
-    """It puts <bos>, 2, before each text; and so does its chat template."""
+USER, ASSISTANT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+# A prompt, and its token ids by templates of the policy and of the reward model
+PROMPTS = [
+    ("a b", [2, 6, 7], [2, 6, 7]),
+    ([USER], [2, 4, 6, 5], [2, 6, 4]),
+    ([USER, ASSISTANT], [2, 4, 6, 5], [2, 6, 4]),  # an answer at the end is not in the prompt
+    ([USER, ASSISTANT, USER], [2, 4, 6, 5, 7, 4, 6, 5], [2, 6, 4, 7, 5, 6, 4]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "token_ids", "of_reward_model"), PROMPTS, ids=str)
+def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, of_reward_model, tmp_path):
+    """Of a tokenizer that puts <bos>, 2, before each text, as its chat template does, too."""
     words = ["<pad>", "<end>", "<bos>", "<unk>", "<user>", "<assistant>", "a", "b"]
     vocab = {word: token for token, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -102,7 +100,7 @@ def bos_tokenizer():
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 2)]
     )
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         additional_special_tokens=words[:6],
@@ -111,35 +109,13 @@ def bos_tokenizer():
             "<assistant>"
         ),
     )
-
-
-USER, ASSISTANT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-
-
-@pytest.mark.parametrize(
-    ("prompt", "token_ids"),
-    [
-        ("a b", [2, 6, 7]),
-        ([USER], [2, 4, 6, 5]),
-        ([USER, ASSISTANT], [2, 4, 6, 5]),  # an answer at the end is not in the prompt
-        ([USER, ASSISTANT, USER], [2, 4, 6, 5, 7, 4, 6, 5]),
-    ],
-    ids=str,
-)
-def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, bos_tokenizer, tmp_path):
-    path = write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE])
-    (row,) = load(path, bos_tokenizer)
-    assert row.token_ids == row.reward_model_token_ids == token_ids
-
-
-def test_reward_model_sees_its_own_template(bos_tokenizer, tmp_path):
-    other = copy.deepcopy(bos_tokenizer)
-    other.chat_template = (
+    reward_tokenizer = copy.deepcopy(tokenizer)
+    reward_tokenizer.chat_template = (
         "<bos>{% for m in messages %}{{ m['content'] }} <{{ m['role'] }}> {% endfor %}"
     )
-    path = write_rows(tmp_path / "chat.parquet", [{"prompt": [USER]} | RULE])
-    (row,) = load(path, bos_tokenizer, other)
-    assert (row.token_ids, row.reward_model_token_ids) == ([2, 4, 6, 5], [2, 6, 4])
+    path = write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE])
+    (row,) = load(path, tokenizer, reward_tokenizer)
+    assert (row.token_ids, row.reward_model_token_ids) == (token_ids, of_reward_model)
 
 
 # --------------------------------------------------------------------------- the prompts of a step
@@ -180,8 +156,7 @@ def test_requests_follow_from_the_step(num_evals, sizes):
     seeds = [seed for request in requests for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) == 32
     assert [len(request.eval_prompts) for request in requests] == sizes
-    evaluations = [request for request in requests if request.eval_prompts]
-    assert all(request.eval_prompts == held_out for request in evaluations)
+    assert all(request.eval_prompts in ([], held_out) for request in requests)
 
 
 @pytest.mark.parametrize("steps", range(1, 41))

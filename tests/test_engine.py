@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -30,16 +29,19 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
     launchers += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"]
     for name in launchers:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("RANKING", "mine")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # what the user sets is for vLLM
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
+    of_the_user = {
+        "RANKING": "mine",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "CUDA_VISIBLE_DEVICES": "3,GPU-5,7",
+    }
+    for name, value in of_the_user.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     args = vllm_args(vllm_gpus=(1, 2), vllm_tensor_parallel_size=2, vllm_enforce_eager=False)
 
     environment, options = script.vllm_settings((1, 2), "folder", 77, args)
     assert not environment.keys() & set(launchers)
-    assert environment["RANKING"] == "mine" and environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-5,7"
+    assert environment.items() > (of_the_user | {"CUDA_VISIBLE_DEVICES": "GPU-5,7"}).items()
     assert options["weight_transfer_config"] == {"backend": "nccl"}
     assert options["load_format"] == "dummy"
     assert (options["tensor_parallel_size"], options["max_model_len"]) == (2, 77)
@@ -47,8 +49,8 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
 
     _, shared = script.vllm_settings((1,), "folder", 77, vllm_args())
     assert shared["weight_transfer_config"] == {"backend": "ipc"} and shared["enforce_eager"]
-    args = vllm_args(local_world_size=4)
-    environment, options = script.vllm_settings((), "folder", 77, args)
+
+    environment, options = script.vllm_settings((), "folder", 77, vllm_args(local_world_size=4))
     assert environment["OMP_NUM_THREADS"] == "2"  # four engines have half of the cores
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
     assert not {"weight_transfer_config", "load_format"} & options.keys()
@@ -111,18 +113,13 @@ def running_vllm(tied=False, **options):
     assert not os.path.exists(vllm.folder)
 
 
-def path_of_the_model():
-    """In vLLM's process, at its start: a sync by file says another `model` to vLLM."""
-    return script.llm.llm_engine.model_config.served_model_name
-
-
 HEADS = [pytest.param(head, marks=pytest.mark.slow) for head in ("untied", "tied")]
 
 
 @pytest.fixture(scope="module", params=HEADS)
 def running(request):
     with running_vllm(tied=request.param == "tied") as system:
-        system.differences_at_the_start = differences(system)
+        assert differences(system).mean() > 0.1  # a tensor that is never sent must show
         system.weights = copy.deepcopy(system.model.state_dict())
         yield system
 
@@ -135,29 +132,27 @@ def system(running):
     return running
 
 
-def test_vllm_has_an_environment_of_its_own(system):
+def path_of_the_model():
+    """In vLLM's process, at its start: a sync by file says another `model` to vLLM."""
+    return script.llm.llm_engine.model_config.served_model_name
+
+
+def test_vllm_has_an_environment_and_a_folder_of_its_own(system):
     def of_vllm(name):
         return system.vllm.submit(os.getenv, name).result()
 
     assert of_vllm("RANK") is None
     assert of_vllm("TMPDIR") == system.vllm.folder
     assert of_vllm("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-
-
-def test_vllm_knows_its_model_by_a_path_that_is_that_of_every_run(system):
-    """By the path it finds what it has compiled. The folder is another one in each run."""
     assert system.vllm.submit(os.getcwd).result() == system.vllm.folder
+    # By this path it finds what it has compiled: it must be that of every run
     assert system.vllm.submit(path_of_the_model).result() == "."
 
 
 # ----------------------------------------------------------------------------------------- weights
 
 
-def test_vllm_starts_without_the_policys_weights(system):
-    assert system.differences_at_the_start.mean() > 0.1
-
-
-def test_sampler_has_the_weights_that_were_synced(system):
+def test_sampler_has_the_weights_that_were_synced_and_no_prefixes_of_old_ones(system, monkeypatch):
     assert differences(system).max() < 1e-4
     for version in (1, 2):
         perturb(system.model, version)
@@ -166,21 +161,15 @@ def test_sampler_has_the_weights_that_were_synced(system):
         assert differences(system).max() < 1e-4
         assert system.vllm.policy_version == version
 
-
-def test_prefix_cache_of_old_weights_is_not_used(system, monkeypatch):
     call = system.vllm.sync_call
 
     def keep_the_cache(method, *args, **kwargs):
         return method == "reset_prefix_cache" or call(method, *args, **kwargs)
 
-    assert differences(system).max() < 1e-4
     perturb(system.model, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(system.vllm, "sync_call", keep_the_cache)
-        sync(system, 1)
-    assert differences(system).max() > 1e-2
-    sync(system, 1)
-    assert differences(system).max() < 1e-4
+    monkeypatch.setattr(system.vllm, "sync_call", keep_the_cache)
+    sync(system, 3)
+    assert differences(system).max() > 1e-2  # so the cache is in use
 
 
 def test_tensor_that_is_left_out_shows(system, monkeypatch):
@@ -191,9 +180,8 @@ def test_tensor_that_is_left_out_shows(system, monkeypatch):
     for version, left_out in enumerate(names):
 
         def save(weights, path, left_out=left_out):
-            kept = {name: weight for name, weight in weights.items() if name != left_out}
-            assert len(kept) == len(weights) - 1
-            save_file(kept, path)
+            del weights[left_out]
+            save_file(weights, path)
 
         sync(system, version)
         perturb(system.model, 10 + version)
@@ -222,27 +210,15 @@ def test_response_is_a_function_of_its_prompt_and_its_seed(system):
     others = sample(system.vllm, prompts, range(100, 116), temperature=2.0)
     assert len({str(response.token_ids) for response in first + others}) > 24
 
-    # Whatever the order of the request, and that in which they finish
+    # Whatever the order of the request, that in which they finish, and the engine that answers
     assert len({len(response.token_ids) for response in first}) > 3
     order = [(i * 7 + 3) % 16 for i in range(16)]
-    mixed = sample(system.vllm, [prompts[i] for i in order], order, temperature=2.0)
-    assert [response.prompt for response in mixed] == [prompts[i] for i in order]
-    for response, i in zip(mixed, order, strict=True):
-        assert np.array_equal(response.token_ids, first[i].token_ids)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_engines_answer_as_one(count, system):
-    prompts = [PROMPTS[i // 2] for i in range(4)]
-    alone = sample(system.vllm, prompts, num_samples=2)
-    together = []
-    for index in range(count):
+    mixed = []
+    for index in range(3):
         engine = copy.copy(system.vllm)
-        engine.index, engine.count = index, count
-        share = sample(engine, prompts, num_samples=2)
-        assert len(share) in (0, 2)
-        together += share
-    assert plain(together) == plain(alone)  # to the bit
+        engine.index, engine.count = index, 3
+        mixed += sample(engine, [prompts[i] for i in order], order, temperature=2.0)
+    assert plain(mixed) == plain([first[i] for i in order])
 
 
 def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch):
@@ -258,14 +234,6 @@ def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch)
     ends = {response.token_ids[-1] for response in responses if response.stopped}
     assert ends == set(stops)
     assert any(STOP in response.token_ids[:-1] for response in responses)  # the model's own
-
-
-def test_greedy_answers_are_the_likeliest_tokens(system):
-    for response in sample(system.vllm, temperature=0.0):
-        prompt, ids = response.prompt.token_ids, response.token_ids.tolist()
-        with torch.no_grad():
-            logits = system.model(torch.tensor([prompt + ids])).logits
-        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == ids
 
 
 def test_many_prompt_tokens_at_once_do_not_kill_the_engine(system):

@@ -1,59 +1,23 @@
-"""What models say of padded batches, and the gradients of optimizer batches."""
+"""What models say of padded batches, and the gradients of PPO's optimizer batches."""
 
 import itertools
 import math
 import random
-from collections import defaultdict
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import GRPO, SCRIPTS
-from helpers.formulas import (
-    at,
-    log_softmax_of,
-    logprobs_and_entropies,
-    surrogate_loss,
-    values_of,
-    weights_by_definition,
-)
+from helpers import GRPO, PPO, SCRIPTS, formulas, hooks, rollouts
 from helpers.loops import EPISODES
-from helpers.processes import gradient_of_ranks
-from helpers.rollouts import (
-    SIZES,
-    STOP,
-    VOCAB,
-    cut_in_every_way,
-    gradients,
-    groups_of_equals,
-    in_float32,
-    make_rollout,
-    near_policy,
-    one_of_ranks,
-    response_of,
-    spoil_padding,
-    tiny_args,
-    tiny_classifier,
-    tiny_language_model,
-    tiny_policy,
-    tiny_value_model,
-    with_failed_rewards,
-)
+from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_args, tiny_policy
 from helpers.runs import sequences_of
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import ppo_vllm_async as script
 from ppo_vllm_async import Args
@@ -81,16 +45,19 @@ def outputs_of(model):
 # ------------------------------------------------------------------------------------ model folders
 
 
-def test_dropout_of_the_checkpoint_is_off(tmp_path):
+def test_dropout_of_the_checkpoint_is_off_and_gradient_checkpointing_on(tmp_path):
     sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=STOP))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=rollouts.STOP))
     model.save_pretrained(tmp_path)
     value_model = load_classifier(tmp_path)
     torch.nn.init.ones_(value_model.model.score.weight)  # zeros would hide a dropout
     live = script.PolicyModel(model.train(), tiny_args())
     for trained in (load_policy(tmp_path), value_model, live):
         assert trained.model.training  # gradient checkpointing would do nothing otherwise
+        assert trained.model.is_gradient_checkpointing == (trained is not live)
         assert torch.equal(outputs_of(trained), outputs_of(trained)) == (trained is not live)
+    assert not load_policy(tmp_path, gradient_checkpointing=False).model.is_gradient_checkpointing
+    assert not load_policy(tmp_path, trained=False).model.is_gradient_checkpointing
 
 
 def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, tmp_path):
@@ -102,9 +69,9 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
     for name, weight in load_policy(saved_policy).model.model.state_dict().items():
         assert torch.equal(backbone[name], weight)
 
-    tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
+    rollouts.tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
     loaded = load_classifier(tmp_path / "value")
-    assert torch.equal(outputs_of(loaded), outputs_of(tiny_value_model(seed=7)))
+    assert torch.equal(outputs_of(loaded), outputs_of(rollouts.tiny_value_model(seed=7)))
     with pytest.raises(ValueError, match=r"lacks score\.weight"):  # of a reward model
         load_classifier(saved_policy, trained=False)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):  # its answers would be noise
@@ -116,8 +83,8 @@ def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, 
 def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
     tied, config_says, assets, accelerator, tmp_path
 ):
-    """Some checkpoints have a head of their own, and a config that says otherwise."""
-    model = tiny_language_model(tie_word_embeddings=tied)
+    """A checkpoint may have a head, and a config that says otherwise: vLLM starts from that."""
+    model = rollouts.tiny_language_model(tie_word_embeddings=tied)
     model.config.tie_word_embeddings = config_says or tied
     model.save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model")
@@ -134,7 +101,7 @@ def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
 
 def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_policy, tmp_path):
     """In bfloat16 an update of 1e-6 would leave a weight as it is, and many scores were equal."""
-    tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
+    rollouts.tiny_classifier(seed=7).save_pretrained(tmp_path / "value")
     for load, folder in ((load_policy, saved_policy), (load_classifier, tmp_path / "value")):
         exact = outputs_of(load(folder))
         for is_trained in (True, False):
@@ -155,111 +122,44 @@ def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_poli
 
 
 @pytest.mark.parametrize(
-    ("world_size", "temperature", "tokens"), [(1, 0.5, 0), (1, 1.0, 60), (2, 1.5, 45), (8, 0.8, 0)]
-)
-def test_outputs_of_all_ranks_are_those_of_each_row_alone(world_size, temperature, tokens):
-    """Whatever the padding. So values are read where a token is predicted, and do not know it."""
-    batch = make_rollout()
-    policy, value_model = tiny_policy(temperature=temperature).double(), tiny_value_model().double()
-    sequences = sequences_of(vars(batch))
-    logprobs, _ = logprobs_and_entropies(policy.model, *zip(*sequences, strict=True), temperature)
-    values = [values_of(value_model.model, *pair).detach() for pair in sequences]
-    args = tiny_args(micro_batch_tokens=tokens)
-    inputs = batch.input_ids, batch.mask, batch.lengths
-    predicted_at = batch.mask.roll(-1, dims=1)  # where values are read
-    for model, rows, mask in (
-        (policy, logprobs, batch.mask),
-        (value_model, values, predicted_at),
-    ):
-        total = torch.zeros_like(batch.mask)
-        for rank in range(world_size):
-            accelerator = one_of_ranks(rank, world_size)
-            total += script.forward_all(accelerator, model, [range(8)], *inputs, 3, args)
-        expected = torch.cat(rows)
-        torch.testing.assert_close(total[mask.bool()], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
     ("surrogate", "bonus", "soft_cap"),
     [(1, 0, None), (1, 1, None), (1, 1, 0.5), (0, 1, None)],
     ids=["plain", "entropy bonus", "entropy bonus, capped logits", "entropies alone"],
 )
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("positions", [1, 3, sum(size for _, size in SIZES)])
+@pytest.mark.parametrize("positions", [1, 3, 50])
 def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
-    positions, tied, dtype, limit, surrogate, bonus, soft_cap, monkeypatch
+    positions, surrogate, bonus, soft_cap, monkeypatch
 ):
-    """For hidden states and all weights, also of entropies, where a loss has them."""
+    """Also of entropies, where the loss of a fork has them."""
     monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * VOCAB)
-    model = tiny_language_model(tie_word_embeddings=tied).to(dtype)
-    model.config.final_logit_softcapping = soft_cap
-    policy, batch = script.PolicyModel(model, tiny_args(temperature=0.7)), make_rollout()
-    inside = batch.mask.bool()
-    weights, others = torch.randn(2, 8, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
-    hidden = []
-    model.base_model.register_forward_hook(lambda *given: hidden.append(given[-1][0]))
-
-    def gradients_of(logprobs, entropies):
-        parts = [surrogate * logprobs * weights[inside], bonus * entropies * others[inside]]
-        loss = sum(part.sum() for part in parts if part.any())
-        parameters = list(model.parameters())
-        parts = torch.autograd.grad(loss, [hidden.pop(), model.lm_head.weight, *parameters])
-        return *parts[:2], torch.cat([part.flatten() for part in parts[2:]])
-
-    found = [output[inside] for output in policy(batch.input_ids, batch.mask)]
-    found += gradients_of(*found)
-    logits = model(batch.input_ids).logits[:, :-1]
+    generator = torch.Generator().manual_seed(0)
+    options = {"dtype": torch.float64, "generator": generator}
+    hidden = torch.randn(50, 32, requires_grad=True, **options)
+    head = torch.randn(VOCAB, 32, requires_grad=True, **options)
+    weights, others = torch.randn(2, 50, **options)
+    labels = torch.randint(VOCAB, (50,), generator=generator)
+    logits = hidden @ head.T
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    whole = torch.distributions.Categorical(logits=logits / 0.7)
-    expected = [
-        output[inside[:, 1:]]
-        for output in (whole.log_prob(batch.input_ids[:, 1:]), whole.entropy())
-    ]
-    expected += gradients_of(*expected)
-    for one, other in zip(found, expected, strict=True):
-        assert other.norm() > 0.1
-        assert (one - other).norm() < limit * other.norm()
+    whole = torch.distributions.Categorical(logits=logits)
+    ways = []
+    for logprobs, entropies in (
+        script.ChunkedHead.apply(hidden, head, labels, soft_cap, False),
+        (whole.log_prob(labels), whole.entropy()),
+    ):
+        loss = surrogate * (logprobs * weights).sum() + bonus * (entropies * others).sum()
+        ways.append((logprobs, entropies, *torch.autograd.grad(loss, [hidden, head])))
+    for found, expected in zip(*ways, strict=True):
+        assert expected.norm() > 0.1
+        assert (found - expected).norm() < 1e-10 * expected.norm()
 
 
-SIZES_OF_ANY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.5,
-    "bos_token_id": None,
-    "eos_token_id": STOP,
-    "pad_token_id": None,
-}
-# name: (a configuration, whether it has something between the head and the logits)
-FAMILIES = {
-    "Gemma 2": (Gemma2Config(**SIZES_OF_ANY, head_dim=16, final_logit_softcapping=2.0), True),
-    "Cohere": (CohereConfig(**SIZES_OF_ANY, logit_scale=0.3), True),
-    "Granite": (GraniteConfig(**SIZES_OF_ANY, logits_scaling=4.0), True),
-    "Llama": (LlamaConfig(**SIZES_OF_ANY), False),
-    "GPT-2": (GPT2Config(**SIZES_OF_ANY, n_inner=64), False),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_model_also_where_it_caps_or_scales_them(name):
-    config, changes_logits = FAMILIES[name]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    policy, batch = script.PolicyModel(model, tiny_args(temperature=0.7)), make_rollout()
-    sequences = zip(*sequences_of(vars(batch)), strict=True)
-    rows = map(torch.cat, logprobs_and_entropies(model, *sequences, temperature=0.7))
-    inside = batch.mask.bool()
-    outputs = [output[inside] for output in policy(batch.input_ids, batch.mask)]
-    for found, expected in zip(outputs, rows, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
-    policy.soft_cap, policy.scale = None, 1 / 0.7
-    difference = (outputs_of(policy)[inside] - outputs[0]).abs().max()
-    assert difference > 0.5 if changes_logits else difference == 0
+def test_no_gradient_is_made_for_a_frozen_head(monkeypatch):
+    hidden, head = torch.randn(5, 32, requires_grad=True), torch.randn(VOCAB, 32)
+    logprobs, _ = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, False)
+    monkeypatch.setattr(torch, "zeros_like", lambda *_: pytest.fail("it was made"))
+    (gradient,) = torch.autograd.grad(logprobs.sum(), [hidden])
+    assert gradient.any()
 
 
 class Logits(TorchDispatchMode):
@@ -287,49 +187,35 @@ def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
 ):
     """The metrics must not keep them in memory through the next pass."""
     monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 5 * VOCAB + 1)
-    policy, value_model, logits, alive = tiny_policy(), tiny_value_model(), Logits(), []
+    policy, value_model, logits, alive = tiny_policy(), rollouts.tiny_value_model(), Logits(), []
     for model in (policy, value_model):
         model.register_forward_pre_hook(lambda *_: alive.append(logits.alive()))
     args = tiny_args(per_device_train_batch_size=3)
     with logits:
-        gradients(accelerator, (policy, value_model), in_float32(make_rollout()), args)
+        gradients(accelerator, (policy, value_model), rollouts.in_float32(make_rollout()), args)
     assert max(logits.sizes) == 5 * VOCAB
     assert [*alive, logits.alive()] == [0] * 7
-
-
-def assert_equals_have_equal_scores(scores):
-    """And others have other ones."""
-    score_of = {}
-    for response, score in zip(groups_of_equals(), scores, strict=True):
-        ids = tuple(response.prompt.reward_model_token_ids), tuple(response.token_ids)
-        assert score_of.setdefault(ids, score) == score
-    assert len(set(score_of.values())) == len(score_of)
 
 
 @pytest.mark.parametrize("size", [1, 7, 32])
 def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator):
     """What else is in their micro-batch moves the last bits, which a group's deviation blows up."""
-    model, responses = tiny_value_model(seed=3), groups_of_equals()
-    args = tiny_args(local_rollout_forward_batch_size=size)
-    scores = script.reward_model_scores(accelerator, model, responses, args)
-    assert_equals_have_equal_scores(scores)
-    for response, score in zip(responses, scores, strict=True):
-        prompt = response.prompt.reward_model_token_ids
-        ids = torch.tensor([[*prompt, *response.token_ids]])
-        with torch.no_grad():
-            expected = model.model.score(model.model.base_model(ids).last_hidden_state[0, -1])
-        assert score == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_long_responses_that_differ_in_the_middle_have_scores_of_their_own(accelerator):
-    """numpy prints of an array of more than 1,000 numbers the first and the last three alone."""
-    prompt = script.Prompt("", "", [2], [2], None, None, None)
+    model, responses = rollouts.tiny_value_model(seed=3), rollouts.groups_of_equals()
+    # Of arrays of more than 1,000 numbers numpy prints the first and the last three alone
     ids = np.full((2, 1200), 5, np.int32)
     ids[1, 600] = 7
-    responses = [response_of(prompt, row) for row in ids]
-    model = tiny_value_model(seed=3)
-    one, other = script.reward_model_scores(accelerator, model, responses, tiny_args())
-    assert one != other
+    responses += [rollouts.response_of(responses[0].prompt, row) for row in ids]
+    args = tiny_args(local_rollout_forward_batch_size=size)
+    scores = script.reward_model_scores(accelerator, model, responses, args)
+    score_of = {}
+    for response, score in zip(responses, scores, strict=True):
+        ids = [*response.prompt.reward_model_token_ids, *response.token_ids]
+        assert score_of.setdefault(str(ids), score) == score
+        with torch.no_grad():
+            hidden = model.model.base_model(torch.tensor([ids])).last_hidden_state
+            expected = model.model.score(hidden[0, -1]).item()
+        assert score == pytest.approx(expected, abs=1e-5)
+    assert len(set(score_of.values())) == len(score_of) == 34
 
 
 # ------------------------------------------------------------------- minibatches and micro-batches
@@ -344,31 +230,9 @@ def test_minibatches_are_other_ones_in_every_epoch_and_step():
     assert len({str(epoch) for epochs in drawn for epoch in epochs}) == 6
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_rows_of_like_length(world_size):
-    generator = random.Random(5)
-    lengths = [generator.randint(2, 100) for _ in range(64)]
-    rows = generator.sample(range(64), 48)
-    shares = [
-        script.cut_micro_batches(
-            one_of_ranks(rank, world_size), rows, torch.tensor(lengths), 4, tiny_args()
-        )
-        for rank in range(world_size)
-    ]
-    # With DDP each rank needs as many backward passes as the others
-    assert {len(share) for share in shares} == {48 // world_size // 4}
-    assert sorted(row for share in shares for part, _ in share for row in part) == sorted(rows)
-    # None has the long ones, for which the others would wait
-    totals = [sum(lengths[row] for part, _ in share for row in part) for share in shares]
-    assert max(totals) - min(totals) <= 100
-    for share in shares:
-        in_turn = [lengths[row] for part, _ in share for row in part]
-        assert in_turn == sorted(in_turn)
-
-
-@pytest.mark.parametrize("tokens", [1, 60, 150, 700, 10**6])
+@pytest.mark.parametrize("tokens", [0, 1, 60, 150, 700, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_micro_batches_by_tokens_are_as_large_as_they_may_be(world_size, tokens):
+def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size, tokens):
     generator = random.Random(5)
     lengths = [generator.randint(2, 100) for _ in range(64)]
     rows, args = generator.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
@@ -378,80 +242,59 @@ def test_micro_batches_by_tokens_are_as_large_as_they_may_be(world_size, tokens)
         )
         for rank in range(world_size)
     ]
+
+    def fits(count, longest):
+        return count <= 4 if tokens == 0 else count * longest <= tokens or count == 1
+
     passes = []  # each with its rows, one for each rank and then again one for each
-    for parts in zip(*shares, strict=True):  # with FSDP2 a rank needs as many as the others
+    for parts in zip(*shares, strict=True):  # ranks wait for each other in each pass
         in_turn = zip(*(part for part, _ in parts), strict=True)
         passes.append([row for each in in_turn for row in each])
         for part, length in parts:
             assert length == max(lengths[row] for row in passes[-1])
-            assert len(part) * length <= tokens or len(part) == 1
-    assert sorted(row for some in passes for row in some) == sorted(rows)
+            assert fits(len(part), length)
+    dealt = [row for some in passes for row in some]
+    assert dealt == sorted(rows, key=lambda row: (lengths[row], row))
     for some, following in itertools.pairwise(passes):
         longer = some + following[:world_size]
-        longest = max(lengths[row] for row in longer)
-        assert len(longer) // world_size * longest > tokens
-
-
-def test_token_ids_may_be_lists_or_arrays():
-    """vLLM's are arrays, for they travel between ranks; those of prompts are lists."""
-    lists = sequences_of(vars(make_rollout()))
-    arrays = [(prompt, np.array(response, np.int32)) for prompt, response in lists]
-    for one, other in zip(script.collate(lists, "cpu"), script.collate(arrays, "cpu"), strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype
-    assert one.dtype == torch.int64  # also of token ids, or no embedding would take them
-    assert script.collate(arrays, "cpu")[0].dtype == torch.int64
-    rows = [np.array([-0.1, -2.0], np.float32), np.array([-3.0], np.float32)]
-    expected = torch.tensor([[-0.1, -2.0], [-3.0, 0.0]])
-    for some in (rows, [row.tolist() for row in rows]):
-        assert torch.equal(script.pad(some), expected) and script.pad(some).dtype == torch.float32
+        assert not fits(len(longer) // world_size, lengths[longer[-1]])
 
 
 # --------------------------------------------------------------------------------------- gradients
 
 
 def models_of(dtype=torch.float64):
-    return tiny_policy().to(dtype), tiny_value_model().to(dtype)
+    return tiny_policy().to(dtype), rollouts.tiny_value_model().to(dtype)
 
 
 def reference_gradient(policy, value_model, batch, args):
     """PPO's losses as the papers write them, response by response; and sums over their tokens."""
-    policy.zero_grad()
-    value_model.zero_grad()
-    loss, sums = 0.0, defaultdict(float)
+    loss, sums = 0.0, Counter()
     for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
-        if not batch.scored[row]:
+        inside = batch.loss_mask[row].bool()
+        if not inside.any():
             continue
-        size, inside = len(response), batch.mask[row].bool()
         names = ("logprobs", "sampler_logprobs", "advantages", "values", "returns")
         old, sampler, advantages, old_values, returns = (
             getattr(batch, name)[row, inside] for name in names
         )
-        every = log_softmax_of(policy.model, prompt, response, args.temperature)
-        ratio = (at(every, response) - old).exp()
-        pg_loss = weights_by_definition(old, sampler, args) * surrogate_loss(
-            ratio, advantages, args.cliprange, args.cliprange, args.dual_clip
-        )
-        values = values_of(value_model.model, prompt, response)
+        every = formulas.log_softmax_of(policy.model, prompt, response, args.temperature)
+        ratio = (formulas.at(every, response) - old).exp()
+        cliprange = args.cliprange
+        surrogate = formulas.surrogate_loss(ratio, advantages, cliprange, cliprange, args.dual_clip)
+        weights = formulas.weights_by_definition(old, sampler, args)
+        values = formulas.values_of(value_model.model, prompt, response)
         limit = args.cliprange_value or math.inf
         near = values.clamp(old_values - limit, old_values + limit)
         squares = torch.stack([(values - returns) ** 2, (near - returns) ** 2])
         vf_loss = squares.amax(0) / 2
-        loss = loss + pg_loss.sum() + vf_loss.sum()
-        of_row = {
-            "tokens": torch.ones(size),
-            "loss/policy_avg": pg_loss,
-            "loss/value_avg": vf_loss,
-            "val/clipfrac_avg": squares[1] > squares[0],
-            "val/ratio": ratio,
-            "val/ratio_squared": ratio**2,
-            "policy/approxkl_avg": ratio.log() ** 2 / 2,
-            "policy/entropy_avg": -(every.exp() * every).sum(-1),
-        }
-        for name, tensor in of_row.items():
-            sums[name] += tensor.sum().item()
-    (loss / sums["tokens"]).backward()
+        loss = loss + (weights * surrogate).sum() + vf_loss.sum()
+        of_row = formulas.policy_sums(surrogate, weights, ratio, advantages, every, response, old)
+        of_row |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": squares[1] > squares[0]}
+        sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
     parameters = [*policy.parameters(), *value_model.parameters()]
-    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]), sums
+    found = torch.autograd.grad(loss / sums["tokens"], parameters, allow_unused=True)
+    return torch.cat([gradient.flatten() for gradient in found if gradient is not None]), sums
 
 
 @pytest.mark.parametrize("failed", [[], [1, 4]], ids=["all scored", "two failed"])
@@ -470,33 +313,28 @@ def reference_gradient(policy, value_model, batch, args):
     ],
     ids=str,
 )
-def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(
-    distance, options, failed, accelerator
-):
+def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, options, failed):
     """A mean over tokens, not over responses, without the responses whose reward failed."""
     models = models_of()
-    batch = with_failed_rewards(near_policy(make_rollout(), models[0], distance), failed)
+    batch = rollouts.near_policy(make_rollout(), models[0], distance)
+    batch.loss_mask[failed] = 0
     expected, expected_sums = reference_gradient(*models, batch, tiny_args(**options))
     if options:  # it binds
         plain, _ = reference_gradient(*models, batch, tiny_args())
         assert (expected - plain).norm() > 1e-3 * expected.norm()
     for model in models:
-        spoil_padding(model)
-
-    def compute(accelerator, args):
-        return gradients(accelerator, models, batch, args)
-
-    for found, sums in cut_in_every_way(compute, tiny_args(**options)):
+        rollouts.spoil_padding(model)
+    for found, sums in rollouts.cut_in_every_way(models, batch, tiny_args(**options)):
         assert (found - expected).norm() < 1e-10 * expected.norm()
-        assert sums["positions"] == sum(map(sum, SIZES)) <= sums["padded_positions"]
+        assert sums["positions"] == sum(map(sum, rollouts.SIZES)) <= sums["padded_positions"]
         for name, value in expected_sums.items():
             assert sums[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 def test_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
     """It is what remains of a mini-batch whose rewards all failed."""
-    models, batch = models_of(torch.float32), in_float32(make_rollout())
-    batch = with_failed_rewards(batch, list(range(8)))
+    models, batch = models_of(torch.float32), rollouts.in_float32(make_rollout())
+    batch.loss_mask.zero_()
     for accelerator_of_rank in (accelerator, one_of_ranks(1, 2)):
         vector, sums = gradients(accelerator_of_rank, models, batch, tiny_args())
         assert (vector == 0).all()
@@ -508,11 +346,11 @@ def test_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
 def test_policy_that_does_not_train_costs_nothing(size, accelerator):
     """The value model's warm-up: the same gradient to the bit, and none of the policy."""
     policy, value_model = models_of(torch.float32)
-    batch, args = in_float32(make_rollout()), tiny_args(per_device_train_batch_size=size)
+    batch, args = rollouts.in_float32(make_rollout()), tiny_args(per_device_train_batch_size=size)
     _, with_policy = gradients(accelerator, (policy, value_model), batch, args)
     expected = torch.cat([p.grad.flatten() for p in value_model.parameters()])
     policy.forward = lambda *_: pytest.fail("the policy was computed")
-    found, sums = gradients(accelerator, (policy, value_model), batch, args, trains_policy=False)
+    found, sums = gradients(accelerator, (policy, value_model), batch, args, flag=False)
     assert expected.norm() > 0.1 and torch.equal(found, expected)
     names = {"loss/value_avg", "val/clipfrac_avg", "tokens", "positions", "padded_positions"}
     assert sums == {name: with_policy[name] for name in names}
@@ -532,28 +370,12 @@ def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerato
         assert (model.weight.grad == 0).all()  # and not None: see apply_gradients
 
 
-@pytest.mark.slow
-def test_gradient_and_scores_of_two_ranks_are_those_of_one(tmp_path, accelerator):
-    """For real, by DDP."""
-    models, batch = models_of(), make_rollout()
-    result = gradient_of_ranks("ppo", 2, 2, tmp_path)
-    expected, expected_sums = gradients(accelerator, models, batch, tiny_args())
-    assert (result["gradient"] - expected).norm() < 1e-10 * expected.norm()
-    for name in expected_sums.keys() - {"padded_positions"}:
-        assert result["sums"][name] == pytest.approx(expected_sums[name], rel=1e-10), name
-    inputs = batch.input_ids, batch.mask, batch.lengths
-    expected = script.forward_all(accelerator, models[0], [range(8)], *inputs, 8, tiny_args())
-    torch.testing.assert_close(result["forward"], expected, rtol=0, atol=1e-9)
-    assert_equals_have_equal_scores(result["scores"])
-
-
-# ----------------------------------------------------------------------------------------- metrics
-
-
-def test_metrics_of_the_updates_are_means_over_tokens(accelerator):
-    sums = {"tokens": 4, "loss/value_avg": 3, "positions": 30, "padded_positions": 40}
-    expected = {"loss/value_avg": 0.75, "perf/padding_fraction": 0.25}
-    of_policy = {"val/ratio": 6, "val/ratio_squared": 10}
+def test_metrics_of_the_updates_are_means_over_the_tokens_of_all_ranks():
+    # Another rank has sums of 0, 1, 2, ...
+    accelerator = SimpleNamespace(reduce=lambda tensor: tensor + torch.arange(len(tensor)))
+    sums = {"tokens": 4, "loss/value_avg": 5, "positions": 28, "padded_positions": 37}
+    expected = {"loss/value_avg": 1.5, "perf/padding_fraction": 0.25}
+    of_policy = {"val/ratio": 2, "val/ratio_squared": 5}
     for more, expected_more in (({}, {}), (of_policy, {"val/ratio": 1.5, "val/ratio_var": 0.25})):
         given = {name: torch.tensor(float(total)) for name, total in (sums | more).items()}
         assert script.update_metrics(accelerator, given) == expected | expected_more
@@ -562,44 +384,28 @@ def test_metrics_of_the_updates_are_means_over_tokens(accelerator):
 # ------------------------------------------------------------------------------------------ main()
 
 
-@pytest.fixture(scope="module")
-def whitening_run(run_main):
-    """Of one update a step, in which some rewards fail."""
+def test_whitening_and_metrics_leave_out_what_failed(run_main):
+    """A score that is not known is no 0, and its returns are nobody's target."""
 
     def score(data_source, response, ground_truth):
         if response.startswith(("6", "7", "8")):
             raise OSError("the grader is out of paper")
         return 0.3 * (1 + len(response) % 2)
 
-    return run_main(
-        "ppo_vllm_async.py",
-        score,
-        kl_estimator="kl2",
-        whiten_rewards=True,
-        non_stop_penalty=False,
-        local_mini_batch_size=16,
-    )
-
-
-def test_rewards_are_whitened_over_the_scored_responses(whitening_run):
-    for batch in whitening_run.batches:
+    options = {"kl_estimator": "kl2", "whiten_rewards": True, "non_stop_penalty": False}
+    run = run_main("ppo_vllm_async.py", score, local_mini_batch_size=16, **options)
+    for batch, line in zip(run.batches, run.metrics, strict=True):
         assert 0 < batch.scored.sum() < EPISODES
-        rewards = -0.3 * (batch.logprobs - batch.ref_logprobs) ** 2 / 2
+        d, inside = (batch.logprobs - batch.ref_logprobs) * batch.mask, batch.loss_mask.bool()
+        rewards = -0.3 * d**2 / 2
         rewards[range(EPISODES), batch.lengths - 1] += batch.scores
-        tokens = rewards[batch.loss_mask.bool()]
-        expected = (rewards - tokens.mean()) / tokens.std() + tokens.mean()
-        found = batch.rewards[batch.loss_mask.bool()]
-        expected = expected[batch.loss_mask.bool()]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        tokens = rewards[inside]
+        expected = (tokens - tokens.mean()) / tokens.std() + tokens.mean()
+        torch.testing.assert_close(batch.rewards[inside], expected, rtol=1e-4, atol=1e-5)
 
-
-def test_metrics_of_a_batch_leave_out_what_failed(whitening_run):
-    """A score that is not known is no 0, and its returns are nobody's target."""
-    for batch, line in zip(whitening_run.batches, whitening_run.metrics, strict=True):
         scores = batch.scores[batch.scored.bool()]
-        d = (batch.logprobs - batch.ref_logprobs) * batch.mask
         penalty = -0.3 * (d**2 / 2).sum() / EPISODES
-        returns, values = (t[batch.loss_mask.bool()] for t in (batch.returns, batch.values))
+        returns, values = batch.returns[inside], batch.values[inside]
         expected = {
             "objective/kl": d.sum() / EPISODES,
             "objective/non_score_reward": penalty,
@@ -625,3 +431,19 @@ def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_m
     if beta == 0:
         assert 0 < line["val/computed_responses"] < EPISODES
     assert line["val/ratio"] == 1 and line["policy/approxkl_avg"] == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ranks_exchange_gradients_in_the_last_pass_of_an_update_alone(name, run_main, monkeypatch):
+    module, seen = __import__(name.removesuffix(".py")), []
+
+    def note(call, given):
+        if torch.is_grad_enabled():  # DDP reads it then
+            seen.append(given["self"].require_backward_grad_sync)
+        return call()
+
+    models = (module.PolicyModel, module.ValueModel) if name in PPO else (module.PolicyModel,)
+    for model in models:
+        hooks.around(model, "forward", note, put=monkeypatch.setattr)
+    run_main(name, total_episodes=EPISODES)  # two updates of two passes
+    assert seen == ([False] * len(models) + [True] * len(models)) * 2

@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -249,6 +250,45 @@ def test_optimizers_are_fused_and_gradients_in_memory_once(
         run_main(name, total_episodes=EPISODES)
     assert fused == ([True, True] if name in PPO else [True])
     assert once and all(once)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_gradient_norms_are_means_over_updates_whose_decay_is_that_of_the_flag(
+    name, decay, run_main, monkeypatch
+):
+    script = importlib.import_module(name.removesuffix(".py"))
+    norms = {"optim/grad_norm": [], "optim/value_grad_norm": []}
+
+    def note(call, given):
+        norm = call()
+        is_policy = isinstance(given["model"], script.PolicyModel)
+        norms["optim/grad_norm" if is_policy else "optim/value_grad_norm"].append(norm.item())
+        assert given["optimizer"].param_groups[0]["weight_decay"] == decay  # torch's is 0.01
+        return norm
+
+    hooks.around(script, "apply_gradients", note, put=monkeypatch.setattr)
+    (line,) = run_main(name, weight_decay=decay, total_episodes=EPISODES).metrics
+    for metric, of_updates in norms.items():
+        assert len(of_updates) == (2 if metric in line else 0)
+        assert not of_updates or line[metric] == pytest.approx(sum(of_updates) / 2)
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_value_model_is_that_of_its_flag_also_beside_a_reward_model(
+    name, run_main, reward_model, tmp_path, monkeypatch
+):
+    script, loaded = importlib.import_module(name.removesuffix(".py")), []
+
+    def note(call, given):
+        loaded.append((given["path"], given["trained"]))
+        return call()
+
+    hooks.around(script, "load_classifier", note, put=monkeypatch.setattr)
+    value_model = str(shutil.copytree(reward_model, tmp_path / "value"))
+    paths = {"reward_model_path": str(reward_model), "value_model_path": value_model}
+    run_main(name, **paths, total_episodes=EPISODES)
+    assert loaded == [(value_model, True), (str(reward_model), False)]
 
 
 # --------------------------------------------------------------------------------------- schedules

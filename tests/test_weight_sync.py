@@ -3,30 +3,29 @@
 The way without CUDA, by file, is tested in test_engine.py.
 """
 
-import json
 import multiprocessing
 import shutil
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import faked_cuda
-from helpers.faked_cuda import Nccl, StubLLM, sync
+from helpers.faked_cuda import StubLLM, sync
 from helpers.processes import wait_until
 from helpers.real_vllm import MAX_LENGTH, differences, perturb, tiny_model, vllm_args
-from transformers import AutoModelForCausalLM
 
 import ppo_vllm_async as script
 
 BACKENDS = ("ipc", "nccl")
-# The engine's GPU: that of the learner, or one of its own
-GPUS = {"ipc": (2,), "nccl": (3,)}
+# The engine's GPUs: that of the learner, or its own
+GPUS = {"ipc": (2,), "nccl": (3,), "nccl to two": (1, 3)}
 
 
 def args_for(backend, **changes):
-    return vllm_args(vllm_gpus=GPUS["nccl"] if backend == "nccl" else (), **changes)
+    return vllm_args(vllm_gpus=() if backend == "ipc" else GPUS[backend], **changes)
 
 
 # ---------------------------------------------------------------------- vLLM is a stub in a thread
@@ -40,33 +39,26 @@ def start_stub(monkeypatch):
     """
     exports, errors = [], []
     faked_cuda.add_gpus(monkeypatch.setattr, exports)
-    nccl = Nccl(lambda name, module: monkeypatch.setitem(sys.modules, name, module))
-
-    def end(error):
-        errors.append(error)
-        nccl.receipts.put("none, for the process is over")
-
     put = monkeypatch.setattr
     put(script, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     put(script, "start_llm", lambda options, config, folder: None)
-    put(script, "end_at_once", end)
     put(script, "process_groups", [])
     put(script, "folders", [])
 
-    def start(backend, faults=None, gpus=None, **changes):
-        llm = StubLLM(nccl, faults)
-        monkeypatch.setattr(script, "llm", llm)
-        placement = (0, 1, GPUS[backend] if gpus is None else gpus)
-        vllm = script.VLLM(placement, None, MAX_LENGTH, args_for(backend, **changes))
-        return SimpleNamespace(vllm=vllm, llm=llm, nccl=nccl, exports=exports, errors=errors)
+    def start(backend, faults=None, **changes):
+        llm = StubLLM(lambda name, module: monkeypatch.setitem(sys.modules, name, module), faults)
+        put(script, "end_at_once", lambda error: (errors.append(error), llm.end()))
+        put(script, "llm", llm)
+        args = args_for(backend, **changes)
+        vllm = script.VLLM((0, 1, GPUS[backend]), None, MAX_LENGTH, args)
+        return SimpleNamespace(vllm=vllm, llm=llm, exports=exports, errors=errors)
 
     yield start
-    nccl.over.set()
     for folder in script.folders:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GPUS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_weight_is_sent_once(dtype, tied, backend, start_stub):
@@ -83,30 +75,21 @@ def test_every_weight_is_sent_once(dtype, tied, backend, start_stub):
         assert system.vllm.policy_version == version
         init = ["init"] if version == 3 else []  # once
         assert system.llm.calls == [*init, "start", *weights, "finish", "reset_prefix_cache"]
-        system.llm.calls.clear()
-
         assert system.llm.weights.keys() == weights.keys()
         for name, weight in system.llm.weights.items():
             assert weight.dtype == getattr(torch, dtype)
             assert torch.equal(weight, weights[name].to(weight.dtype)), name
         shapes = [list(weight.shape) for weight in weights.values()]
         assert system.llm.infos == [([shape], [dtype], True) for shape in shapes]
-        system.llm.infos.clear()
-
         handed_out = len(weights) if backend == "ipc" else 0
         assert [tensor is not None for tensor in system.exports] == [True] * handed_out + [False]
-        system.exports.clear()
-    assert len(system.nccl.members) == (2 if backend == "nccl" else 0)
-    assert system.errors == []
-
-
-@pytest.mark.parametrize("gpus", [(3,), (1, 3)])
-def test_learner_is_rank_0_of_the_communicator_and_vllms_workers_follow(gpus, start_stub):
-    system = start_stub("nccl", gpus=gpus)
-    sync(system.vllm, tiny_model(), 0)
-    hosts, ports, ranks, world_sizes = map(set, zip(*system.nccl.members, strict=True))
-    assert hosts == {"127.0.0.1"} and len(ports) == 1
-    assert ranks == {0, 1} and world_sizes == {1 + len(gpus)}
+        for noted in (system.llm.calls, system.llm.infos, system.exports):
+            noted.clear()
+    # The learner is rank 0 of the communicator, and vLLM's workers follow
+    members = {(host, rank, size) for host, _, rank, size in system.llm.members}
+    size = 1 + len(GPUS[backend])
+    assert members == (set() if backend == "ipc" else {("127.0.0.1", i, size) for i in (0, 1)})
+    assert len({port for _, port, *_ in system.llm.members}) <= 1 and system.errors == []
 
 
 CALLS = ("init", "start", "model.layers.1.self_attn.k_proj.weight", "finish", "reset_prefix_cache")
@@ -117,7 +100,7 @@ CALLS = ("init", "start", "model.layers.1.self_attn.k_proj.weight", "finish", "r
 def test_worker_that_fails_ends_the_process(backend, call, start_stub):
     failure = MemoryError("no room")
 
-    def fail(llm):
+    def fail():
         raise failure
 
     system = start_stub(backend, faults={call: fail})
@@ -134,12 +117,13 @@ def test_worker_that_fails_ends_the_process(backend, call, start_stub):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_worker_that_hangs_ends_the_sync(backend, call, start_stub, monkeypatch):
     monkeypatch.setattr(script, "WEIGHT_SYNC_TIMEOUT", 0.1)
-    system = start_stub(backend, faults={call: StubLLM.hang})
-    model = tiny_model()
+    over, model = threading.Event(), tiny_model()
+    system = start_stub(backend, faults={call: lambda: over.wait(10)})
     for _ in model.parameters():  # CUDA's broadcasts return before they are received
-        system.nccl.receipts.put("received")
+        system.llm.receipts.put("received")
     with pytest.raises(TimeoutError):
         sync(system.vllm, model, 0)
+    over.set()
 
 
 def test_prefix_cache_that_is_not_emptied_is_an_error(start_stub):
@@ -148,19 +132,6 @@ def test_prefix_cache_that_is_not_emptied_is_an_error(start_stub):
     with pytest.raises(AssertionError, match="busy"):
         sync(system.vllm, tiny_model(), 0)
     assert system.vllm.policy_version is None
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_head_is_tied_where_the_checkpoint_has_none(tied, tmp_path):
-    """Whatever its config says: vLLM ties the head by that, and would take the embedding for it."""
-    saved = tiny_model(tied)
-    saved.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    model = script.load_model(AutoModelForCausalLM, str(tmp_path), vllm_args(), trained=True)
-    assert model.config.tie_word_embeddings == tied
-    assert dict(model.named_parameters()).keys() == dict(saved.named_parameters()).keys()
-    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
 
 
 # -------------------------------------------------------------------------- the real vLLM, on a CPU
@@ -186,35 +157,20 @@ def process():
         script.end_children()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((backend, tied, dtype), marks=pytest.mark.slow, id=f"{backend}-{dtype}")
-        for tied, dtype in ((False, "bfloat16"), (True, "float32"))
-        for backend in BACKENDS
-    ],
-)
-def system(request, process):
-    """A policy, and an engine without its weights."""
-    backend, tied, dtype = request.param
-    args = args_for(backend, dtype=dtype)
-    model = tiny_model(tied)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (True, "float32")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vllm_has_the_weights_that_were_synced(backend, tied, dtype, process):
+    args, model = args_for(backend, dtype=dtype), tiny_model(tied)
     vllm = script.VLLM((0, 1, GPUS[backend]), model.config, MAX_LENGTH, args)
-    return SimpleNamespace(model=model, args=args, vllm=vllm)
-
-
-def test_vllm_has_the_weights_that_were_synced(system):
+    system = SimpleNamespace(model=model, args=args, vllm=vllm)
     for version in (1, 2):
         # It has random weights; then those of before the change
         assert differences(system).mean() > 0.5
-        sync(system.vllm, system.model, version)
+        sync(vllm, model, version)
         found = differences(system)
-        assert found.max() < 1e-4 if system.args.dtype == "float32" else found.mean() < 0.1
-        perturb(system.model, version)
-
-
-def test_name_that_vllm_does_not_know_is_an_error(system):
-    # After the test above: it spoils the engine
-    system.model.surplus = torch.nn.Linear(2, 2)
+        assert found.max() < 1e-4 if dtype == "float32" else found.mean() < 0.1
+        perturb(model, version)
+    model.surplus = torch.nn.Linear(2, 2)  # a name that vLLM does not know is an error
     with pytest.raises(ValueError, match="surplus"):
-        sync(system.vllm, system.model, 3)
+        sync(vllm, model, 3)

@@ -8,7 +8,6 @@ things can be at the other end of a sync.
 
 import os
 import queue
-import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -94,17 +93,19 @@ def start_llm(options, config, folder):
 # ------------------------------------------------------------------------------ vLLM in a thread
 
 
-class Nccl:
-    """vLLM's modules for NCCL, in the learner, whose group's other members are a StubLLM.
+class StubLLM:
+    """What a weight sync sees of vLLM's LLM; and of NCCL, in the learner and in vLLM's worker.
 
-    A broadcast returns when it was received, or when the process would be over.
+    calls: what it was asked to do, in order. weights: all that it received, by name; infos: what it
+    was told of them. members: (address, port, rank, world size) of each in the communicator.
+    faults: {call: function}, which is run before the call. A broadcast returns when it was
+    received, or when end() says that the process would be over.
     """
 
-    def __init__(self, put_item):
-        self.members = []  # (address, port, rank, world size) of each
-        self.tensors = queue.Queue()
-        self.receipts = queue.Queue()
-        self.over = threading.Event()  # the test
+    def __init__(self, put_item, faults=None):
+        self.faults, self.is_idle = faults or {}, True
+        self.calls, self.infos, self.members, self.weights = [], [], [], {}
+        self.sent, self.receipts = queue.Queue(), queue.Queue()
         common = SimpleNamespace(stateless_init_process_group=self.join)
         put_item("vllm.distributed.weight_transfer.nccl_common", common)
 
@@ -115,32 +116,15 @@ class Nccl:
 
     def broadcast(self, tensor, src, stream):
         assert src == 0 and stream == STREAM and tensor.is_contiguous()
-        self.tensors.put(tensor)
+        self.sent.put(tensor)
         assert self.receipts.get(timeout=10) == "received"
 
-
-class StubLLM:
-    """What a weight sync sees of vLLM's LLM.
-
-    calls: what it was asked to do, in order. infos: what it was told of the tensors of each call.
-    weights: all that it received, by name. faults: {call: function}, which is run before the call.
-    """
-
-    def __init__(self, nccl, faults=None):
-        self.nccl = nccl
-        self.faults = faults or {}
-        self.calls = []
-        self.infos = []
-        self.weights = {}
-        self.is_idle = True
+    def end(self):
+        self.receipts.put("none, for the process is over")
 
     def note(self, call):
         self.calls.append(call)
-        if call in self.faults:
-            self.faults[call](self)
-
-    def hang(self):
-        self.nccl.over.wait(10)
+        self.faults.get(call, lambda: None)()
 
     # The methods of vLLM's LLM
 
@@ -149,7 +133,7 @@ class StubLLM:
         info = request["init_info"]
         if info:
             names = ("master_address", "master_port", "rank_offset", "world_size")
-            self.nccl.join(*(info[name] for name in names))
+            self.join(*(info[name] for name in names))
 
     def start_weight_update(self):
         self.note("start")
@@ -162,10 +146,10 @@ class StubLLM:
             (handles,) = info["ipc_handles"]
             tensor = handles["GPU-2"][0]
         else:
-            tensor = self.nccl.tensors.get(timeout=10)
+            tensor = self.sent.get(timeout=10)
         self.infos.append((info["shapes"], info["dtype_names"], tensor.is_contiguous()))
         self.weights[name] = tensor.clone()
-        self.nccl.receipts.put("received")
+        self.receipts.put("received")
 
     def finish_weight_update(self):
         self.note("finish")

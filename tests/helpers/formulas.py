@@ -31,14 +31,18 @@ def at(every, response):
     return every[range(len(response)), torch.as_tensor(response)]
 
 
+def entropies_of(every):
+    return -(every.exp() * every).sum(-1)
+
+
+@torch.no_grad()
 def logprobs_and_entropies(model, prompts, responses, temperature):
     """Two lists with a tensor for each response, (tokens,); no gradients."""
     logprobs, entropies = [], []
     for prompt, response in zip(prompts, responses, strict=True):
-        with torch.no_grad():
-            every = log_softmax_of(model, prompt, response, temperature)
+        every = log_softmax_of(model, prompt, response, temperature)
         logprobs.append(at(every, response))
-        entropies.append(-(every.exp() * every).sum(-1))
+        entropies.append(entropies_of(every))
     return logprobs, entropies
 
 
@@ -76,3 +80,20 @@ def weights_by_definition(old, sampler, args, level="token"):
         limit = args.mismatch_mask_range
         weights = weights * ((compared >= 1 / limit) & (compared <= limit))
     return weights
+
+
+def policy_sums(surrogate, weights, ratio, advantages, every, response, old):
+    """What a response adds to the sums of an update, {metric: (tokens,)}.
+
+    surrogate: its surrogate_loss, before the weights; ratio: new over old, of tokens or of the
+    response; every: what the policy says of all tokens; old: what the old one said of the response.
+    """
+    return {
+        "tokens": torch.ones(len(response)),
+        "loss/policy_avg": weights * surrogate,
+        "policy/approxkl_avg": (at(every, response) - old) ** 2 / 2,
+        "policy/clipfrac_avg": surrogate != -ratio * advantages,
+        "policy/entropy_avg": entropies_of(every),
+        "val/ratio": ratio,
+        "val/ratio_squared": ratio**2,
+    }

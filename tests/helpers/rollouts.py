@@ -1,60 +1,66 @@
-"""Tiny models and a made-up batch of unequal lengths, for tests and two_rank_gradient.py."""
+"""Tiny models and a made-up batch of unequal lengths."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+import grpo_vllm_async as grpo
 import ppo_vllm_async as script
 from helpers.formulas import logprobs_and_entropies
 from helpers.runs import sequences_of
 
 VOCAB, STOP, PAD = 23, 1, 0
+INTEGERS = {"input_ids", "lengths"}
 # (prompt length, response length)
 SIZES = [(3, 1), (9, 12), (1, 5), (4, 2), (7, 9), (2, 7), (5, 3), (6, 11)]
 
 
-def tiny_config(**changes):
-    options = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,  # far from uniform, so that a mistake shows
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": STOP,
-        "pad_token_id": PAD,
-    }
-    return Qwen2Config(**options | changes)
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # far from uniform, so that a mistake shows
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "pad_token_id": PAD,
+}
 
 
 def tiny_language_model(seed=0, **changes):
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(tiny_config(**changes))
+    return Qwen2ForCausalLM(Qwen2Config(**CONFIG | changes))
 
 
 def tiny_classifier(seed, **changes):
     """One label, as reward and value models have."""
     torch.manual_seed(seed)
-    return Qwen2ForSequenceClassification(tiny_config(num_labels=1, **changes))
+    return Qwen2ForSequenceClassification(Qwen2Config(**CONFIG | {"num_labels": 1} | changes))
+
+
+TINY = {
+    "dtype": "float32",
+    "per_device_train_batch_size": 8,
+    "local_rollout_forward_batch_size": 8,
+    "temperature": 0.8,
+}
 
 
 def tiny_args(**changes):
-    options = {
-        "stop_token_ids": (STOP,),
-        "dtype": "float32",
-        "per_device_train_batch_size": 8,
-        "local_rollout_forward_batch_size": 8,
-        "temperature": 0.8,
-        "cliprange_value": 0.3,
-    }
-    return script.Args(**options | changes)
+    return script.Args(**TINY | {"stop_token_ids": (STOP,), "cliprange_value": 0.3} | changes)
+
+
+def grpo_args(**changes):
+    # The length is more than that of the longest response
+    options = TINY | {"response_length": 20, "beta": 0.1, "number_samples_per_prompt": 4}
+    return grpo.Args(**options | changes)
 
 
 def tiny_policy(seed=0, temperature=0.8):
@@ -98,11 +104,43 @@ def make_rollout():
     )
 
 
+def for_grpo(batch, computed=None):
+    """The batch as GRPO has it; computed: all responses, unless it says which."""
+    computed = torch.ones(len(SIZES), dtype=torch.float64) if computed is None else computed
+    parts = vars(batch) | {"computed": computed}
+    return grpo.Batch(**{field.name: parts[field.name] for field in fields(grpo.Batch)})
+
+
 def noise_of_tokens(mask, generator):
     """A standard normal number for each token of the responses, and 0 elsewhere."""
     values = torch.randn(len(SIZES), 12, generator=generator, dtype=torch.float64)
     counts = torch.tensor([response for _, response in SIZES])
     return script.to_rows(values[torch.arange(12) < counts[:, None]], mask)
+
+
+def in_float32(batch):
+    """A copy, whose tensors are of the dtype of a real run."""
+    tensors = {name: value for name, value in vars(batch).items() if name not in INTEGERS}
+    return replace(batch, **{name: value.float() for name, value in tensors.items()})
+
+
+def near_policy(batch, policy, distance, temperature=0.8):
+    """A copy whose old policy is this one, but for noise; sampler and reference are as far as ever.
+
+    At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
+    """
+    generator = torch.Generator().manual_seed(6)
+    sequences = zip(*sequences_of(vars(batch)), strict=True)
+    logprobs, _ = logprobs_and_entropies(policy.model, *sequences, temperature)
+    noise = noise_of_tokens(batch.mask, generator)
+    old = script.to_rows(torch.cat(logprobs), batch.mask) + distance * noise
+    change = old - batch.logprobs
+    return replace(
+        batch,
+        logprobs=old,
+        sampler_logprobs=batch.sampler_logprobs + change,
+        ref_logprobs=batch.ref_logprobs + change,
+    )
 
 
 def spoil_padding(model):
@@ -138,59 +176,37 @@ def one_of_ranks(rank, world_size):
     )
 
 
-def cut_in_every_way(compute, args):
-    """Gradients and sums by compute(accelerator, args), whose micro-batches and ranks differ."""
+def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
+    """One vector of all gradients of one optimizer batch, and the sums over its tokens.
+
+    models: the policy and PPO's value model. flag: PPO's trains_policy, or GRPO's is_first; None:
+    the policy trains, and not for the first time.
+    """
+    for model in models:
+        model.zero_grad()
+    is_ppo = isinstance(batch, script.Batch)
+    accumulate = script.accumulate_gradients if is_ppo else grpo.accumulate_gradients
+    flag = is_ppo if flag is None else flag
+    sums = accumulate(accelerator, *models, batch, list(rows), flag, args)
+    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
+    vector = torch.cat([p.grad.flatten() for p in parameters])
+    return vector, {name: value.item() for name, value in sums.items()}
+
+
+def cut_in_every_way(models, batch, args):
+    """What gradients() gives with micro-batches of several sizes, on one rank and on two."""
     for size in (8, 3, 1):
         args = replace(args, per_device_train_batch_size=size)
-        yield compute(one_of_ranks(0, 1), args)
-        (one, sums), (other, other_sums) = (compute(one_of_ranks(rank, 2), args) for rank in (0, 1))
+        yield gradients(one_of_ranks(0, 1), models, batch, args)
+        (one, sums), (other, other_sums) = (
+            gradients(one_of_ranks(rank, 2), models, batch, args) for rank in range(2)
+        )
         # DDP averages
         yield (one + other) / 2, {name: sums[name] + other_sums[name] for name in sums}
 
 
-def in_float32(batch):
-    """A copy, whose tensors are of the dtype of a real run."""
-    tensors = {
-        name: value.float()
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-    return replace(batch, **tensors)
-
-
-def near_policy(batch, policy, distance, temperature=0.8):
-    """A copy whose old policy is this one, but for noise; sampler and reference are as far as ever.
-
-    At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
-    """
-    generator = torch.Generator().manual_seed(6)
-    sequences = zip(*sequences_of(vars(batch)), strict=True)
-    logprobs, _ = logprobs_and_entropies(policy.model, *sequences, temperature)
-    noise = noise_of_tokens(batch.mask, generator)
-    old = script.to_rows(torch.cat(logprobs), batch.mask) + distance * noise
-    change = old - batch.logprobs
-    return replace(
-        batch,
-        logprobs=old,
-        sampler_logprobs=batch.sampler_logprobs + change,
-        ref_logprobs=batch.ref_logprobs + change,
-    )
-
-
-def with_failed_rewards(batch, rows):
-    """A copy, as main() makes it where the rewards of these rows failed."""
-    scored = batch.scored.clone()
-    scored[rows] = 0
-    return replace(
-        batch,
-        scored=scored,
-        scores=batch.scores * scored,
-        loss_mask=batch.loss_mask * scored[:, None],
-    )
-
-
-def groups_of_equals(groups=32, samples=4):
-    """Responses, of which those of a group are the same token ids.
+def groups_of_equals():
+    """32 groups of four responses, of which those of a group are the same token ids.
 
     One prompt has two groups, and one response comes after two prompts.
     """
@@ -200,15 +216,12 @@ def groups_of_equals(groups=32, samples=4):
         count = int(torch.randint(1, most + 1, (1,), generator=generator))
         return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
 
-    pairs = [(ids(most=9), ids(most=12)) for _ in range(groups)]
+    pairs = [(ids(most=9), ids(most=12)) for _ in range(32)]
     pairs[1] = (pairs[0][0], pairs[1][1])
     pairs[3] = (pairs[3][0], pairs[2][1])
     # A reward model may have a chat template of its own
-    return [
-        response_of(script.Prompt("", "", [2], prompt, None, None, None), ids)
-        for prompt, ids in pairs
-        for _ in range(samples)
-    ]
+    prompts = [script.Prompt("", "", [2], prompt, None, None, None) for prompt, _ in pairs]
+    return [response_of(prompts[i // 4], pairs[i // 4][1]) for i in range(4 * len(pairs))]
 
 
 def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
@@ -220,25 +233,17 @@ def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
 def plain(responses):
     """Responses in a form that == can compare to the bit, as it cannot compare arrays."""
     return [
-        vars(response)
-        | {
-            name: (str(array.dtype), array.tolist())
-            for name, array in vars(response).items()
-            if isinstance(array, np.ndarray)
+        {
+            name: (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
+            for name, value in vars(response).items()
         }
         for response in responses
     ]
 
 
-def gradients(accelerator, models, batch, args, trains_policy=True):
-    """One vector of all gradients of one optimizer batch, and the sums over its tokens.
-
-    models: the policy and the value model.
-    """
-    for model in models:
-        model.zero_grad()
-    rows = list(range(len(batch.mask)))
-    sums = script.accumulate_gradients(accelerator, *models, batch, rows, trains_policy, args)
-    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
-    vector = torch.cat([p.grad.flatten() for p in parameters])
-    return vector, {name: value.item() for name, value in sums.items()}
+def make_noise(model, seed):
+    """An adapter that changes much."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)

@@ -1,0 +1,281 @@
+"""What ranks compute, for test_fsdp2.py: python compute_on_ranks.py FOLDER {one,ddp,fsdp2}.
+
+As many ranks as the launcher starts write FOLDER/<name>.pt, see main(). Each makes the runs that
+FOLDER/<name>.json tells of, with a stub of vLLM.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
+
+import pytest
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs
+from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ppo_vllm_async as ppo
+from helpers import fsdp2, rollouts
+from helpers.hooks import around
+from helpers.loops import sample_digits
+from helpers.processes import flags_of
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def in_float64(script):
+    """Else place_model would gather layers in less, and add up their gradients in float32."""
+    policy = MixedPrecisionPolicy()
+    return mock.patch.object(script, "MixedPrecisionPolicy", lambda *_, **__: policy)
+
+
+# ----------------------------------------------------------------------- models, without any main()
+
+
+def storages(accelerator):
+    """Addresses of the policy's gradients after each pass of four updates, and of DDP's buckets.
+
+    [(the buckets that ranks exchanged, in this order, [those of the gradients, ...]), ...]
+    """
+    args = rollouts.tiny_args(per_device_train_batch_size=2)
+    batch = rollouts.in_float32(rollouts.make_rollout())
+    policy, value_model = (
+        ppo.place_model(accelerator, model, args)
+        for model in (rollouts.tiny_policy(), rollouts.tiny_value_model())
+    )
+    optimizer = torch.optim.AdamW(policy.parameters())
+    updates, buckets, in_passes = [], [], []
+
+    def note_bucket(state, bucket):
+        buckets.append(bucket.buffer().untyped_storage().data_ptr())
+        return allreduce_hook(None, bucket)
+
+    def note_pass(call, given):
+        call()
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        in_passes.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+
+    policy.register_comm_hook(None, note_bucket)
+    with mock.patch.object(torch.Tensor, "backward", torch.Tensor.backward):
+        around(torch.Tensor, "backward", note_pass)
+        for _ in range(4):
+            ppo.accumulate_gradients(accelerator, policy, value_model, batch, range(8), True, args)
+            ppo.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
+            updates.append(([*buckets], [*in_passes]))
+            buckets.clear()
+            in_passes.clear()
+    return updates
+
+
+def trained_models(accelerator, seed=0):
+    """{name: (model, its optimizer)}, in float64."""
+    args, trained = rollouts.tiny_args(dtype="float64"), {}
+    models = {"policy": rollouts.tiny_policy(seed), "value_model": rollouts.tiny_value_model(seed)}
+    for name, model in models.items():
+        with in_float64(ppo):
+            model = ppo.place_model(accelerator, model.double(), args)
+        trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    return trained
+
+
+def state_of(trained, folder):
+    """{part of a checkpoint: its tensors, whole}, as models and optimizers have them now."""
+    return {
+        path.name: tree_map_only(torch.Tensor, whole, state)
+        for state, path in ppo.checkpoint_parts(trained, folder)
+    }
+
+
+def step_and_save(accelerator, folder):
+    """A checkpoint in a value warm-up: the policy's optimizer has not stepped. And what it has."""
+    trained = trained_models(accelerator)
+    value_model, optimizer = trained["value_model"]
+    batch = rollouts.make_rollout()
+    for scale in (1.0, 2.0):
+        (scale * value_model(batch.input_ids[:2], batch.mask[:2]).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ppo.save_models(trained, folder)
+    return state_of(trained, folder)
+
+
+def load(accelerator, folder):
+    """What a checkpoint gives to models and optimizers that were others."""
+    trained = trained_models(accelerator, seed=7)
+    ppo.load_models(trained, folder)
+    return state_of(trained, folder)
+
+
+def look_at_units(accelerator, model, args):
+    """What is sharded as a unit of its own, and what parts of a model are while it computes."""
+    model, dtypes, gradients = ppo.place_model(accelerator, model, args), {}, {}
+
+    def note(name):
+        def hook(module, *_):
+            dtypes[name] = {(isinstance(p, DTensor), p.dtype) for p in module.parameters()}
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith(("mlp", "embed_tokens")):
+            module.register_forward_hook(note(name))
+    rows = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)  # its own
+    batch = rollouts.make_rollout()
+    inputs = batch.input_ids[rows], batch.mask[rows].float()
+    with torch.no_grad():  # the reference policy's pass comes first
+        ppo.set_adapter_scale(model, 0.0)
+        model(*inputs)
+        ppo.set_adapter_scale(model, 1.0)
+    logprobs, _ = model(*inputs)
+    if logprobs.requires_grad:
+        logprobs.sum().backward()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = {name: whole(p.grad) for name, p in trained.items()}
+    return {
+        "units": {name for name, m in model.named_modules() if isinstance(m, FSDPModule)},
+        "in forward": dtypes,
+        "after": {isinstance(p, DTensor) for p in model.parameters()},
+        "gradients": gradients,
+    }
+
+
+def units(accelerator):
+    """Of policies in bfloat16: a trained one, one with an adapter, a frozen one of another kind."""
+    args = rollouts.tiny_args(dtype="bfloat16", lora_rank=3)
+    adapted = rollouts.tiny_language_model().bfloat16().requires_grad_(False)
+    ppo.add_adapter(adapted, args)
+    rollouts.make_noise(adapted, seed=3)
+    llama = LlamaForCausalLM(LlamaConfig(**rollouts.CONFIG))
+    models = {
+        "trained": rollouts.tiny_language_model(),
+        "adapted": adapted,
+        "frozen": llama.bfloat16().eval().requires_grad_(False),
+    }
+    return {
+        name: look_at_units(accelerator, ppo.PolicyModel(model, args), args)
+        for name, model in models.items()
+    }
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+
+class StubVLLM:
+    """Says the same whatever its weights are; the last ones are kept."""
+
+    made = []  # noqa: RUF012
+
+    def __init__(self, placement, config, max_length, args):
+        self.index, self.count, _ = placement
+        self.args, self.policy_version = args, None
+        self.made.append(self)
+
+    def sync_weights(self, weights, version):
+        self.weights, self.policy_version = dict(weights), version
+
+    def submit(self, function, prompts, seeds, temperature, version, args):
+        responses = self.sample(prompts * self.count, [*seeds] * self.count, temperature, 8)
+        return SimpleNamespace(result=lambda: responses)
+
+    def sample(self, prompts, seeds, temperature, num_samples):
+        share = ppo.share_of(len(prompts), self.index, self.count, num_samples)
+        responses = []
+        for prompt, seed in zip(prompts[share], seeds[share], strict=True):
+            ids = sample_digits(seed, self.args)
+            logprobs = [-0.5 - token % 7 / 10 for token in ids]
+            responses.append(rollouts.response_of(prompt, ids, logprobs, ids[-1] == rollouts.STOP))
+        return responses
+
+
+@contextlib.contextmanager
+def main_in_float64(script):
+    def with_double(argument):
+        def instead(call, given):
+            given[argument] = given[argument].double()
+            return call()
+
+        return instead
+
+    with in_float64(script), pytest.MonkeyPatch.context() as patch:
+        around(script, "place_model", with_double("model"), put=patch.setattr)
+        around(script, "forward_all", with_double("mask"), put=patch.setattr)
+        yield
+
+
+def runs(accelerator, path):
+    """Those of a file with [name, options, whether in float64, the run that is gone on with].
+
+    Returns what in the last weights that vLLM got is not as in the saved model, of each.
+    """
+    not_sent = []
+    subprocess.run = lambda *_, **__: None  # no pictures
+    PartialState.destroy_process_group = lambda *_: None  # there is a next run
+    for name, options, double, copied in json.loads(path.read_text()):
+        run_dir, script = Path(options["output_dir"], "run"), importlib.import_module(name[:-3])
+        if copied and accelerator.is_main_process:
+            shutil.copytree(copied, run_dir)
+        accelerator.wait_for_everyone()
+        sys.argv = [name, *flags_of(options)]
+        stub = mock.patch.multiple(script, VLLM=StubVLLM, check_sampler=lambda *_: None)
+        with stub, main_in_float64(script) if double else contextlib.nullcontext():
+            script.main(tyro.cli(script.Args))
+        saved = load_file(run_dir / "model" / "model.safetensors")
+        sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
+        if "lora_rank" in options:
+            saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+            prefix, default = "base_model.model.", ".default"
+            sent = {prefix + name.replace(default, ""): weight for name, weight in sent.items()}
+        not_sent += [(name, w) for w in saved if not torch.equal(saved[w].float(), sent[w])]
+        accelerator.wait_for_everyone()
+    return not_sent
+
+
+def main():
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    if name == "fsdp2":
+        fsdp2.allow_on_cpu()
+    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # as in the scripts
+    accelerator = Accelerator(cpu=name != "fsdp2", kwargs_handlers=[in_buckets])
+    assert accelerator.is_fsdp2 == (name == "fsdp2")
+    assert accelerator.num_processes == (1 if name == "one" else 2)
+    seen = {}
+    if name == "ddp":
+        seen["storages"] = storages(accelerator)
+    if name == "fsdp2":
+        seen["units"] = units(accelerator)
+    seen["saved"] = step_and_save(accelerator, folder / f"checkpoint_{name}")
+    for path in sorted(folder.glob("checkpoint_*")):
+        seen[path.name] = load(accelerator, path)
+    seen["not sent"] = runs(accelerator, folder / f"{name}.json")
+    if accelerator.is_main_process:
+        torch.save(seen, folder / f"{name}.pt")
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # gloo's threads can hang a rank that ends a moment after the other
