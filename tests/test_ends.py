@@ -1,8 +1,8 @@
 """How a run ends: whatever goes wrong, it ends at once and leaves nothing behind.
 
-Each fault comes in the second step, from within: helpers/wrapped_async.py. The real vLLM runs where
-it has a part in the fault; elsewhere it is stub_vllm, in a process of its own all the same. The
-scripts have one text but for the order of the steps, so two of them have a few faults only.
+Each fault comes in the second step: helpers/run_with_fault.py. The real vLLM runs where it has a
+part in it; elsewhere it is stub_vllm, in a process of its own all the same. The scripts have one
+text but for the order of the steps, so two of them have a few faults only.
 """
 
 import json
@@ -22,10 +22,8 @@ pytestmark = pytest.mark.slow
 
 SYNC, ASYNC, GRPO = SCRIPTS
 # How the line begins that says the cause
-KILLED = (
-    "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated"
-)
 BROKEN = "concurrent.futures.process.BrokenProcessPool: A"
+KILLED = f"{BROKEN} process in the process pool was terminated"
 BURNT = "OSError: the engine is on fire"
 OWN = "OSError: out of luck"
 LOST = "RuntimeError: vLLM's log-probabilities are off the learner's"
@@ -75,7 +73,7 @@ def check_checkpoint(path, script, ranks):
     ids=[f"{fault}-{script[:-3]} {ranks} {vllm}" for fault, script, vllm, ranks, *_ in CASES],
 )
 def test_fault_ends_the_run_at_once_and_leaves_nothing(
-    fault, script, vllm, ranks, returncode, cause, run_wrapped_script, tmp_path
+    fault, script, vllm, ranks, returncode, cause, run_with_fault, tmp_path
 ):
     mark = new_mark()
     env = mark | CPU | {"FAULT_RANK": str(ranks - 1)}
@@ -91,7 +89,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     if ranks == 2:
         launcher = TWO_RANKS
         options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
-    run = run_wrapped_script(script, fault, tmp_path, launcher=launcher, env=env, **options)
+    run = run_with_fault(script, fault, tmp_path, launcher=launcher, env=env, **options)
 
     check_end(run.stdout, mark, within=15 if ranks == 1 else 60)
     assert run.returncode == returncode, run.output

@@ -17,19 +17,18 @@ from accelerate import Accelerator
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.loops import EPISODES
-from helpers.rollouts import plain, response_of
 from helpers.runs import differences, without_clock
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, GenerationConfig
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, Prompt, Request, Rollout
+from ppo_vllm_async import Args
 
 
 def score(data_source, response, ground_truth):
     if response.startswith("6"):
         raise OSError("the grader is out of paper")
-    return float(len(response) % 2)
+    return {"score": float(len(response) % 2), "acc": len(response) / 3}
 
 
 # An evaluation is due after three steps, between the steps of which one is before a checkpoint and
@@ -160,33 +159,26 @@ def test_run_killed_while_saving_goes_on_and_may_be_interrupted_again(
 # ---------------------------------------------------------------------------- the folder of a run
 
 
-@pytest.fixture(scope="module")
-def finished(six_steps):
-    """A run that came to its end, with checkpoints after steps 2 and 4."""
-    return six_steps("ppo_vllm_async.py", save_freq=2)
-
-
-def test_older_checkpoint_takes_the_folder_back(finished, six_steps, tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
+def test_run_that_came_to_its_end_goes_back_to_an_older_checkpoint_and_its_data_may_have_moved(
+    six_steps, few_prompts, tmp_path
+):
+    name = "ppo_vllm_async.py"
+    finished = six_steps(name, save_freq=2)
     shutil.copytree(finished.run_dir, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
     assert checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
     shutil.copytree(folder / "step_2", folder / "unfinished")
-    six_steps("ppo_vllm_async.py", resume_from_checkpoint=folder / "step_2", fails_at=1)
+    six_steps(name, resume_from_checkpoint=folder / "step_2", fails_at=1)
     assert checkpoints_of(tmp_path / "run") == ["step_2"]
-    for name, rows in {"metrics.jsonl": 2, "rollouts.jsonl": 8, "samples.jsonl": 8}.items():
-        lines = read_json_lines(finished.run_dir / name)
-        assert read_json_lines(tmp_path / "run" / name) == lines[:rows], name
+    for file, rows in {"metrics.jsonl": 2, "rollouts.jsonl": 8, "samples.jsonl": 8}.items():
+        lines = read_json_lines(finished.run_dir / file)
+        assert read_json_lines(tmp_path / "run" / file) == lines[:rows], file
 
-
-def test_run_that_came_to_its_end_can_be_resumed_and_its_data_may_have_moved(
-    finished, six_steps, few_prompts, tmp_path
-):
-    shutil.copytree(finished.run_dir, tmp_path / "run")
     shutil.copy(few_prompts / "train.parquet", tmp_path / "moved.parquet")
     (tmp_path / "run" / "model" / "of_another_run").write_text("")
     options = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
-    run = six_steps("ppo_vllm_async.py", dataset=tmp_path / "moved.parquet", **options)
-    assert len(run.batches) == 2
+    run = six_steps(name, dataset=tmp_path / "moved.parquet", **options)
+    assert len(run.batches) == 4
     check_equal_to_the_bit(run, finished)
     assert not (tmp_path / "run" / "model" / "of_another_run").exists()
 
@@ -242,13 +234,11 @@ def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, t
     assert ["eval/scores" in line for line in run.metrics] == [True, *[False] * 3, True, True]
 
 
-def save_fake_checkpoints(run_dir, steps, responses=(), **changes):
-    """Checkpoints without a model, and with these responses, of which two are not held out."""
+def save_fake_checkpoints(run_dir, steps, **changes):
+    """Checkpoints without a model and without responses."""
     accelerator = SimpleNamespace(is_main_process=True)
-    rollout = Rollout(0, list(responses[:2]), list(responses[2:]), {})
     for step in steps:
         (run_dir / "checkpoints/unfinished").mkdir(parents=True)
-        script.save_rollout(run_dir, rollout)
         script.finish_checkpoint(accelerator, run_dir, step, {"beta": 0.1}, Args(**changes))
 
 
@@ -272,27 +262,30 @@ def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
     assert checkpoints_of(tmp_path) == ["unfinished"]
 
 
-def test_responses_of_a_checkpoint_come_back_to_the_bit(tmp_path, monkeypatch):
-    prompts = [Prompt(str(i), "", [i], [i], None, None, None) for i in range(3)]
-    ones = [
-        response_of(prompts[0], [5, 1], [-0.1, -1 / 3], text="5", verifiable=1.0),
-        response_of(prompts[1], [7], [-2.5], False, text="a\nb\u2028c", failure="OSError()"),
-        response_of(prompts[2], [1], [-1e-30], reward_metrics={"acc": 0.5}),
-    ]
-    save_fake_checkpoints(tmp_path, [4], ones)
-    folder = tmp_path / "checkpoints" / "step_4"
-    request = Request(prompts[:2], [1, 2], prompts[2:])
-    rollout = script.load_rollout(folder, 3, request)
-    assert (rollout.policy_version, rollout.times) == (3, {})
-    assert plain(rollout.responses) == plain(ones[:2])
-    assert plain(rollout.eval_responses) == plain(ones[2:])
-    # Each rank would bring it, and the batch would be of another size
+def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypatch):
+    """Each rank would bring them, and the batch would be of another size."""
     monkeypatch.setenv("RANK", "1")
-    assert script.load_rollout(folder, 3, request) is None
+    assert script.load_rollout(tmp_path, 3, None) is None
 
 
-def trained_of(layer):
-    return layer, torch.optim.AdamW(layer.parameters(), weight_decay=0.5)
+def save_by_ddp(folder):
+    """What was saved of a model that has stepped twice. An optimizer beside it never has.
+
+    DDP ends here, before its group: with the last reference to that it would wait for ever for the
+    group's threads, which need the lock that it holds.
+    """
+    layers = DistributedDataParallel(torch.nn.Linear(2, 3)), torch.nn.Linear(2, 3)
+    (model, optimizer), idle = ((layer, adamw(layer)) for layer in layers)
+    model(torch.ones(2)).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+    script.save_models({"policy": (model, optimizer), "idle": idle}, folder)
+    assert idle[0].weight.grad is None and not idle[1].state
+    return copy.deepcopy((model.module.state_dict(), optimizer.state_dict()["state"]))
+
+
+def adamw(layer):
+    return torch.optim.AdamW(layer.parameters(), weight_decay=0.5)
 
 
 def test_checkpoint_of_several_ranks_is_one_of_a_single_rank(tmp_path):
@@ -300,23 +293,17 @@ def test_checkpoint_of_several_ranks_is_one_of_a_single_rank(tmp_path):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        several, optimizer = trained_of(DistributedDataParallel(torch.nn.Linear(2, 3)))
-        several(torch.ones(2)).sum().backward()
-        for _ in range(2):
-            optimizer.step()
-        before = copy.deepcopy((several.module.state_dict(), optimizer.state_dict()["state"]))
-        idle = trained_of(torch.nn.Linear(2, 3))
-        script.save_models({"policy": (several, optimizer), "idle": idle}, tmp_path)
+        before = save_by_ddp(tmp_path)
     finally:
         torch.distributed.destroy_process_group()
     assert {path.name for path in tmp_path.iterdir()} == {"policy", "policy_optimizer", "idle"}
-
-    alone, optimizer = trained_of(torch.nn.Linear(2, 3))
-    script.load_models({"policy": (alone, optimizer), "idle": idle}, tmp_path)
-    after = (alone.state_dict(), optimizer.state_dict()["state"])
+    alone, idle = (
+        (layer, adamw(layer)) for layer in (torch.nn.Linear(2, 3), torch.nn.Linear(2, 3))
+    )
+    script.load_models({"policy": alone, "idle": idle}, tmp_path)
+    after = (alone[0].state_dict(), alone[1].state_dict()["state"])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-    assert idle[0].weight.grad is None and not idle[1].state
+    assert alone[1].param_groups[0]["weight_decay"] == 0.5 and not idle[1].state
 
 
 # ------------------------------------------------------------------------------------ saved models

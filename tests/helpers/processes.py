@@ -84,7 +84,7 @@ def alive(processes):
 
 
 def folders_of_vllm(stdout):
-    """Those that wrapped_async.py has named; none before vLLM was started."""
+    """Those that saving_batches.watched has named; none before vLLM was started."""
     line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
     return [Path(folder) for folder in line[1].split()] if line else []
 
