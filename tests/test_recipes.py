@@ -1,8 +1,8 @@
 """scripts/train: recipes for real data. What they launch passes the preflight, and fits.
 
 A recipe is run in a copy of the folder in which .venv/bin/python and accelerate only note how they
-are called. Then the notes are followed here: rows are preprocessed, and the preflight is asked,
-with tiny models of the same family and a few rows in the form of the hub's.
+are called. Then the notes are followed here: rows are preprocessed, a few in the form of the hub's,
+and the preflight is asked, with models of the right shape, but without weights.
 """
 
 import functools
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import ClassVar
 
 import datasets
 import plan
@@ -25,6 +25,7 @@ import tulu3
 from helpers import REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPTNeoXConfig,
@@ -43,11 +44,11 @@ RECIPES = sorted(
 )
 NODES = {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "localhost"}
 FOR_NODES = [recipe for recipe in RECIPES if "MACHINE_RANK" in (TRAIN / recipe).read_text()]
-# How each is run: variables of the environment
+# How each is run: the number of the run, and variables of the environment
 RUNS = [
-    pytest.param(recipe, env, id=f"{recipe} {' '.join(env.values())}".strip())
+    pytest.param(recipe, number, env, id=f"{recipe} {' '.join(env.values())}".strip())
     for recipe in RECIPES
-    for env in ([NODES] if recipe in FOR_NODES else [{}, {"GPUS": "8"}])
+    for number, env in enumerate([NODES] if recipe in FOR_NODES else [{}, {"GPUS": "8"}])
 ]
 NOTE = """#!{python} -SE
 import json, os, sys
@@ -74,7 +75,19 @@ SHAPES = {
         (50_304, 2048, 16, 8, 8, 8192, False),
     ),
 }
-TINY = (260, 16, 1, 2, 1, 32, False)
+# Responses a step, responses an update, steps: on any number of GPUs
+PUBLISHED = {
+    "gsm8k/ppo.sh": (256, 64, 435),
+    "gsm8k/grpo.sh": (5120, 1280, 140),
+    "gsm8k/grpo_lora.sh": (320, 320, 116),
+    "math/grpo.sh": (320, 320, 117),
+    "rm/ppo_hh.sh": (256, 64, 400),
+    "tldr/ppo_1b.sh": (512, 512, 1953),
+    "tulu3/ppo_8b.sh": (192, 192, 10_416),
+    "tulu3/ppo_8b_lora.sh": (192, 192, 500),
+    "tulu3/grpo_8b.sh": (768, 384, 2604),
+}
+NEEDS = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
 
 
 def message(text):
@@ -120,21 +133,29 @@ def save_tokenizer(path):
 
 
 @pytest.fixture(scope="module")
-def tiny_models(tmp_path_factory):
-    """tiny_models["llama"]: the folder of a policy, and of a reward model."""
-    folders = {}
-    for config_class in (Qwen2Config, LlamaConfig, GPTNeoXConfig):
-        options = {"max_position_embeddings": 8192, "num_labels": 1} | {
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        }
-        config = config_class(**dict(zip(SIZES, TINY, strict=True)), **options)
-        folders[config.model_type] = paths = []
+def models(tmp_path_factory):
+    """models(name): the folders of a policy and of a reward model, which lack their weights."""
+
+    @functools.cache
+    def save(name):
+        config_class, shape = SHAPES[name]
+        options = {"eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 8192}
+        config = config_class(**dict(zip(SIZES, shape, strict=True)), num_labels=1, **options)
+        paths = []
         for auto_class in CLASSES:
-            paths.append(tmp_path_factory.mktemp(config.model_type))
-            auto_class.from_config(config).save_pretrained(paths[-1])
+            paths.append(tmp_path_factory.mktemp("model"))
+            config.architectures = [auto_class._model_mapping[config_class].__name__]
+            config.save_pretrained(paths[-1])
             save_tokenizer(paths[-1])
-    return folders
+        return paths
+
+    return save
+
+
+@functools.cache
+def build_model(path, auto_class):
+    with torch.device("meta"):
+        return auto_class.from_config(AutoConfig.from_pretrained(path))
 
 
 def notes_of(recipe, folder, **env):
@@ -176,20 +197,34 @@ def test_ppos_flags_are_looked_at_before_the_reward_model_trains(tmp_path):
     assert notes.index(first) < notes.index(trained[0])
 
 
-@pytest.mark.parametrize(("recipe", "env"), RUNS)
-def test_what_a_recipe_launches_passes_the_preflight(
-    recipe, env, tiny_models, tmp_path, monkeypatch, capfd
+@dataclass
+class Longest(preflight.Run):
+    """A run with the longest rows that its flags allow."""
+
+    made: ClassVar = []
+
+    def __post_init__(self):
+        self.made.append(self)
+
+    def max_length(self):
+        args = self.args
+        if self.trains_reward_model():
+            return args.max_token_length
+        return args.max_prompt_token_length + args.response_length
+
+
+@pytest.mark.parametrize(("recipe", "number", "env"), RUNS)
+def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
+    recipe, number, env, models, tmp_path, monkeypatch, capfd
 ):
-    kind = recipe.split("/")[0]
-    family = {"tulu3": "llama", "tldr": "gpt_neox"}.get(kind, "qwen2")
-    policy, reward_model = map(str, tiny_models[family])
+    kind, text = recipe.split("/")[0], (TRAIN / recipe).read_text()
+    policy, reward_model = map(str, models(re.search(r"{MODEL:-([^}]+)}", text)[1]))
     for split in SPLITS.get(kind, ("train", "test")):
         rows = ROWS[kind] * (60 if kind == "tulu3" else 1)
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
-    env = env | {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
-    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
+    variables = {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
     folder = tmp_path / "copy"
-    notes = notes_of(recipe, folder, **env)
+    notes = notes_of(recipe, folder, **env | variables)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for _, program, *words in notes:
@@ -200,104 +235,44 @@ def test_what_a_recipe_launches_passes_the_preflight(
     trained.mkdir(parents=True)
     (trained / "model").symlink_to(reward_model)
 
-    def ask(question):
-        """What the preflight prints of a launch that it finds right."""
+    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
+    monkeypatch.setattr(preflight, "Run", Longest)
+    monkeypatch.setattr(
+        preflight,
+        "build_model",
+        lambda run, auto_class, flag, path, *_, **options: build_model(path, auto_class),
+    )
+
+    def ask(question, gpu_memory):
+        """What the preflight prints of a launch that it finds right, and the run."""
+        Longest.made.clear()
         options, script = split_words(question)
-        gpus = "1" if options[-1] == "1" else "8"
-        script = [str(REPO / script[0]), *script[1:]]
+        machine = ["--num_gpus", "1" if options[-1] == "1" else "8", "--gpu_memory", gpu_memory]
         with modules.put_back(LOADED):
-            words = [*options, "--num_gpus", gpus, "--gpu_memory", "80", *script]
-            status = preflight.main(words)
+            status = preflight.main([*options, *machine, str(REPO / script[0]), *script[1:]])
         said = capfd.readouterr()
         assert status == 0, said.err
-        return said.out
+        return said.out, Longest.made[0]  # others are variants of it
 
     for note in notes:
         if STAND_IN in note:
-            ask(note[2:])
+            ask(note[2:], "80")
     asked, launched = calls_of(notes, "scripts/preflight.py"), calls_of(notes, "accelerate")
-    assert len(asked) == len(launched) > 0
-    for question, launch in zip(asked, launched, strict=True):
+    count = len(asked)
+    assert count > 0
+    needs = re.findall(NEEDS, text, re.MULTILINE)[number * count :][:count]
+    for question, launch, (needed, room, memory) in zip(asked, launched, needs, strict=True):
         (options, script), (launch_options, launched_script) = map(split_words, (question, launch))
         assert script == launched_script  # what was asked is launched
         assert " ".join(options) in " ".join(launch_options)
-        said = ask(question)
-        # Not so few as to be a mistake, as divided by ranks they could be
-        assert "updates are few" not in said or script[0] == TRAINER
-        assert "GPUs are not used" not in said
-
-
-@dataclass
-class Longest(preflight.Run):
-    """A run with the longest rows that its flags allow."""
-
-    def max_length(self):
-        args = self.args
-        if self.trains_reward_model():
-            return args.max_token_length
-        return args.max_prompt_token_length + args.response_length
-
-
-@functools.cache
-def models_without_weights(name):
-    """A policy and a value or reward model of the shape that this name stands for."""
-    config_class, shape = SHAPES[name]
-    config = config_class(**dict(zip(SIZES, shape, strict=True)), num_labels=1)
-    with torch.device("meta"):
-        return [auto_class.from_config(config) for auto_class in CLASSES]
-
-
-def planned(options, script, gpu_memory):
-    """The run that a launch on such GPUs is to be. Mistake: a learner or vLLM has too little."""
-    module = preflight.load_script(str(REPO / script[0]))
-    args, mistake = preflight.parse_flags(module, script[1:])
-    assert mistake is None
-    launch = preflight.Options(gpu_memory=gpu_memory, num_gpus=8)
-    for name, value in zip(options[::2], options[1::2], strict=True):
-        setattr(launch, name[2:], int(value) if value.isdecimal() else str(REPO / value))
-    preflight.read_config_file(launch)
-    if hasattr(args, "local_rollout_batch_size"):
-        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(launch.local_processes())}):
-            args = module.fill_in(args, launch.num_processes)
-    policy, classifier = models_without_weights(args.model_name_or_path)
-    models = {"model": policy, "value_model": classifier, "reward_model": classifier}
-    run = Longest(module, launch, args, True, **models)
-    if run.trains_reward_model():
-        run.model = classifier
-    preflight.check_memory(run)
-    return run
-
-
-# Responses a step, responses an update, steps: on any number of GPUs
-PUBLISHED = {
-    "gsm8k/ppo.sh": (256, 64, 435),
-    "gsm8k/grpo.sh": (5120, 1280, 140),
-    "gsm8k/grpo_lora.sh": (320, 320, 116),
-    "math/grpo.sh": (320, 320, 117),
-    "rm/ppo_hh.sh": (256, 64, 400),
-    "tldr/ppo_1b.sh": (512, 512, 1953),
-    "tulu3/ppo_8b.sh": (192, 192, 10_416),
-    "tulu3/ppo_8b_lora.sh": (192, 192, 500),
-    "tulu3/grpo_8b.sh": (768, 384, 2604),
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_memory_and_batches_are_what_a_recipe_says(recipe, tmp_path):
-    launches = []
-    for param in RUNS:
-        if param.values[0] == recipe:
-            notes = notes_of(recipe, tmp_path / str(len(launches)), **param.values[1])
-            launches += calls_of(notes, "scripts/preflight.py")
-    sentence = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
-    said = re.findall(sentence, (TRAIN / recipe).read_text(), re.MULTILINE)
-    for words, (needed, room, gpu_memory) in zip(launches, said, strict=True):
-        with modules.put_back(LOADED):
-            run = planned(*split_words(words), int(gpu_memory))
+        said, run = ask(question, memory)
         assert round(plan.learner_needs(run) / plan.GIB) == int(needed)
         assert int(plan.learner_room(run) / plan.GIB) == int(room)
-        args = run.args
-        if not run.trains_reward_model():
+        assert "GPUs are not used" not in said
+        if script[0] != TRAINER:
+            # Not so few as to be a mistake, as divided by ranks they could be
+            assert "updates are few" not in said
+            args = run.args
             batches = (args.episodes_per_step, args.mini_batch_size, args.num_training_steps)
             assert batches == PUBLISHED[recipe]
 
