@@ -86,8 +86,9 @@ def make_stub(script):
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
             input_ids, mask, _ = script.collate(sequences, "cpu")
-            syncs = sum(one.startswith("weights") for one in self.order)
-            is_old = getattr(self.args, "async_mode", False) and syncs > 1
+            syncs = [one for one in self.order if one.startswith("weights")]
+            is_first = syncs in ([], ["weights 0"])
+            is_old = getattr(self.args, "async_mode", False) and not is_first
             logprobs = report_logprobs(self.policy, input_ids, mask, seeds[0], is_old)
             return [
                 script.Response(prompt, row, np.array(of_row, np.float32), stopped=STOP in row[-1:])
@@ -161,6 +162,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the optimizer steps of each model
+    seen.norms = defaultdict(list)  # of the gradients of each model's class
     seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
 
@@ -184,6 +186,11 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         if torch.is_grad_enabled():
             seen.forwards[-1] += 1
         return call()
+
+    def note_norm(call, given):
+        norm = call()
+        seen.norms[type(given["model"]).__name__].append(norm.item())
+        return norm
 
     def note_program(command):
         _, program, run_dir = command
@@ -211,6 +218,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         hooks.with_each_batch(script, note_batch, put=patch.setattr)
         hooks.around(script, "make_request", note_request, put=patch.setattr)
         hooks.around(script, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.around(script, "apply_gradients", note_norm, put=patch.setattr)
         hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
         stack.enter_context(hooks.before_each_optimizer_step(note_rate))
         stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
