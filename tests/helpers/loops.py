@@ -162,7 +162,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the optimizer steps of each model
-    seen.norms = defaultdict(list)  # of the gradients of each model's class
+    seen.norms = defaultdict(list)  # of gradients, by model and step
     seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
 
@@ -189,7 +189,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
 
     def note_norm(call, given):
         norm = call()
-        seen.norms[type(given["model"]).__name__].append(norm.item())
+        seen.norms[type(given["model"]).__name__, 1 + len(seen.batches)].append(norm.item())
         return norm
 
     def note_program(command):
