@@ -13,48 +13,28 @@ holds the other scripts to the same text. main() is each script's own: test_loop
 test_resume.py run it in all three, in seconds.
 
 Which file.
-    test_losses, test_forward, test_grpo
-                        the mathematics; passes, gradients, models; what is GRPO's own of both
-    test_dataset        prompts from files, and which of them a step takes
-    test_rewards, test_graders
-                        from a response to its score, reward workers; the rules for right answers
-    test_engine, test_weight_sync
-                        class VLLM and its process; weights by CUDA's ways, with a faked device
-    test_gpus           what GPUs need, as far as a CPU shows it: attention, TF32, memory
-    test_ranks          which engine is where, who answers what
-    test_adapters       LoRA: what is trained, what vLLM serves, what is saved
-    test_fsdp2          models that ranks share, and copies of them, beside one process
-    test_loop, test_resume
-                        main() with a stub of vLLM: its steps; a run that was interrupted goes on
-    test_runs, test_ends
-                        with vLLM, in processes: what a run leaves; how it ends, whatever goes wrong
-    test_mistakes       what the scripts refuse
-    test_preflight      preflight, on the odd inputs that preflight_cases.py has; its plan
-    test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
-    test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub, test_setup
-                        a program of scripts/ each
-    test_recipes, test_commands
-                        the commands of scripts/train, and those of the docs
-    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork
-                        texts: of one wording, right, short, with links that lead somewhere
+    test_losses, test_forward, test_grpo    mathematics, passes, gradients; what is GRPO's own
+    test_dataset, test_rewards, test_graders    from files to prompts, from responses to scores
+    test_engine, test_weight_sync       class VLLM; weights by CUDA's ways, with a faked device
+    test_ranks, test_fsdp2              several ranks and engines; models that ranks share
+    test_adapters, test_gpus            LoRA; what GPUs need, as far as a CPU shows it
+    test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
+    test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
+    test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
+    test_recipes, test_commands         the commands of scripts/train, and those of the docs
+    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
+The others are about a program of scripts/ each.
 
-Helpers, in tests/helpers.
-    rollouts, preference_pairs, formulas
-                        tiny models and a made-up batch; definitions written out, to compare with
-    runs, files, processes, endings
-                        what is in a run's folder; rows to read; processes, and what is left of them
-    loops, hooks        main() with a stub of vLLM; how tests stand in a function's way
-    real_vllm, faked_cuda, stub_vllm
-                        an engine to ask; in place of CUDA; in place of vLLM
-    saving_batches, run_with_fault, vllm_answers, two_rank_gradient, together
-                        programs that tests start
-    fsdp2               FSDP2 without GPUs
-    modules             the preflight's modules and those of the tests
-    hub, wandb_log      the hub's side of an upload; what wandb has written
-    line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
+Helpers, in tests/helpers; each says more in its first lines.
+    formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
+    loops, hooks, modules               main() with a stub of vLLM; in a function's way
+    runs, files, processes, endings     what a run has written; rows; processes, and what they left
+    real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
+    saving_batches, run_with_fault, vllm_answers, two_rank_gradient, together    are programs
+    hub, wandb_log, line_links          the hub's side; what wandb wrote; mends links to lines
 
-How a fault is injected. In a function: monkeypatch. In a run: run_with_fault(script, fault, folder)
-starts helpers/run_with_fault.py; a new fault is a function there.
+How a fault is injected. In a function: monkeypatch. In a run: by the fixture run_with_fault; a
+new fault is a function of helpers/run_with_fault.py.
 
 A new test: break what it tests once, and see it fail.
 """
