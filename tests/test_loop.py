@@ -181,7 +181,7 @@ def test_advantages_and_returns_follow_from_scores_kl_and_values(name, rough, ru
     assert (batch.logprobs - batch.ref_logprobs).abs().max() > 1e-3
 
 
-NORMS = {"PolicyModel": "optim/grad_norm", "ValueModel": "optim/value_grad_norm"}
+NORMS = {"policy": "optim/grad_norm", "value": "optim/value_grad_norm"}
 
 
 @pytest.mark.parametrize("rough", [False, True])
@@ -273,23 +273,13 @@ def test_without_kl_no_reference_policy_is_loaded_and_memory_is_held_once(
     name, run_main, monkeypatch
 ):
     script = importlib.import_module(name.removesuffix(".py"))
-    trained, fused, once = [], [], []
-
-    def note(notes, of):
-        def instead(call, given):
-            notes.append(of(given))
-            return call()
-
-        return instead
-
-    put = monkeypatch.setattr
-    hooks.around(script, "load_model", note(trained, lambda given: given["trained"]), put)
-    hooks.around(torch.optim.AdamW, "__init__", note(fused, lambda given: given["fused"]), put)
-    buckets = note(once, lambda given: given["self"].ddp_handler.gradient_as_bucket_view)
-    hooks.around(Accelerator, "prepare_model", buckets, put)
+    trained, fused, ddp, put = [], [], [], monkeypatch.setattr
+    hooks.before(script, "load_model", lambda given: trained.append(given["trained"]), put)
+    hooks.before(torch.optim.AdamW, "__init__", lambda given: fused.append(given["fused"]), put)
+    hooks.before(Accelerator, "prepare_model", lambda given: ddp.append(given["self"]), put)
     run = run_main(name, beta=0.0, total_episodes=EPISODES)
     assert trained == fused == ([True, True] if name in PPO else [True])
-    assert once and all(once)
+    assert ddp and all(one.ddp_handler.gradient_as_bucket_view for one in ddp)
     (line,), (batch,) = run.metrics, run.batches
     assert {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward"}.isdisjoint(line)
     assert all(map(math.isfinite, line.values()))

@@ -153,23 +153,20 @@ def whole(options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     seen = SimpleNamespace(folder=folder, orders=[], lack_gradients=[], held_once=[])
 
-    def note_update(call, given):
+    def note_update(given):
         seen.orders.append(given["mini_batch"])
         seen.lack_gradients.append({p.grad is None for p in given["reward_model"].parameters()})
-        return call()
 
-    def note_model(call, given):
+    def note_model(given):
         seen.held_once.append(given["self"].ddp_handler.gradient_as_bucket_view)
-        return call()
 
-    def note_optimizer(call, given):
+    def note_optimizer(given):
         seen.held_once.append(given["fused"])
-        return call()
 
     with pytest.MonkeyPatch.context() as patch:
-        hooks.around(rm, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.around(Accelerator, "prepare_model", note_model, put=patch.setattr)
-        hooks.around(torch.optim.AdamW, "__init__", note_optimizer, put=patch.setattr)
+        hooks.before(rm, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.before(Accelerator, "prepare_model", note_model, put=patch.setattr)
+        hooks.before(torch.optim.AdamW, "__init__", note_optimizer, put=patch.setattr)
         seen.metrics = run(folder, options)
     return seen
 

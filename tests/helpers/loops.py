@@ -161,7 +161,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     options = options_of(name, files, folder) | changes
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
-    seen.rates = defaultdict(list)  # of the optimizer steps of each model
+    seen.rates = defaultdict(list)  # of the updates of each model
     seen.norms = defaultdict(list)  # of gradients, by model and step
     seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
@@ -169,27 +169,26 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     def note_batch(batch):
         seen.batches.append(copy.deepcopy(batch))
 
-    def note_request(call, given):
+    def note_request(given):
         stub.made[0].order.append(f"request {given['training_step']}")
-        return call()
 
-    def note_update(call, given):
+    def note_update(given):
         seen.mini_batches.append(given["mini_batch"])
         if len(seen.mini_batches) == fails_at:
             raise RuntimeError("the power is gone")
         parameters = [p.detach().flatten() for p in given["policy"].parameters()]
         seen.weights.append(torch.cat(parameters))
         seen.forwards.append(0)
-        return call()
 
-    def note_forward(call, given):
+    def note_forward(given):
         if torch.is_grad_enabled():
             seen.forwards[-1] += 1
-        return call()
 
-    def note_norm(call, given):
+    def note_step(call, given):
         norm = call()
-        seen.norms[type(given["model"]).__name__, 1 + len(seen.batches)].append(norm.item())
+        model = "policy" if isinstance(given["model"], script.PolicyModel) else "value"
+        seen.rates[model].append(given["optimizer"].param_groups[0]["lr"])
+        seen.norms[model, 1 + len(seen.batches)].append(norm.item())
         return norm
 
     def note_program(command):
@@ -198,11 +197,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         path = run_dir / "metrics.jsonl"
         steps = len(path.read_text().splitlines()) if path.exists() else 0
         seen.programs.append((program.name, steps))
-
-    def note_rate(optimizer):
-        *_, last = optimizer.param_groups[0]["params"]
-        model = "value" if last.shape[0] == 1 else "policy"
-        seen.rates[model].append(optimizer.param_groups[0]["lr"])
 
     with contextlib.ExitStack() as stack:
         # main() has one of its own
@@ -216,11 +210,10 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
             options["reward_fn"] = "of the test"
             reward_in_this_process(script, score, patch.setattr)
         hooks.with_each_batch(script, note_batch, put=patch.setattr)
-        hooks.around(script, "make_request", note_request, put=patch.setattr)
-        hooks.around(script, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.around(script, "apply_gradients", note_norm, put=patch.setattr)
-        hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
-        stack.enter_context(hooks.before_each_optimizer_step(note_rate))
+        hooks.before(script, "make_request", note_request, put=patch.setattr)
+        hooks.before(script, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.before(script.PolicyModel, "forward", note_forward, put=patch.setattr)
+        hooks.around(script, "apply_gradients", note_step, put=patch.setattr)
         stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
         patch.setattr("subprocess.run", note_program)  # no pictures
         patch.setattr(sys, "argv", [name, *flags_of(options)])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
-from helpers.hooks import around
+from helpers.hooks import around, before
 from helpers.processes import wait_until
 from helpers.saving_batches import is_idle, run_as_main, watched
 
@@ -46,11 +46,6 @@ def at_call(number, do):
             do(*args)
 
     return maybe
-
-
-def before(owner, name, do):
-    """do(given) before each call of a function."""
-    around(owner, name, lambda call, given: (do(given), call())[1])
 
 
 def in_update(do, script):
