@@ -4,7 +4,6 @@ Here with test_loop.py's stub of vLLM; test_runs.py resumes with vLLM itself, te
 another number of ranks. At the end the generation config of a saved model.
 """
 
-import copy
 import functools
 import json
 import shutil
@@ -12,13 +11,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import Accelerator
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
 from helpers.files import read_json_lines
 from helpers.loops import EPISODES
 from helpers.runs import differences, without_clock
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, GenerationConfig
 
 import ppo_vllm_async as script
@@ -175,25 +172,19 @@ def test_run_that_came_to_its_end_goes_back_to_an_older_checkpoint_and_its_data_
 ASSETS = f"{REPO}/debug_assets/../debug_assets/model"
 SMALLER = {"local_rollout_batch_size": 8}
 OF_ANOTHER_RUN = [
-    ("seed", {"seed": 2}),
+    *((name, {name: value}) for name, value in {"seed": 2, "beta": 0.1, "num_epochs": 2}.items()),
+    *((name, {name: value}) for name, value in {"lora_rank": 4, "lora_alpha": 16}.items()),
     ("model_name_or_path", {"model_name_or_path": ASSETS}),
-    ("lora_rank", {"lora_rank": 4}),
-    ("lora_alpha", {"lora_alpha": 16}),
-    ("beta", {"beta": 0.1}),
     ("episodes_per_step", SMALLER | {"total_episodes": 192}),
     ("number_samples_per_prompt", SMALLER | {"number_samples_per_prompt": 2}),
     ("mini_batch_size", {"local_mini_batch_size": 16}),
-    ("num_epochs", {"num_epochs": 2}),
     ("num_updates", {"total_episodes": 128}),
     ("data_hash", {"dataset": "test.parquet"}),
     ("data_hash", {"eval_dataset": "train.parquet"}),
     ("data_hash", {"eval_dataset": None}),
 ]
 # The checkpoint has answers to an evaluation; they would be taken for those to another
-OF_ANOTHER_EVALUATION = [
-    ("num_evals", {"num_evals": 3}),
-    ("eval_temperature", {"eval_temperature": 0.5}),
-]
+OF_ANOTHER_EVALUATION = {"num_evals": 3, "eval_temperature": 0.5}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -202,7 +193,8 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     options = {"output_dir": run_dir.parent, "resume_from_checkpoint": "latest"}
     of_ppo = [(path, {path: ASSETS}) for path in ("value_model_path", "reward_model_path")]
-    refused = OF_ANOTHER_RUN + of_ppo * (name in PPO) + OF_ANOTHER_EVALUATION * (name in ASYNC)
+    of_async = [(argument, {argument: value}) for argument, value in OF_ANOTHER_EVALUATION.items()]
+    refused = OF_ANOTHER_RUN + of_ppo * (name in PPO) + of_async * (name in ASYNC)
     for argument, changes in refused:
         paths = {k: few_prompts / v for k, v in changes.items() if str(v).endswith("parquet")}
         with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {argument} was"):
@@ -213,9 +205,7 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
 
 def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, tmp_path):
     shutil.copytree(broken("ppo_sync.py").run_dir, tmp_path / "run")
-    options = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
-    for _, changes in OF_ANOTHER_EVALUATION:
-        options |= changes
+    options = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"} | OF_ANOTHER_EVALUATION
     run = six_steps("ppo_sync.py", **options)
     for line, expected in zip(run.metrics, whole("ppo_sync.py").metrics, strict=True):
         for name, value in without_clock(line).items():
@@ -257,44 +247,6 @@ def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypat
     """Each rank would bring them, and the batch would be of another size."""
     monkeypatch.setenv("RANK", "1")
     assert script.load_rollout(tmp_path, 3, None) is None
-
-
-def save_by_ddp(folder):
-    """What was saved of a model that has stepped twice. An optimizer beside it never has.
-
-    DDP ends here, before its group: with the last reference to that it would wait for ever for the
-    group's threads, which need the lock that it holds.
-    """
-    layers = DistributedDataParallel(torch.nn.Linear(2, 3)), torch.nn.Linear(2, 3)
-    (model, optimizer), idle = ((layer, adamw(layer)) for layer in layers)
-    model(torch.ones(2)).sum().backward()
-    for _ in range(2):
-        optimizer.step()
-    script.save_models({"policy": (model, optimizer), "idle": idle}, folder)
-    assert idle[0].weight.grad is None and not idle[1].state
-    return copy.deepcopy((model.module.state_dict(), optimizer.state_dict()["state"]))
-
-
-def adamw(layer):
-    return torch.optim.AdamW(layer.parameters(), weight_decay=0.5)
-
-
-def test_checkpoint_of_several_ranks_is_one_of_a_single_rank(tmp_path):
-    """DDP would prefix the names of the weights. And an optimizer may not have stepped yet."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        before = save_by_ddp(tmp_path)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert {path.name for path in tmp_path.iterdir()} == {"policy", "policy_optimizer", "idle"}
-    alone, idle = (
-        (layer, adamw(layer)) for layer in (torch.nn.Linear(2, 3), torch.nn.Linear(2, 3))
-    )
-    script.load_models({"policy": alone, "idle": idle}, tmp_path)
-    after = (alone[0].state_dict(), alone[1].state_dict()["state"])
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert alone[1].param_groups[0]["weight_decay"] == 0.5 and not idle[1].state
 
 
 # ------------------------------------------------------------------------------------ saved models

@@ -79,28 +79,19 @@ def run(request):
     return run
 
 
-def of(scripts):
-    return pytest.mark.parametrize("run", scripts, indirect=True)
-
-
 @pytest.fixture(scope="session")
 def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "model")
 
 
 @pytest.fixture
-def model_of(run, assets):
-    """model_of(version): the policy of a version that was sent to vLLM, or None."""
-    versions = weights_of_versions(run)
-
-    def load(version):
-        if version not in versions:
-            return None
-        model = AutoModelForCausalLM.from_pretrained(assets / "model")
-        model.load_state_dict(versions[version])
-        return model
-
-    return load
+def models(run, assets):
+    """{version: the policy that was sent to vLLM as this version}"""
+    models = {}
+    for version, weights in weights_of_versions(run).items():
+        models[version] = AutoModelForCausalLM.from_pretrained(assets / "model")
+        models[version].load_state_dict(weights)
+    return models
 
 
 def test_every_step_has_its_line_of_finite_metrics(run):
@@ -116,7 +107,7 @@ def test_every_step_has_its_line_of_finite_metrics(run):
         assert (run.run_dir / name).stat().st_size > 0
 
 
-def test_sampler_had_the_weights_of_the_version_that_it_names(run, model_of):
+def test_sampler_had_the_weights_of_the_version_that_it_names(run, models):
     """In async scripts of one step before, and of none else."""
     for step, line in zip(STEPS, run.metrics, strict=True):
         sampled_by = max(0, step - 2) if run.script in ASYNC else step - 1
@@ -129,10 +120,7 @@ def test_sampler_had_the_weights_of_the_version_that_it_names(run, model_of):
             torch.cat(response_tokens(batch["mask"][::4], batch[name][::4]))
             for name in ("sampler_logprobs", "logprobs", "ref_logprobs")
         )
-        for version in range(4):
-            model = model_of(version)
-            if model is None:
-                continue
+        for version, model in models.items():
             rows, _ = logprobs_and_entropies(model, prompts, responses, temperature=1.5)
             logprobs = torch.cat(rows)
             difference = (sampler - logprobs).abs().max()
@@ -166,7 +154,7 @@ def test_score_is_of_the_response_to_the_prompt_beside_it(run, tokenizer):
     assert len(set(map(str, drawn))) == 128 / samples
 
 
-def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model_of, tokenizer):
+def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, models, tokenizer):
     versions = [0, 1, 4] if run.script in ASYNC else [0, 2, 4]
     lines = [run.metrics[step - 1] for step in (1, 3, 4)]
     assert [line for line in run.metrics if "eval/scores" in line] == lines
@@ -174,7 +162,7 @@ def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model
     every = read_json_lines(run.run_dir / "samples.jsonl")
     assert len(every) == 3 * 32
     for line, version, start in zip(lines, versions, (0, 32, 64), strict=True):
-        samples, model = every[start : start + 32], model_of(version)
+        samples, model = every[start : start + 32], models[version]
         assert {sample["policy_version"] for sample in samples} == {version}
         for sample in samples[:8]:
             ids = torch.tensor([tokenizer(sample["prompt"])["input_ids"]])
@@ -186,9 +174,9 @@ def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model
         assert line["eval/stop_rate"] == sum(s["stopped"] for s in samples) / 32
 
 
-def test_saved_model_is_the_last_policy(run):
+def test_saved_model_is_the_last_policy(run, models):
     saved = AutoModelForCausalLM.from_pretrained(run.run_dir / "model").state_dict()
-    first, last = (weights_of_versions(run)[version] for version in (0, 4))
+    first, last = (models[version].state_dict() for version in (0, 4))
     assert saved.keys() == last.keys()
     for name, value in saved.items():
         assert value.dtype == torch.float32
@@ -205,7 +193,7 @@ def test_vllm_serves_the_saved_model_as_it_was_evaluated(ppo_run, tmp_path):
     assert any(sample["stopped"] for sample in samples)
 
 
-@of(ASYNC)
+@pytest.mark.parametrize("run", ASYNC, indirect=True)
 def test_run_that_is_over_leaves_nothing_behind(run):
     assert processes_with(run.mark) == []
     (folder,) = folders_of_vllm(run.stdout)
