@@ -5,7 +5,6 @@ part in it; elsewhere it is stub_vllm, in a process of its own all the same. The
 text but for the order of the steps, so two of them have a few faults only.
 """
 
-import json
 import re
 import signal
 
@@ -15,8 +14,6 @@ from helpers import SCRIPTS
 from helpers.endings import check_end, new_mark
 from helpers.files import write_text
 from helpers.processes import CPU, STUB, TWO_RANKS
-from safetensors.numpy import load_file
-from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.slow
 
@@ -51,20 +48,6 @@ CASES = [
     ("update raises", ASYNC, "stub, FSDP2", 2, 1, OWN),
     ("generation raises", GRPO, "stub", 1, 1, OWN),
 ]
-
-
-def check_checkpoint(path, script, ranks):
-    assert json.loads((path / "state.json").read_text())["seconds"] > 0
-    if script != SYNC:
-        assert len(json.loads((path / "next_rollout.json").read_text())) == 32
-        assert len(load_file(path / "next_rollout.safetensors")) == 64
-    for name in ["policy"] if script == GRPO else ["policy", "value_model"]:
-        weights, states = (
-            FileSystemReader(path / folder).read_metadata().state_dict_metadata
-            for folder in (name, f"{name}_optimizer")
-        )
-        assert len(states) == 3 * len(weights)  # two moments and a count each
-        assert len(list((path / name).glob("*.distcp"))) == ranks
 
 
 @pytest.mark.parametrize(
@@ -107,10 +90,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     in_step = {"vllm lacks a tensor": 1, "killed in a checkpoint": 3, IDLE: 3}.get(fault, 2)
     metrics = run.run_dir / "metrics.jsonl"
     assert (len(run.metrics) if metrics.exists() else 0) == in_step - 1
-    checkpoints = sorted((run.run_dir / "checkpoints").glob("step_*"))
-    names = [path.name for path in checkpoints]
+    names = [path.name for path in (run.run_dir / "checkpoints").glob("step_*")]
     # In step 2 of the async scripts vLLM samples while step_1 is written; the update comes after it
     may_lack_it = script != SYNC and fault.startswith(("vllm", "generation"))
     assert names == ["step_1"] or (may_lack_it and names == [])
-    for path in checkpoints:
-        check_checkpoint(path, script, ranks)

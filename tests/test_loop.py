@@ -17,10 +17,13 @@ from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition, values_of
 from helpers.loops import EPISODES, STEPS, STOP
-from helpers.runs import METRICS_OF_POLICY_UPDATES, flat_tokens, response_tokens
+from helpers.runs import flat_tokens, response_tokens
 from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+
+METRICS_OF_POLICY_UPDATES = {"loss/policy_avg", "optim/grad_norm", "val/ratio", "val/ratio_var"}
+METRICS_OF_POLICY_UPDATES |= {f"policy/{x}_avg" for x in ("approxkl", "clipfrac", "entropy")}
 
 
 def rough_score(data_source, response, ground_truth):
@@ -293,7 +296,7 @@ def test_without_kl_no_reference_policy_is_loaded_and_memory_is_held_once(
 # --------------------------------------------------------------------------------------- schedules
 
 
-def test_schedule_of_each_model_runs_over_its_own_updates(rough_loop):
+def test_schedule_of_each_model_runs_over_its_own_updates_and_a_policy_may_rest(rough_loop):
     # Two updates a step, and a warm-up of two
     expected = {"policy": [0.5, 1, 1, 0.75, 0.5, 0.25]}
     if rough_loop.name in PPO:
@@ -305,20 +308,9 @@ def test_schedule_of_each_model_runs_over_its_own_updates(rough_loop):
     assert used == {model: pytest.approx(shares) for model, shares in expected.items()}
     logged = [line["lr"] for line in rough_loop.metrics]
     assert logged == [0] * (rough_loop.name in PPO) + rough_loop.rates["policy"][1::2]
-
-
-@pytest.mark.parametrize("name", PPO)
-def test_policy_rests_while_the_value_model_warms_up(name, run_loop):
-    rough_loop = run_loop(name, rough=True)
-    first, *others = rough_loop.metrics
-    assert METRICS_OF_POLICY_UPDATES.isdisjoint(first)
-    assert all(set(line) >= METRICS_OF_POLICY_UPDATES for line in others)
-    assert first["loss/value_avg"] > 0 and first["optim/value_grad_norm"] > 0
-    # Two updates a step, of two micro-batches each
-    assert rough_loop.forwards == [0, 0, 2, 2, 2, 2]
-    before, _, after_the_step, later, *_ = rough_loop.weights
-    assert torch.equal(before, after_the_step)
-    assert not torch.equal(after_the_step, later)
+    for line in rough_loop.metrics:  # while it rests, nothing is said of its updates
+        found = METRICS_OF_POLICY_UPDATES & line.keys()
+        assert found == (METRICS_OF_POLICY_UPDATES if line["lr"] else set())
 
 
 @pytest.mark.parametrize("name", PPO)
@@ -343,7 +335,7 @@ def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(name, 
 def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
     run = run_main(name, lambda *_: 1 / 0, non_stop_penalty=False)
     assert re.match(r"(?s)the reward failed on all responses: .*ZeroDivision", str(run.error))
-    assert run.weights == [] and not (run.run_dir / "model").exists()
+    assert run.mini_batches == [] and not (run.run_dir / "model").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

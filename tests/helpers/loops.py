@@ -163,7 +163,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the updates of each model
     seen.norms = defaultdict(list)  # of gradients, by model and step
-    seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
 
     def note_batch(batch):
@@ -176,13 +175,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         seen.mini_batches.append(given["mini_batch"])
         if len(seen.mini_batches) == fails_at:
             raise RuntimeError("the power is gone")
-        parameters = [p.detach().flatten() for p in given["policy"].parameters()]
-        seen.weights.append(torch.cat(parameters))
-        seen.forwards.append(0)
-
-    def note_forward(given):
-        if torch.is_grad_enabled():
-            seen.forwards[-1] += 1
 
     def note_step(call, given):
         norm = call()
@@ -212,7 +204,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         hooks.with_each_batch(script, note_batch, put=patch.setattr)
         hooks.before(script, "make_request", note_request, put=patch.setattr)
         hooks.before(script, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.before(script.PolicyModel, "forward", note_forward, put=patch.setattr)
         hooks.around(script, "apply_gradients", note_step, put=patch.setattr)
         stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
         patch.setattr("subprocess.run", note_program)  # no pictures
