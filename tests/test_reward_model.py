@@ -219,6 +219,8 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     ("changes", "message"),
     [
         ({"seed": 2}, "seed was 1"),
+        ({"local_mini_batch_size": 32, "num_train_epochs": 1}, "mini_batch_size was 64"),
+        ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "data_hash was"),
         ({"max_token_length": 5}, "each pair is longer than --max_token_length 5"),
         ({"warmup_ratio": 1.0}, "there must be more than warm-up has"),
