@@ -112,8 +112,7 @@ def catch_thread(script, put):
     of_thread = SimpleNamespace()
 
     def run(call, given):
-        of_thread.thread = threading.current_thread()
-        of_thread.prompts_Q, of_thread.response_Q = given["prompts_Q"], given["response_Q"]
+        vars(of_thread).update(given, thread=threading.current_thread())
         call()
 
     def pass_on(error):
