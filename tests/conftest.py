@@ -136,7 +136,7 @@ def start_script(assets):
     """Starts a script of the repository on the debug assets; it ends with the session at last."""
     started = []
 
-    def start(script, folder, *extra, launcher=(), env=None, save_batches=False, **options):
+    def start(script, folder, launcher=(), env=None, save_batches=False, **options):
         folder.mkdir(parents=True, exist_ok=True)
         defaults = {
             "output_dir": folder,
@@ -158,7 +158,7 @@ def start_script(assets):
             launcher = (*launcher, str(REPO / "tests" / "helpers" / "saving_batches.py"))
         if any("grpo" in str(part) for part in (script, *launcher)):
             del defaults["value_learning_rate"]
-        command = [sys.executable, *launcher, str(script), *flags_of(defaults | options), *extra]
+        command = [sys.executable, *launcher, str(script), *flags_of(defaults | options)]
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             process = subprocess.Popen(
                 command,
@@ -185,10 +185,9 @@ def start_script(assets):
 def run_script(start_script):
     """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
-    def run(script, folder, *extra, timeout=300, **options):
+    def run(script, folder, **options):
         started_at = time.monotonic()
-        process = start_script(script, folder, *extra, **options)
-        return finish(process, timeout, started_at)
+        return finish(start_script(script, folder, **options), 300, started_at)
 
     return run
 

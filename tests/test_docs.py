@@ -86,47 +86,36 @@ def test_tables_of_what_fits_are_what_the_command_prints():
     assert [line for line in tables if line not in (REPO / "docs" / "scaling.md").read_text()] == []
 
 
-def commands_of_what_fits():
-    """(GiB of a GPU, whether there are several, script, its words) of scaling.md's commands."""
+def test_every_cell_of_readme_has_a_command_that_fits():
     text = (REPO / "docs" / "scaling.md").read_text()
-    _, _, text = text.partition("### Commands for what fits")
-    text, _, _ = text.partition("\n### ")
+    text = text.partition("### Commands for what fits")[2].partition("\n### ")[0]
     for name, value in re.findall(r'(\w+)="([^"]*)"', text):
         text = text.replace(f"${name}", value)
-    gpu_memory = are_several = None
+    cells = {}  # of a row: GRPO, PPO, the same with adapters
     for line in re.findall(r"^    (.*)$", text, re.MULTILINE):
-        size = re.search(r"^# .*? of (\d+) GB", line)
-        if size:
-            gpu_memory, are_several = int(size[1]), "one" not in line.split(":")[0].split()
-        if line.startswith("# two nodes"):
-            gpu_memory, are_several = 80, None
+        if heading := re.match(r"# (one|eight|two nodes) .*?of (?:(\d+) GB|eight)", line):
+            row = heading[1], int(heading[2] or 80)
+            cells[row] = [""] * 4
         if line.startswith("accelerate"):
-            yield gpu_memory, are_several, line.split()
-
-
-def test_every_cell_of_readme_has_a_command_that_fits():
-    commands = {}
-    for gpu_memory, are_several, words in commands_of_what_fits():
-        flags = dict(zip(words, [*words[1:], ""], strict=True))
-        script = next(word for word in words if word.endswith("async.py"))[:-3]
-        size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
-        file = flags["--config_file"].rpartition("/")[2]
-        nodes = 2 if "two_nodes" in file else 1
-        learners = 1 if file == "one_gpu.yaml" else 6 if "--vllm_gpus" in flags else 8
-        own = (6, 7) if "--vllm_gpus" in flags else ()
-        rank = int(flags.get("--lora_rank", 0))
-        run = fits.launch(script, size, gpu_memory, file, nodes, learners, own, rank)
-        share = flags.get("--vllm_gpu_memory_utilization")
-        if share is not None:
-            run.args.vllm_gpu_memory_utilization = float(share)
-        assert plan.fits(run, plan.SOME_RESPONSES), words
-        commands[gpu_memory, are_several, script[:4].strip("_"), bool(rank)] = size
-    readme = (REPO / "README.md").read_text()
-    rows = re.findall(r"^\| (eight of )?(\d+) GB \| (.*) \|$", readme, re.MULTILINE)
-    assert len(rows) == 4
-    for are_several, gpu_memory, cells in rows:
-        named = [cell.strip() for cell in cells.split("|")]
-        keys = [(name, has_adapters) for has_adapters in (False, True) for name in ("grpo", "ppo")]
-        for (name, has_adapters), size in zip(keys, named, strict=True):
-            key = (int(gpu_memory), bool(are_several), name, has_adapters)
-            assert commands.get(key, "") == size, key
+            words = line.split()
+            flags = dict(zip(words, [*words[1:], ""], strict=True))
+            script = next(word for word in words if word.endswith("async.py"))[:-3]
+            size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
+            file = flags["--config_file"].rpartition("/")[2]
+            own = (6, 7) if "--vllm_gpus" in flags else ()
+            learners = 1 if row[0] == "one" else 8 - len(own)
+            rank = int(flags.get("--lora_rank", 0))
+            nodes = 2 if row[0] == "two nodes" else 1
+            run = fits.launch(script, size, row[1], file, nodes, learners, own, rank)
+            if share := flags.get("--vllm_gpu_memory_utilization"):
+                run.args.vllm_gpu_memory_utilization = float(share)
+            assert plan.fits(run, plan.SOME_RESPONSES), line
+            cells[row][2 * (rank > 0) + script.startswith("ppo")] = size
+    del cells["two nodes", 80]
+    table = re.findall(
+        r"^\| (eight of )?(\d+) GB \| (.*) \|$", (REPO / "README.md").read_text(), re.MULTILINE
+    )
+    assert cells == {
+        ("eight" if are_several else "one", int(memory)): [cell.strip() for cell in row.split("|")]
+        for are_several, memory, row in table
+    }
