@@ -1,64 +1,41 @@
 """How this suite works.
 
-Fast and slow. A test that starts vLLM or other processes, or waits for seconds, has the mark
-`slow`; the others take two minutes together.
-    bash scripts/test.sh                          all of them
+A test that starts vLLM or other processes, or waits for seconds, has the mark `slow`; the others
+take two minutes together.
+    bash scripts/test.sh                          all of them, two files at a time
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
-scripts/test.sh runs two files at a time (pytest-xdist), so that a test that waits for a process to
-start costs less. The tests of one file run in their order, in one process: fixtures of a module are
-made once.
-What needs a real run of a script gets it from a fixture, so that many tests look at one run.
+The tests of a file run in their order, in one process. What needs a real run of a script gets it
+from a fixture, so that many tests look at one run.
 
-Three scripts, one text. Functions that the scripts share are tested through ppo_vllm_async.py
-alone; test_scripts_agree.py holds the other scripts to the same text. main() is each script's own:
-test_loop.py and test_resume.py run it in all three with a stub in place of vLLM, in seconds. What
-vLLM and processes of their own add to that is shown for real in test_runs.py and test_ends.py.
+Functions that the scripts share are tested through ppo_vllm_async.py alone; test_scripts_agree.py
+holds the other scripts to the same text. main() is each script's own: test_loop.py and
+test_resume.py run it in all three, in seconds.
 
 Which file.
-    test_losses, test_forward, test_grpo
-                        the mathematics; passes, gradients, models; what is GRPO's own of both
-    test_dataset        prompts from files, and which of them a step takes
-    test_rewards, test_graders
-                        from a response to its score, reward workers; the rules for right answers
-    test_engine, test_weight_sync
-                        class VLLM and its process; weights by CUDA's ways, with a faked device
-    test_gpus           what GPUs need, as far as a CPU shows it: attention, TF32, memory
-    test_ranks          which engine is where, who answers what
-    test_adapters       LoRA: what is trained, what vLLM serves, what is saved
-    test_fsdp2          models that ranks share, and copies of them, beside one process
-    test_loop, test_resume
-                        main(): its steps; a run that is resumed goes on as if never interrupted
-    test_runs, test_ends
-                        real runs of the scripts; how they end, and that nothing is left of them
-    test_mistakes       what the scripts refuse
-    test_preflight      preflight, on the odd inputs that preflight_cases.py has; its plan
-    test_reward_model, test_gpu_check, test_code_sandbox, test_if_constraints,
-    test_data_preprocess, test_pictures, test_inspect, test_evaluate, test_hub, test_setup
-                        a program of scripts/ each
-    test_recipes        the commands of scripts/train
-    test_scripts_agree, test_doctests, test_budget, test_docs, test_commands
-                        texts
+    test_losses, test_forward, test_grpo    mathematics, passes, gradients; what is GRPO's own
+    test_dataset, test_rewards, test_graders    from files to prompts, from responses to scores
+    test_engine, test_weight_sync       class VLLM; weights by CUDA's ways, with a faked device
+    test_ranks, test_fsdp2              several ranks and engines; models that ranks share
+    test_adapters, test_gpus            LoRA; what GPUs need, as far as a CPU shows it
+    test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
+    test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
+    test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
+    test_recipes, test_commands         the commands of scripts/train, and those of the docs
+    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
+The others are about a program of scripts/ each.
 
-Helpers, in tests/helpers.
-    rollouts, preference_pairs, formulas
-                        tiny models and a made-up batch; definitions written out, to compare with
-    runs, files, processes, endings
-                        what is in a run's folder; rows to read; processes, and what is left of them
-    loops, hooks        main() with a stub of vLLM; how tests stand in a function's way
-    real_vllm, faked_cuda, stub_vllm
-                        an engine to ask; in place of CUDA; in place of vLLM
-    saving_batches, wrapped_async, vllm_answers, two_rank_gradient,
-    compute_on_ranks
-                        programs that tests start
-    fsdp2               FSDP2 without GPUs
-    modules             the preflight's modules and those of the tests
-    wandb_log           what wandb has written
-    line_links          links from docs/ to lines: python tests/helpers/line_links.py mends them
+Helpers, in tests/helpers; each says more in its first lines.
+    formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
+    loops, hooks, modules               main() with a stub of vLLM; in a function's way
+    runs, files, processes, endings     what a run has written; rows; processes, and what they left
+    real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
+    saving_batches, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
+                                        are programs
+    wandb_log, line_links               what wandb wrote; mends links to lines
 
-How a fault is injected. In a function: monkeypatch. In a run: run_wrapped_script(script, fault,
-folder) starts wrapped_async.py, which lays its fault into the script and then calls main(); a new
-fault is a function there. From outside: start_script(...), and a signal to one of its processes.
+How a fault is injected. In a function: monkeypatch. In a run: by the fixture run_with_fault; a
+new fault is a function of helpers/run_with_fault.py.
 
 A new test: break what it tests once, and see it fail.
 """
@@ -83,22 +60,13 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = [
-    "test_ends",
-    "test_fsdp2",
-    "test_runs",
-    "test_adapters",
-    "test_preflight",
-    "test_rewards",
-    "test_ranks",
-    "test_engine",
-    "test_commands",
-]
+LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "engine", "commands"]
 
 
 def pytest_collection_modifyitems(items):
     """Long files first: with a long one last, one of the two processes would wait for the other."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    rank = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session")
@@ -113,14 +81,28 @@ def assets():
 
 
 @pytest.fixture(scope="session")
-def small_eval(assets, tmp_path_factory):
+def take_rows(assets, tmp_path_factory):
+    """take_rows({"test.parquet": 8}): a folder with the first rows of the debug prompts."""
     import datasets
 
-    path = tmp_path_factory.mktemp("data") / "eval.parquet"
-    datasets.Dataset.from_parquet(str(assets / "test.parquet")).select(range(32)).to_parquet(
-        str(path)
-    )
-    return path
+    def take(counts):
+        folder = tmp_path_factory.mktemp("prompts")
+        for name, count in counts.items():
+            rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
+            rows.to_parquet(str(folder / name))
+        return folder
+
+    return take
+
+
+@pytest.fixture(scope="session")
+def small_eval(take_rows):
+    return take_rows({"test.parquet": 32}) / "test.parquet"
+
+
+@pytest.fixture(scope="session")
+def few_prompts(take_rows):
+    return take_rows({"train.parquet": 64, "test.parquet": 8})
 
 
 @pytest.fixture(scope="session")
@@ -154,10 +136,11 @@ def saved_policy(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def start_script_of_session(assets):
-    """Starts a script of the repository on the debug assets."""
+def start_script(assets):
+    """Starts a script of the repository on the debug assets; it ends with the session at last."""
+    started = []
 
-    def start(script, folder, *extra, launcher=(), env=None, save_batches=False, **options):
+    def start(script, folder, launcher=(), env=None, save_batches=False, **options):
         folder.mkdir(parents=True, exist_ok=True)
         defaults = {
             "output_dir": folder,
@@ -179,30 +162,22 @@ def start_script_of_session(assets):
             launcher = (*launcher, str(REPO / "tests" / "helpers" / "saving_batches.py"))
         if any("grpo" in str(part) for part in (script, *launcher)):
             del defaults["value_learning_rate"]
-        command = [sys.executable, *launcher, str(script), *flags_of(defaults | options), *extra]
+        command = [sys.executable, *launcher, str(script), *flags_of(defaults | options)]
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-            # A session of its own, so that a test can press Ctrl-C; which a shell in the background
-            # had us ignore.
-            own = {
-                "start_new_session": True,
-                "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            }
-            process = subprocess.Popen(command, cwd=REPO, env=environment(env), **streams, **own)
+            process = subprocess.Popen(
+                command,
+                cwd=REPO,
+                env=environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                # So that a test can press Ctrl-C, which a shell in the background had us ignore
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
         process.folder, process.run_dir = folder, folder / "run"
+        started.append(process)
         return process
-
-    return start
-
-
-@pytest.fixture
-def start_script(start_script_of_session):
-    """The same, for a test that may leave the script running: it ends with the test."""
-    started = []
-
-    def start(*args, **options):
-        started.append(start_script_of_session(*args, **options))
-        return started[-1]
 
     yield start
     for process in started:
@@ -211,48 +186,33 @@ def start_script(start_script_of_session):
 
 
 @pytest.fixture(scope="session")
-def run_script(start_script_of_session):
+def run_script(start_script):
     """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
-    def run(script, folder, *extra, timeout=300, **options):
+    def run(script, folder, **options):
         started_at = time.monotonic()
-        return finish(
-            start_script_of_session(script, folder, *extra, **options), timeout, started_at
-        )
+        return finish(start_script(script, folder, **options), 300, started_at)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def run_wrapped_script(run_script):
-    """run_wrapped_script("ppo_vllm_async.py", "generator", tmp_path) -> Run; wrapped_async.py."""
-    wrapped = str(REPO / "tests" / "helpers" / "wrapped_async.py")
+def run_with_fault(run_script):
+    """run_with_fault("ppo_vllm_async.py", "SIGKILL", tmp_path) -> Run."""
+    program = str(REPO / "tests" / "helpers" / "run_with_fault.py")
 
     def run(script, fault, folder, launcher=(), **options):
-        return run_script(fault, folder, launcher=(*launcher, wrapped, script), **options)
+        return run_script(fault, folder, launcher=(*launcher, program, script), **options)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def vllm_run(run_script, small_eval, tmp_path_factory):
-    run = run_script(
-        "ppo_sync.py", tmp_path_factory.mktemp("vllm"), eval_dataset=small_eval, **VLLM_OPTIONS
-    )
+    folder = tmp_path_factory.mktemp("vllm")
+    run = run_script("ppo_sync.py", folder, eval_dataset=small_eval, **VLLM_OPTIONS)
     assert run.returncode == 0, run.output
     return run
-
-
-@pytest.fixture(scope="session")
-def few_prompts(assets, tmp_path_factory):
-    """Two small files of the debug prompts."""
-    import datasets
-
-    folder = tmp_path_factory.mktemp("few_prompts")
-    for name, count in (("train.parquet", 64), ("test.parquet", 8)):
-        rows = datasets.Dataset.from_parquet(str(assets / name)).select(range(count))
-        rows.to_parquet(str(folder / name))
-    return folder
 
 
 @pytest.fixture(scope="session")

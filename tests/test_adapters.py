@@ -376,11 +376,11 @@ def test_ranks_and_their_engines_have_one_policy(
 
 
 @pytest.mark.slow
-def test_checkpoint_is_the_users_whatever_ends_the_run(run_wrapped_script, assets, tmp_path):
+def test_checkpoint_is_the_users_whatever_ends_the_run(run_with_fault, assets, tmp_path):
     shutil.copytree(assets / "model", tmp_path / "base")
     before, mark = files_of(tmp_path / "base"), new_mark()
     options = {"total_episodes": 320, "lora_rank": 4, "model_name_or_path": tmp_path / "base"}
-    run = run_wrapped_script("grpo_vllm_async.py", "SIGKILL", tmp_path, env=mark, **options)
+    run = run_with_fault("grpo_vllm_async.py", "SIGKILL", tmp_path, env=mark, **options)
     check_end(run.stdout, mark, within=15)
     assert len(run.metrics) == 1
     assert files_of(tmp_path / "base") == before

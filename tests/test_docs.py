@@ -1,6 +1,7 @@
-"""README.md and docs/: what they point at is there."""
+"""README.md and docs/: what they point at is there, and tables are what a command prints."""
 
-import ast
+import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -9,10 +10,9 @@ import fits
 import plan
 import pytest
 from helpers import REPO, SCRIPTS
-from helpers.line_links import with_right_numbers
+from helpers.line_links import pages, with_right_numbers
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 # Flags of other programs: the launchers, the preflight, the benchmarks, docker
 OTHER_FLAGS = """
     num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
@@ -21,17 +21,6 @@ OTHER_FLAGS = """
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
 """
-
-
-@pytest.fixture(scope="module")
-def flags():
-    flags = set(OTHER_FLAGS.split())
-    for script in SCRIPTS:
-        tree = ast.parse((REPO / script).read_text())
-        (args,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-        names = [field.target.id for field in args.body if isinstance(field, ast.AnnAssign)]
-        flags |= {*names, *(f"no-{name}" for name in names)}
-    return flags
 
 
 @every_page
@@ -52,14 +41,18 @@ def test_links_to_lines_lead_to_what_they_name(page):
 
 
 @every_page
-def test_flags_exist(page, flags):
-    assert set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text())) <= flags
+def test_flags_exist(page):
+    known = set(OTHER_FLAGS.split())
+    for script in SCRIPTS:
+        for field in dataclasses.fields(importlib.import_module(script[:-3]).Args):
+            known |= {field.name, f"no-{field.name}"}
+    assert set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text())) <= known
 
 
 def test_readme_is_one_page_and_links_every_other():
     readme = (REPO / "README.md").read_text()
     assert len(readme.split()) < 900
-    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
+    assert [page.name for page in pages()[1:] if f"docs/{page.name}" not in readme] == []
 
 
 def test_a_newcomer_can_take_in_the_folder_of_programs():
@@ -74,69 +67,59 @@ def test_pages_of_the_scripts_have_the_same_headings():
     assert headings == {("Usage", "Logged metrics", "Implementation details", "Results")}
 
 
-@pytest.mark.slow
-def test_every_metric_of_a_run_is_explained(vllm_run):
+def test_every_metric_of_a_run_is_explained(run_main):
     text = (REPO / "docs" / "ppo_sync.md").read_text()
     groups = ("time/", "perf/", "eval/", "mismatch/")
-    names = {name for line in vllm_run.metrics for name in line if not name.startswith(groups)}
-    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+    names = {name for line in run_main("ppo_sync.py").metrics for name in line}
+    named = {name for name in names if name.startswith(groups) or f"`{name}`" in text}
+    assert names - named == set()
+
+
+def printed_by(program):
+    command = [sys.executable, f"scripts/{program}.py"]
+    return subprocess.check_output(command, cwd=REPO, text=True)
 
 
 def test_worked_example_is_what_the_command_prints():
-    command = [sys.executable, "scripts/dev/worked_example.py"]
-    printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
-    assert printed in (REPO / "docs" / "ppo.md").read_text()
+    assert printed_by("dev/worked_example") in (REPO / "docs" / "ppo.md").read_text()
 
 
 @pytest.mark.slow
 def test_tables_of_what_fits_are_what_the_command_prints():
-    command = [sys.executable, "scripts/benchmark/fits.py"]
-    printed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
-    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    tables = [line for line in printed_by("benchmark/fits").splitlines() if line.startswith("|")]
     assert [line for line in tables if line not in (REPO / "docs" / "scaling.md").read_text()] == []
 
 
-def commands_of_what_fits():
-    """(GiB of a GPU, whether there are several, script, its words) of scaling.md's commands."""
+def test_every_cell_of_readme_has_a_command_that_fits():
     text = (REPO / "docs" / "scaling.md").read_text()
-    _, _, text = text.partition("### Commands for what fits")
-    text, _, _ = text.partition("\n### ")
+    text = text.partition("### Commands for what fits")[2].partition("\n### ")[0]
     for name, value in re.findall(r'(\w+)="([^"]*)"', text):
         text = text.replace(f"${name}", value)
-    gpu_memory = are_several = None
+    cells = {}  # of a row: GRPO, PPO, the same with adapters
     for line in re.findall(r"^    (.*)$", text, re.MULTILINE):
-        size = re.search(r"^# .*? of (\d+) GB", line)
-        if size:
-            gpu_memory, are_several = int(size[1]), "one" not in line.split(":")[0].split()
-        if line.startswith("# two nodes"):
-            gpu_memory, are_several = 80, None
+        if heading := re.match(r"# (one|eight|two nodes) .*?of (?:(\d+) GB|eight)", line):
+            row = heading[1], int(heading[2] or 80)
+            cells[row] = [""] * 4
         if line.startswith("accelerate"):
-            yield gpu_memory, are_several, line.split()
-
-
-def test_every_cell_of_readme_has_a_command_that_fits():
-    commands = {}
-    for gpu_memory, are_several, words in commands_of_what_fits():
-        flags = dict(zip(words, [*words[1:], ""], strict=True))
-        script = next(word for word in words if word.endswith("async.py"))[:-3]
-        size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
-        file = flags["--config_file"].rpartition("/")[2]
-        nodes = 2 if "two_nodes" in file else 1
-        learners = 1 if file == "one_gpu.yaml" else 6 if "--vllm_gpus" in flags else 8
-        own = (6, 7) if "--vllm_gpus" in flags else ()
-        rank = int(flags.get("--lora_rank", 0))
-        run = fits.launch(script, size, gpu_memory, file, nodes, learners, own, rank)
-        share = flags.get("--vllm_gpu_memory_utilization")
-        if share is not None:
-            run.args.vllm_gpu_memory_utilization = float(share)
-        assert plan.fits(run, plan.SOME_RESPONSES), words
-        commands[gpu_memory, are_several, script[:4].strip("_"), bool(rank)] = size
-    readme = (REPO / "README.md").read_text()
-    rows = re.findall(r"^\| (eight of )?(\d+) GB \| (.*) \|$", readme, re.MULTILINE)
-    assert len(rows) == 4
-    for are_several, gpu_memory, cells in rows:
-        named = [cell.strip() for cell in cells.split("|")]
-        keys = [(name, has_adapters) for has_adapters in (False, True) for name in ("grpo", "ppo")]
-        for (name, has_adapters), size in zip(keys, named, strict=True):
-            key = (int(gpu_memory), bool(are_several), name, has_adapters)
-            assert commands.get(key, "") == size, key
+            words = line.split()
+            flags = dict(zip(words, [*words[1:], ""], strict=True))
+            script = next(word for word in words if word.endswith("async.py"))[:-3]
+            size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
+            file = flags["--config_file"].rpartition("/")[2]
+            own = (6, 7) if "--vllm_gpus" in flags else ()
+            learners = 1 if row[0] == "one" else 8 - len(own)
+            rank = int(flags.get("--lora_rank", 0))
+            nodes = 2 if row[0] == "two nodes" else 1
+            run = fits.launch(script, size, row[1], file, nodes, learners, own, rank)
+            if share := flags.get("--vllm_gpu_memory_utilization"):
+                run.args.vllm_gpu_memory_utilization = float(share)
+            assert plan.fits(run, plan.SOME_RESPONSES), line
+            cells[row][2 * (rank > 0) + script.startswith("ppo")] = size
+    del cells["two nodes", 80]
+    table = re.findall(
+        r"^\| (eight of )?(\d+) GB \| (.*) \|$", (REPO / "README.md").read_text(), re.MULTILINE
+    )
+    assert cells == {
+        ("eight" if are_several else "one", int(memory)): [cell.strip() for cell in row.split("|")]
+        for are_several, memory, row in table
+    }

@@ -16,23 +16,19 @@ import ppo_sync
 PAGE = (REPO / "docs" / "fork.md").read_text()
 
 
-def apply(diff, text):
-    """The text after a change: lines with a space or a minus are there once, and make way."""
-    lines = diff.splitlines()
-    old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
-    new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
-    assert text.count(old) == 1, old
-    return text.replace(old, new)
-
-
-def changes_of(heading):
-    """(script, its diffs) of each copy that a section has."""
+def fork(heading, number):
+    """The text of a copy of a script, the first or second of a section, with its diffs applied."""
     section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
-    for part in section.split("n a copy of ")[1:]:
-        script = re.match(r"`(\w+)\.py`", part)[1]
-        diffs = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)
-        if diffs:
-            yield script, diffs
+    parts = [part for part in section.split("n a copy of ")[1:] if "```diff" in part]
+    text = (REPO / re.match(r"`(\w+\.py)`", parts[number])[1]).read_text()
+    for diff in re.findall(r"```diff\n(.*?)```", parts[number], re.DOTALL):
+        old, new = (
+            "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in kept)
+            for kept in (" -", " +")
+        )
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
 
 
 @pytest.fixture
@@ -40,13 +36,11 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
     """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(heading, number=0, more="", files=few_prompts, score=None, **options):
-        script, diffs = list(changes_of(heading))[number]
-        text = (REPO / f"{script}.py").read_text()
-        for diff in diffs:
-            text = apply(diff, text)
-        name = f"fork_{len(list(tmp_path.glob('fork_*.py')))}"
-        (tmp_path / f"{name}.py").write_text(more + text)
+    def run(heading, number=0, more="", rows=None, score=None, **options):
+        name, files = f"fork_{len(list(tmp_path.glob('fork_*.py')))}", few_prompts
+        (tmp_path / f"{name}.py").write_text(more + fork(heading, number))
+        if rows:
+            files = write_rows(tmp_path / "train.parquet", rows).parent
         importlib.invalidate_caches()
         return loops.run_loop(name, files, tmp_path / name, score, **options)
 
@@ -55,12 +49,11 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_rule_and_length_penalty_are_in_the_scores(run_fork, tmp_path):
+def test_rule_and_length_penalty_are_in_the_scores(run_fork):
     row = {"prompt": "54321=", "data_source": "my digits"}
     row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
-    write_rows(tmp_path / "train.parquet", [row] * 64)
     options = {"non_stop_penalty": False, "length_penalty": 0.25}
-    seen = run_fork("The reward", files=tmp_path, **options)
+    seen = run_fork("The reward", rows=[row] * 64, **options)
     score = seen.script.compute_score
     assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
     for line in seen.metrics:
@@ -68,10 +61,9 @@ def test_rule_and_length_penalty_are_in_the_scores(run_fork, tmp_path):
         assert line["objective/scores"] == pytest.approx(expected)
 
 
-def test_columns_of_ones_own_are_read(run_fork, tmp_path):
+def test_columns_of_ones_own_are_read(run_fork):
     rows = [{"question": f"{number:02}432=", "answer": "1234"} for number in range(64)]
-    write_rows(tmp_path / "train.parquet", rows)
-    seen = run_fork("The data", files=tmp_path, score=lambda *_: 1.0)
+    seen = run_fork("The data", rows=rows, score=lambda *_: 1.0)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
 
@@ -84,8 +76,7 @@ def test_entropy_bonus_raises_the_entropy(run_fork):
 
 
 def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
-    seen = run_fork("The advantage", 0, advantage_normalization="centered")
-    batch = seen.batches[0]
+    batch = run_fork("The advantage", 0, advantage_normalization="centered").batches[0]
     scores = batch.scores.view(-1, 4)
     baseline = (scores.sum(1, keepdim=True) - scores) / 3
     found = batch.advantages[range(len(batch.lengths)), batch.lengths - 1]  # at the last tokens
@@ -93,13 +84,10 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
 
 
 def test_advantages_are_whitened_over_the_batch(run_fork):
-    whiten = (
-        inspect.getsource(ppo_sync.masked_mean) + "\n" + inspect.getsource(ppo_sync.masked_whiten)
-    )
-    more = f"import torch\n{whiten}"
+    whiten = map(inspect.getsource, (ppo_sync.masked_mean, ppo_sync.masked_whiten))
+    more = "\n".join(["import torch", *whiten])
     options = {"advantage_normalization": "centered", "beta": 0.0}
-    seen = run_fork("The advantage", 1, more, **options)
-    batch = seen.batches[0]
+    batch = run_fork("The advantage", 1, more, **options).batches[0]
     whitened = batch.advantages[batch.loss_mask == 1]
     assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
     assert whitened.std().item() == pytest.approx(1)

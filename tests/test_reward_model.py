@@ -1,15 +1,15 @@
-"""scripts/train_reward_model.py: its gradient, its scores, its data, and runs."""
+"""scripts/train_reward_model.py: its gradient, its scores, its data, and runs in this process."""
 
 import math
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import train_reward_model as rm
+from accelerate import Accelerator
 from helpers import REPO, hooks, rollouts
 from helpers.files import read_json_lines, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
@@ -150,9 +150,25 @@ def run(folder, options):
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
-    folder, function = tmp_path_factory.mktemp("whole"), rm.accumulate_gradients
-    with mock.patch.object(rm, "accumulate_gradients", wraps=function) as calls:
-        return SimpleNamespace(folder=folder, metrics=run(folder, options), calls=calls)
+    folder = tmp_path_factory.mktemp("whole")
+    seen = SimpleNamespace(folder=folder, orders=[], lack_gradients=[], held_once=[])
+
+    def note_update(given):
+        seen.orders.append(given["mini_batch"])
+        seen.lack_gradients.append({p.grad is None for p in given["reward_model"].parameters()})
+
+    def note_model(given):
+        seen.held_once.append(given["self"].ddp_handler.gradient_as_bucket_view)
+
+    def note_optimizer(given):
+        seen.held_once.append(given["fused"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        hooks.before(rm, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.before(Accelerator, "prepare_model", note_model, put=patch.setattr)
+        hooks.before(torch.optim.AdamW, "__init__", note_optimizer, put=patch.setattr)
+        seen.metrics = run(folder, options)
+    return seen
 
 
 @torch.no_grad()
@@ -177,22 +193,14 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(ppos.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
-def test_gradients_stay_from_update_to_update(options, tmp_path, monkeypatch):
-    """They are in DDP's buckets. Others beside them would take as much memory again."""
-    have_none = []
-
-    def note(call, given):
-        gradients = [p.grad for p in given["reward_model"].parameters()]
-        have_none.append({gradient is None for gradient in gradients})
-        return call()
-
-    hooks.around(rm, "accumulate_gradients", note, put=monkeypatch.setattr)
-    run(tmp_path, options)
-    assert have_none == [{True}, *[{False}] * 5]
+def test_gradients_are_in_ddps_buckets_alone_and_stay_there(whole):
+    """Others beside them would take as much memory again."""
+    assert whole.lack_gradients == [{True}, *[{False}] * 5]
+    assert whole.held_once == [True, True]  # and the optimizer is fused
 
 
 def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
-    orders = torch.tensor([call.args[3] for call in whole.calls.call_args_list]).view(2, 192)
+    orders = torch.tensor(whole.orders).view(2, 192)
     assert orders.sort().values.tolist() == [list(range(192))] * 2
     assert not torch.equal(*orders)
     rates = [line["lr"] for line in whole.metrics]
@@ -211,6 +219,8 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     ("changes", "message"),
     [
         ({"seed": 2}, "seed was 1"),
+        ({"local_mini_batch_size": 32, "num_train_epochs": 1}, "mini_batch_size was 64"),
+        ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "data_hash was"),
         ({"max_token_length": 5}, "each pair is longer than --max_token_length 5"),
         ({"warmup_ratio": 1.0}, "there must be more than warm-up has"),

@@ -5,6 +5,7 @@ And so it is with the functions that scripts of scripts/ have in common.
 
 import ast
 import itertools
+import re
 
 import pytest
 from helpers import PPO, REPO, SCRIPTS, TRAINER
@@ -26,42 +27,32 @@ ALLOWED = {
 }
 
 
-def definitions(script):
-    """{name: source text} of a script's functions, classes, constants and Args fields with help."""
+def definitions(script, kinds=(ast.FunctionDef, ast.ClassDef, ast.Assign)):
+    """{name: source text} of functions, classes, constants, and of Args' fields with their help."""
     source = (REPO / script).read_text()
-    lines = source.splitlines()
-    found = functions_of(script)
+
+    def text(first, last):
+        decorators = [node.lineno for node in getattr(first, "decorator_list", [])]
+        return "\n".join(lines[min([first.lineno, *decorators]) - 1 : last.end_lineno])
+
+    lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
-            found |= fields_of(node, lines)
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = text_of(node, lines)
-        elif isinstance(node, ast.Assign):
+        name = getattr(node, "name", None)
+        if not isinstance(node, kinds):
+            continue
+        if name == "Args":
+            for field, docstring in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign):
+                    found[f"Args.{field.target.id}"] = text(field, docstring)
+        elif name:
+            found[name] = text(node, node)
+        else:
             found[node.targets[0].id] = ast.unparse(node)
     return found
 
 
 def functions_of(script):
-    """{name: source text}"""
-    source = (REPO / script).read_text()
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: text_of(node, source.splitlines()) for node in nodes}
-
-
-def text_of(node, lines):
-    """A function or class with its decorators."""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(lines[first - 1 : node.end_lineno])
-
-
-def fields_of(args_class, lines):
-    """{"Args.beta": its declaration and the docstring below it}"""
-    found = {}
-    for declaration, docstring in itertools.pairwise(args_class.body):
-        if isinstance(declaration, ast.AnnAssign):
-            text = lines[declaration.lineno - 1 : docstring.end_lineno]
-            found[f"Args.{declaration.target.id}"] = "\n".join(text)
-    return found
+    return definitions(script, ast.FunctionDef)
 
 
 def differing(texts):
@@ -88,16 +79,11 @@ def test_scripts_are_started_alike():
 
 @pytest.mark.parametrize("script", [*SCRIPTS, TRAINER])
 def test_every_argument_has_a_line_of_help(script):
-    tree = ast.parse((REPO / script).read_text())
-    (args_class,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    fields, others = args_class.body[1::2], args_class.body[2::2]  # after the class's docstring
-    assert all(isinstance(field, ast.AnnAssign) for field in fields)
-    assert all(isinstance(help_line.value.value, str) for help_line in others)
-    assert len(fields) == len(others) > 30
-    for field, help_line in zip(fields, others, strict=True):
-        if "FilledIn" not in ast.unparse(field.annotation):
-            # --help would break lines where the file does
-            assert "\n" not in help_line.value.value, field.target.id
+    """--help would break lines where the file does."""
+    for name, text in definitions(script).items():
+        if name.startswith("Args.") and "FilledIn" not in text:
+            assert re.search(r'\n    """[^\n]+"""$', text), name
+            assert text.count(f"    {name[5:]}: ") == text.count('"""') - 1 == 1, name
 
 
 def test_graders_that_stand_twice_are_one_text():
@@ -119,14 +105,11 @@ def test_reward_models_training_has_ppos_functions():
     assert set(differing(texts)) == others
 
 
-@pytest.mark.parametrize("script", ["gsm8k", "math", "hellaswag", "full_hh_rlhf"])
-def test_what_data_preprocessing_shares_stands_once(script):
+def test_what_data_preprocessing_shares_stands_once():
+    """In preprocessing.py; what else is called alike is each script's own."""
     shared = functions_of("scripts/preprocessing.py").keys()
     assert shared >= {"bad_input", "find_files", "load_splits", "write_splits", "text_of"}
-    assert not shared & functions_of(f"scripts/data_preprocess/{script}.py").keys()
-
-
-@pytest.mark.parametrize("other", ["math", "hellaswag", "full_hh_rlhf"])
-def test_no_two_data_scripts_have_a_function_of_the_same_name(other):
-    mine, theirs = (functions_of(f"scripts/data_preprocess/{name}.py") for name in ("gsm8k", other))
-    assert mine.keys() & theirs.keys() <= {"convert", "main"}
+    names = ("gsm8k", "math", "hellaswag", "full_hh_rlhf")
+    each = [functions_of(f"scripts/data_preprocess/{name}.py").keys() for name in names]
+    for mine, theirs in itertools.combinations([shared, *each], 2):
+        assert mine & theirs <= {"convert", "main"}

@@ -29,7 +29,7 @@ def processes_with(mark):
 def check_end(stdout, mark, within):
     """Now, at its end: it came soon after the fault, and nothing is left.
 
-    stdout: what wrapped_async.py or faked_cuda_async.py has told.
+    stdout: what run_with_fault.py has told.
     """
     ((fault, names),) = re.findall(r"^Fault at (\S+) with(.*)$", stdout, re.MULTILINE)
     assert time.monotonic() - float(fault) < within

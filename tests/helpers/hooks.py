@@ -31,17 +31,19 @@ def around(owner, name, instead, put=setattr):
     put(owner, name, hooked)
 
 
+def before(owner, name, do, put=setattr):
+    """do(given) before each call of owner.name, which do may stop by an error."""
+    around(owner, name, lambda call, given: (do(given), call())[1], put)
+
+
 def with_each_batch(script, do, put=setattr):
-    """do(batch) with each step's batch after its updates, when its metrics are made.
-
-    It is as with_lists has it.
-    """
-
-    def instead(call, given):
-        do(SimpleNamespace(**with_lists(vars(given["batch"]))))
-        return call()
-
-    around(script, "batch_metrics", instead, put)
+    """do(batch) with each step's batch, as with_lists has it, when its updates have been made."""
+    before(
+        script,
+        "batch_metrics",
+        lambda given: do(SimpleNamespace(**with_lists(vars(given["batch"])))),
+        put,
+    )
 
 
 @contextlib.contextmanager

@@ -42,13 +42,11 @@ def sample_digits(seed, args):
 def report_logprobs(policy, input_ids, mask, seed, is_old):
     """What a stub says that it sampled with, a row of numbers for each response.
 
-    It is a little off; but for an older policy's batches, which need not agree: there it is far
-    off.
+    It is a little off; of an older policy's batches, which need not agree, it is far off.
     """
     with torch.no_grad():
         logprobs, _ = policy(input_ids, mask)
-    generator = torch.Generator().manual_seed(seed)
-    error = torch.randn(logprobs.shape, generator=generator)
+    error = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
     logprobs += error if is_old else 1e-4 * error
     return [row[inside].tolist() for row, inside in zip(logprobs, mask.bool(), strict=True)]
 
@@ -88,13 +86,14 @@ def make_stub(script):
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
             input_ids, mask, _ = script.collate(sequences, "cpu")
-            versions = [one for one in self.order if one.startswith("weights")]
-            is_first = versions in ([], ["weights 0"])
+            syncs = [one for one in self.order if one.startswith("weights")]
+            is_first = syncs in ([], ["weights 0"])
             is_old = getattr(self.args, "async_mode", False) and not is_first
             logprobs = report_logprobs(self.policy, input_ids, mask, seeds[0], is_old)
-            logprobs = [np.array(row, np.float32) for row in logprobs]
-            parts = zip(prompts, rows, logprobs, strict=True)
-            return [script.Response(*part, stopped=STOP in part[1][-1:]) for part in parts]
+            return [
+                script.Response(prompt, row, np.array(of_row, np.float32), stopped=STOP in row[-1:])
+                for prompt, row, of_row in zip(prompts, rows, logprobs, strict=True)
+            ]
 
         def submit(self, function, prompts, seeds, temperature, version, args):
             """Of check_adapter, which asks each engine for itself."""
@@ -105,44 +104,35 @@ def make_stub(script):
     return StubVLLM
 
 
-class GenerationThread:
-    """What main() of an async script starts: an error in it is raised by main().
+def catch_thread(script, put):
+    """Has an error in the thread of an async script raised by main(); returns what ends the thread.
 
-    Without this it would end the process, and with it the tests; and the thread would wait for
-    prompts for ever.
+    Without this it would end the process, and with it the tests.
     """
+    of_thread = SimpleNamespace()
 
-    def __init__(self, script, put):
-        self.ended, self.thread = threading.Event(), None
-        hooks.around(script, "generation_thread", self.run, put=put)
-        hooks.around(script, "gather_rollout", self.gather, put=put)
-        put(script, "end_at_once", self.note)
-
-    def run(self, call, given):
-        self.thread, self.response_Q = threading.current_thread(), given["response_Q"]
-        self.prompts_Q, given["prompts_Q"] = given["prompts_Q"], self
+    def run(call, given):
+        vars(of_thread).update(given, thread=threading.current_thread())
         call()
 
-    def get(self):
-        """A request, as from prompts_Q."""
-        while not self.ended.is_set():
-            with contextlib.suppress(queue.Empty):
-                return self.prompts_Q.get(timeout=0.1)
-        raise SystemExit
+    def pass_on(error):
+        with contextlib.suppress(queue.Full):  # when it is over
+            of_thread.response_Q.put_nowait(error)
 
-    def note(self, error):
-        if not self.ended.is_set():
-            self.response_Q.put(error)
-
-    def gather(self, call, given):
+    def gather(call, given):
         if isinstance(given["share"], BaseException):
             raise given["share"]
         return call()
 
-    def end(self):
-        self.ended.set()
-        if self.thread is not None:
-            self.thread.join()
+    def end():
+        if vars(of_thread):
+            of_thread.prompts_Q.put("no request")  # an error
+            of_thread.thread.join()
+
+    hooks.around(script, "generation_thread", run, put=put)
+    hooks.around(script, "gather_rollout", gather, put=put)
+    put(script, "end_at_once", pass_on)
+    return end
 
 
 def reward_in_this_process(script, score, put):
@@ -160,7 +150,7 @@ def reward_in_this_process(script, score, put):
 
 
 def run_loop(name, files, folder, score=None, fails_at=None, **changes):
-    """What was seen of main(); score(...) rewards it.
+    """What was seen of main(); score(data_source, response, ground_truth) rewards it.
 
     files: the folder of few_prompts; fails_at: the update that does not come, but a RuntimeError;
     changes: to the options below.
@@ -170,28 +160,27 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     options = options_of(name, files, folder) | changes
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
-    seen.rates = defaultdict(list)  # of the optimizer steps of each model
-    seen.weights, seen.forwards = [], []  # the policy's before each update, in each update
+    seen.rates = defaultdict(list)  # of the updates of each model
+    seen.norms = defaultdict(list)  # of gradients, by model and step
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
-    output = io.TextIOWrapper(io.BytesIO(), write_through=True)
 
-    def note_request(call, given):
+    def note_batch(batch):
+        seen.batches.append(copy.deepcopy(batch))
+
+    def note_request(given):
         stub.made[0].order.append(f"request {given['training_step']}")
-        return call()
 
-    def note_update(call, given):
+    def note_update(given):
         seen.mini_batches.append(given["mini_batch"])
         if len(seen.mini_batches) == fails_at:
             raise RuntimeError("the power is gone")
-        parameters = [p.detach().flatten() for p in given["policy"].parameters()]
-        seen.weights.append(torch.cat(parameters))
-        seen.forwards.append(0)
-        return call()
 
-    def note_forward(call, given):
-        if torch.is_grad_enabled():
-            seen.forwards[-1] += 1
-        return call()
+    def note_step(call, given):
+        norm = call()
+        model = "policy" if isinstance(given["model"], script.PolicyModel) else "value"
+        seen.rates[model].append(given["optimizer"].param_groups[0]["lr"])
+        seen.norms[model, 1 + len(seen.batches)].append(norm.item())
+        return norm
 
     def note_program(command):
         _, program, run_dir = command
@@ -200,11 +189,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         steps = len(path.read_text().splitlines()) if path.exists() else 0
         seen.programs.append((program.name, steps))
 
-    def note_rate(optimizer):
-        *_, last = optimizer.param_groups[0]["params"]
-        model = "value" if last.shape[0] == 1 else "policy"
-        seen.rates[model].append(optimizer.param_groups[0]["lr"])
-
     with contextlib.ExitStack() as stack:
         # main() has one of its own
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
@@ -212,20 +196,15 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
         patch.setattr(script, "VLLM", stub)
         if hasattr(script, "generation_thread"):
-            stack.callback(GenerationThread(script, patch.setattr).end)
+            stack.callback(catch_thread(script, patch.setattr))
         if score is not None:
             options["reward_fn"] = "of the test"
             reward_in_this_process(script, score, patch.setattr)
-        hooks.with_each_batch(
-            script,
-            lambda batch: seen.batches.append(copy.deepcopy(batch)),
-            put=patch.setattr,
-        )
-        hooks.around(script, "make_request", note_request, put=patch.setattr)
-        hooks.around(script, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.around(script.PolicyModel, "forward", note_forward, put=patch.setattr)
-        stack.enter_context(hooks.before_each_optimizer_step(note_rate))
-        stack.enter_context(contextlib.redirect_stdout(output))
+        hooks.with_each_batch(script, note_batch, put=patch.setattr)
+        hooks.before(script, "make_request", note_request, put=patch.setattr)
+        hooks.before(script, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.around(script, "apply_gradients", note_step, put=patch.setattr)
+        stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
         patch.setattr("subprocess.run", note_program)  # no pictures
         patch.setattr(sys, "argv", [name, *flags_of(options)])
         try:
@@ -233,7 +212,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         except RuntimeError as error:
             seen.error = error
     seen.vllm = stub.made[0] if stub.made else None
-    seen.output = output.buffer.getvalue().decode()
     if (seen.run_dir / "metrics.jsonl").exists():
         seen.metrics = read_json_lines(seen.run_dir / "metrics.jsonl")
     return seen

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from helpers import REPO
-from helpers.files import read_json_lines
+from helpers.files import read_json_lines, write_text
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -41,13 +41,11 @@ class Run:
 
 
 def flags_of(options):
-    """{"lam": 0.9, "whiten_rewards": True} -> ["--lam", "0.9", "--whiten_rewards"]"""
+    """{"lam": 0.9, "whiten_rewards": True, "beta": None} -> ["--lam", "0.9", "--whiten_rewards"]"""
     flags = []
     for name, value in options.items():
-        if value is True:
-            flags.append(f"--{name}")
-        elif value is False:
-            flags.append(f"--no-{name}")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
             flags += [f"--{name}", str(value)]
     return flags
@@ -84,7 +82,7 @@ def alive(processes):
 
 
 def folders_of_vllm(stdout):
-    """Those that wrapped_async.py has named; none before vLLM was started."""
+    """Those that saving_batches.watched has named; none before vLLM was started."""
     line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
     return [Path(folder) for folder in line[1].split()] if line else []
 
@@ -129,14 +127,10 @@ def gradient_of_ranks(subject, ranks, size, folder):
 
 def answers_of_vllm(model, prompts, folder):
     """The texts that plain vLLM answers greedily; vllm_answers.py."""
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    program = str(REPO / "tests" / "helpers" / "vllm_answers.py")
-    command = [sys.executable, program, str(model), str(folder / "prompts.json")]
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    variables["TORCH_COMPILE_DISABLE"] = "1"
+    path = write_text(folder / "prompts.json", json.dumps(prompts))
+    command = [sys.executable, REPO / "tests" / "helpers" / "vllm_answers.py", model, path]
     result = subprocess.run(
         command, env=environment(variables), capture_output=True, text=True, timeout=180
     )

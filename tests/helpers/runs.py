@@ -20,16 +20,6 @@ VLLM_OPTIONS = {
     "num_evals": 2,
     "save_batches": True,
 }
-# Those that there are not in steps in which only the value model learns
-METRICS_OF_POLICY_UPDATES = {
-    "loss/policy_avg",
-    "optim/grad_norm",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "policy/entropy_avg",
-    "val/ratio",
-    "val/ratio_var",
-}
 # What a clock or a meter says: no two runs agree on it
 OF_A_CLOCK = ("time/", "perf/episodes", "perf/response", "perf/memory")
 

@@ -14,7 +14,7 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 import torch
 
 from helpers import fsdp2
-from helpers.hooks import around
+from helpers.hooks import around, before
 
 calls = []  # of vLLM's process, as Futures
 
@@ -42,11 +42,7 @@ def watched(name):
         call()
         print("Folders of vLLM:", given["self"].folder, flush=True)
 
-    def run_program(call, given):
-        if given["name"] != "plot_runs.py":
-            call()
-
-    around(script, "run_program", run_program)
+    around(script, "run_program", lambda call, given: given["name"] == "plot_runs.py" or call())
     around(script.VLLM, "submit", submit)
     around(script.VLLM, "__init__", start)
     if "STUB" in os.environ:
@@ -61,20 +57,18 @@ def save_batches(script):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(what, folder / f"{name}.pt")
 
-    def save_batch(call, given):
+    def save_batch(given):
         args = given["args"]
         metrics = Path(args.output_dir, args.run_name, "metrics.jsonl")  # of the steps before
         step = 1 + (len(metrics.read_text().splitlines()) if metrics.exists() else 0)
         save("batches", step, vars(given["batch"]), args)
-        return call()
 
-    def save_weights(call, given):
+    def save_weights(given):
         given["weights"] = list(given["weights"])  # a generator, which can be read once
         save("versions", given["version"], dict(given["weights"]), given["self"].args)
-        return call()
 
-    around(script, "batch_metrics", save_batch)
-    around(script.VLLM, "sync_weights", save_weights)
+    before(script, "batch_metrics", save_batch)
+    before(script.VLLM, "sync_weights", save_weights)
 
 
 def run_as_main(script):

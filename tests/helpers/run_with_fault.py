@@ -1,7 +1,7 @@
-"""Runs a script with a fault: wrapped_async.py SCRIPT FAULT [its flags].
+"""Runs a script into a fault: run_with_fault.py SCRIPT FAULT [its flags].
 
-FAULT is "none" or one of FAULTS. It befalls rank FAULT_RANK, 0 if that is not set, in the second
-step. Before it does, its time and what must not be left behind are printed: see tell().
+FAULT is one of FAULTS. It befalls rank FAULT_RANK, 0 if that is not set, in the second step. Before
+it does, its time and the semaphores that must not be left behind are printed.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
-from helpers.hooks import around
+from helpers.hooks import around, before
 from helpers.processes import wait_until
 from helpers.saving_batches import is_idle, run_as_main, watched
 
@@ -32,7 +32,6 @@ def note_semaphores(make_name=SemLock._make_name):
 
 
 def tell():
-    """Says when a fault came, and what this process shares with those that it has started."""
     print(f"Fault at {time.monotonic()} with", *semaphores, flush=True)
 
 
@@ -49,9 +48,9 @@ def at_call(number, do):
     return maybe
 
 
-def before(owner, name, do):
-    """do(given) before each call of a function."""
-    around(owner, name, lambda call, given: (do(given), call())[1])
+def in_update(do, script):
+    """do(given) before the first update of the second step; each has one."""
+    before(script, "accumulate_gradients", at_call(2, do))
 
 
 def second(script):
@@ -76,20 +75,13 @@ def burn(*_):
     raise OSError("the engine is on fire")
 
 
-def burn_instead(script, is_meant):
-    def put(given):
-        given["function"] = burn
-
-    maybe = at_call(second(script), put)
-    before(script.VLLM, "submit", lambda given: is_meant(given) and maybe(given))
+def burn_instead(is_meant, script):
+    maybe = at_call(second(script), lambda given: given.update(function=burn))
+    before(script.VLLM, "submit", lambda given: is_meant(script, given) and maybe(given))
 
 
-def burn_in_generation(script):
-    burn_instead(script, lambda given: is_request(script, given))
-
-
-def burn_in_sync(script):
-    burn_instead(script, lambda given: given["args"][:1] == ("reset_prefix_cache",))
+def is_sync(script, given):
+    return given["args"][:1] == ("reset_prefix_cache",)
 
 
 def kill_vllm(script):
@@ -120,35 +112,24 @@ def kill_idle_vllm(script):
         kill_vllm(script)
 
     before(script.VLLM, "submit", count)
-    before(script, "accumulate_gradients", at_call(2, kill))
+    in_update(kill, script)
 
 
 def lose_a_tensor(script):
-    def leave_out(given):
-        del given["tensors"]["lm_head.weight"]
-
-    before(script, "save_file", leave_out)
+    before(script, "save_file", lambda given: given["tensors"].pop("lm_head.weight"))
     # The first batches are on-policy, and the check is made before an update
     before(script, "check_sampler", lambda given: tell())
 
 
-def raise_in_generation(script):
-    before(script, "generate_rollout", at_call(second(script), raise_error))
+def raise_in_generation(script, do=raise_error):
+    before(script, "generate_rollout", at_call(second(script), do))
 
 
-def raise_in_generation_without_output(script):
+def raise_without_output(_):
     """As where a pipe was closed, or a disk is full: what was printed cannot be written."""
-
-    def fail(_):
-        sys.stdout = open("/dev/full", "w")  # noqa: SIM115
-        print("this cannot be flushed")
-        raise_error()
-
-    before(script, "generate_rollout", at_call(second(script), fail))
-
-
-def raise_in_update(script):
-    before(script, "accumulate_gradients", at_call(2, raise_error))
+    sys.stdout = open("/dev/full", "w")  # noqa: SIM115
+    print("this cannot be flushed")
+    raise_error()
 
 
 def raise_and_be_killed(script):
@@ -163,7 +144,7 @@ def raise_and_be_killed(script):
         around(script.shutil, "rmtree", die)
         raise_error()
 
-    before(script, "accumulate_gradients", at_call(2, fail))
+    in_update(fail, script)
 
 
 def spoil_gradients(script):
@@ -176,45 +157,40 @@ def spoil_gradients(script):
             for parameter in given["model"].parameters():
                 parameter.grad.fill_(float("nan"))
 
-    def save(given):
-        time.sleep(2 * str(given["f"]).endswith("bad_batch.pt"))
-
     before(script, "apply_gradients", spoil)
-    before(script.torch, "save", save)
+    before(script.torch, "save", lambda given: time.sleep(2 * ("bad_batch" in str(given["f"]))))
+
+
+def kill_self(number):
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def interrupt_group(script):
+    # As a shell has it for what it puts into the background
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    in_update(lambda _: os.killpg(os.getpgrp(), signal.SIGINT), script)
 
 
 def kill_in_checkpoint(script):
     """Models are written, the rest is not."""
-
-    die = at_call(2, lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    before(script, "finish_checkpoint", die)
-
-
-def signal_script(number, script):
-    before(script, "accumulate_gradients", at_call(2, lambda _: os.kill(os.getpid(), number)))
-
-
-def signal_group(number, script):
-    signal.signal(number, signal.SIG_IGN)  # as a shell has it for what it puts into the background
-    before(script, "accumulate_gradients", at_call(2, lambda _: os.killpg(os.getpgrp(), number)))
+    before(script, "finish_checkpoint", at_call(2, kill_self(signal.SIGKILL)))
 
 
 FAULTS = {
-    "none": lambda script: None,
     "vllm killed at work": kill_vllm_at_work,
     "vllm killed while idle": kill_idle_vllm,
-    "vllm raises in a sync": burn_in_sync,
-    "vllm raises in generation": burn_in_generation,
+    "vllm raises in a sync": partial(burn_instead, is_sync),
+    "vllm raises in generation": partial(burn_instead, is_request),
     "vllm lacks a tensor": lose_a_tensor,
     "generation raises": raise_in_generation,
-    "generation raises, stdout is full": raise_in_generation_without_output,
-    "update raises": raise_in_update,
+    "generation raises, stdout is full": partial(raise_in_generation, do=raise_without_output),
+    "update raises": partial(in_update, raise_error),
     "update raises, killed at its end": raise_and_be_killed,
     "gradient is not finite": spoil_gradients,
     "killed in a checkpoint": kill_in_checkpoint,
-    "SIGKILL": partial(signal_script, signal.SIGKILL),
-    "SIGTERM": partial(signal_script, signal.SIGTERM),
-    "SIGINT to the group": partial(signal_group, signal.SIGINT),
+    "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
+    "SIGTERM": partial(in_update, kill_self(signal.SIGTERM)),
+    "SIGINT to the group": interrupt_group,
 }
 
 
