@@ -157,7 +157,6 @@ def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
         question[script] = str(REPO / question[script])
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
-        monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
         with modules.put_back([*LOADED, "my_rewards", "if_constraints"]):
             status = preflight.main(question)
         assert status == 0, capfd.readouterr().err

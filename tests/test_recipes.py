@@ -245,7 +245,6 @@ def test_what_a_recipe_launches_passes_the_preflight(
         rows = ROWS[kind] * (60 if kind == "tulu3" else 1)
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
     env = env | {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
-    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
     folder = tmp_path / "copy"
     notes = notes_of(recipe, folder, **env)
     monkeypatch.chdir(folder)
@@ -320,7 +319,7 @@ def planned(options, script, gpu_memory):
             args = module.fill_in(args, launch.num_processes)
     policy, classifier = models_without_weights(args.model_name_or_path)
     models = {"model": policy, "value_model": classifier, "reward_model": classifier}
-    run = Longest(module, launch, args, True, **models)
+    run = Longest(module, launch, args, **models)
     if run.trains_reward_model():
         run.model = classifier
     preflight.check_memory(run)
