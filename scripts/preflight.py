@@ -311,16 +311,15 @@ def check_updates(run):
     warm_up_of_values = getattr(args, "value_warmup_steps", 0) * args.num_updates
     learning = args.num_updates - warm_up_of_values // (getattr(args, "num_training_steps", 0) or 1)
     advice = f"raise {more}, or lower the batch sizes, which count for each rank"
-    updates = f"{args.num_updates} optimizer updates of {args.mini_batch_size}"
     if args.warm_up_steps >= learning:
-        warm_up = args.warm_up_steps
-        args.num_updates = 0
+        updates, args.num_updates = args.num_updates, 0  # that is: not known
         raise Mistake(
-            f"there are {updates}; --warm_up_steps or --warmup_ratio takes {warm_up} of the "
-            f"{max(0, learning)} that are left by --value_warmup_steps: {advice}"
+            f"{updates} updates of {args.mini_batch_size} are too few: --warm_up_steps or "
+            f"--warmup_ratio takes {args.warm_up_steps} of the {max(0, learning)} that "
+            f"--value_warmup_steps leaves: {advice}"
         )
     if args.num_updates < 100:
-        run.notes.append(f"{updates} are few: {advice}")
+        run.notes.append(f"{args.num_updates} optimizer updates are few: {advice}")
 
 
 # -------------------------------------------------------------------------------- tokenizer, data

@@ -11,6 +11,8 @@ BUDGETS = {
     "ppo_vllm_async.py": 13_800,
     "grpo_vllm_async.py": 13_800,
     "scripts/train_reward_model.py": 3_500,
+    "scripts/preflight.py": 5_720,
+    "scripts/plan.py": 2_780,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -225,7 +225,6 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     trained.mkdir(parents=True)
     (trained / "model").symlink_to(reward_model)
 
-    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
     monkeypatch.setattr(preflight, "Run", Longest)
     monkeypatch.setattr(
         preflight,

@@ -79,7 +79,7 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
         lora_rank=rank,
     )
     model, value_model = models_of(size)
-    return Run(script, options, args, True, model=model, value_model=value_model)
+    return Run(script, options, args, model=model, value_model=value_model)
 
 
 def cell(run):

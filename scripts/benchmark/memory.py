@@ -103,7 +103,7 @@ def planned(path, flags, ranks, is_fsdp2):
     preflight.read_config_file(options)
     script = preflight.load_script(path)
     args, _ = preflight.parse_flags(script, flags)
-    run = preflight.Run(script, options, args, has_run_name=False)
+    run = preflight.Run(script, options, args)
     for mistake in preflight.check(run):
         sys.exit(preflight.one_line(mistake))
     engines = len(args.vllm_gpus) or ranks
