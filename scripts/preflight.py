@@ -103,7 +103,7 @@ class Run:
     script: ModuleType
     options: Options
     args: Any  # as they were given, then as the script fills them in: num_updates is 0 until then
-    tokenizers: tuple | None = None  # of the policy and of the reward model
+    tokenizer: Any = None
     train_rows: list | None = None  # the script's Prompts, or its Pairs
     eval_rows: list = field(default_factory=list)  # those that are evaluated
     of_data: list = field(default_factory=list)  # what the script says of both
@@ -918,14 +918,14 @@ def check(run):
     attempt(check_sharding)
     attempt(check_arguments)
     attempt(check_tokenizers)
-    attempt(check_data, run.tokenizers)
+    attempt(check_data, run.tokenizer)
     attempt(check_updates, run.args.mini_batch_size > 0, not is_trainer or run.train_rows)
     if not is_trainer:
         attempt(check_policy)
         attempt(check_adapters)
         attempt(check_reward, run.train_rows)
     attempt(check_classifiers, run.model or is_trainer)
-    attempt(check_tokens, run.tokenizers, run.model)
+    attempt(check_tokens, run.tokenizer, run.model)
     attempt(check_run_folder)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)
     attempt(check_disk, run.run_dir, run.knows_sizes())

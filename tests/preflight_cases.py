@@ -464,7 +464,7 @@ RESUMED = {
 OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
 LOST = [ROW, ROW | {"prompt": "5\u00e94="}] * 35
 HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
-HELD_OUT = together(HELD_OUT, given(**TEN, eval_prompts=3, num_evals=2))
+HELD_OUT = together(HELD_OUT, given(**TEN, num_eval_prompts=3, num_evals=2))
 ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 BY_BOTH = together(classifier(), given(verification_reward=2.0, reward_model_multiplier=0.25))
 LENGTH = "def f(*_, num_tokens, stopped, extra_info): return {'score': stopped / num_tokens}\n"
@@ -483,7 +483,7 @@ PLANS = {
     "characters are lost": (rows(*LOST), "Warning: in | loses '\u00e9'"),
     "right and wrong alike": (ALWAYS, "debug/sorting: | no more than a wrong"),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
-    "limits": (given(mismatch_mask_range="inf", temperature=2.0, eval_prompts=0), "learners 1"),
+    "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),
     "few updates": (given(**TEN), "10 optimizer updates are few: raise --total_episodes"),
 }

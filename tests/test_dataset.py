@@ -56,7 +56,7 @@ def test_row_has_the_ground_truth_that_its_columns_say(name, suffix, tokenizer, 
     path = write_rows(tmp_path / f"data.{suffix}", [row | {"extra_info": {"k": 4}}])
     (prompt,) = load(path, tokenizer, is_eval=is_eval, **changes)
     assert (prompt.ground_truth, prompt.data_source) == (truth, source)
-    assert (prompt.row, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
+    assert (prompt.origin, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
     ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     assert prompt.token_ids == prompt.reward_model_token_ids == ids
 
@@ -76,7 +76,7 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tokenizer, tmp_path, cap
     texts = ["5" * size for size in (1, 6, 3, 0, 5)]
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": text} | RULE for text in texts])
     prompts = load(path, tokenizer, max_prompt_token_length=5)
-    assert [prompt.row[-1] for prompt in prompts] == ["0", "2", "4"]
+    assert [prompt.origin[-1] for prompt in prompts] == ["0", "2", "4"]
     assert "data.jsonl: 3 prompts; 2 are empty or too long\n" in capsys.readouterr().out
 
 

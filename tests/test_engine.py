@@ -161,13 +161,13 @@ def test_sampler_has_the_weights_that_were_synced_and_no_prefixes_of_old_ones(sy
         assert differences(system).max() < 1e-4
         assert system.vllm.policy_version == version
 
-    call = system.vllm.sync_call
+    call = system.vllm.call
 
     def keep_the_cache(method, *args, **kwargs):
         return method == "reset_prefix_cache" or call(method, *args, **kwargs)
 
     perturb(system.model, 3)
-    monkeypatch.setattr(system.vllm, "sync_call", keep_the_cache)
+    monkeypatch.setattr(system.vllm, "call", keep_the_cache)
     sync(system, 3)
     assert differences(system).max() > 1e-2  # so the cache is in use
 

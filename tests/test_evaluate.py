@@ -70,7 +70,7 @@ class FakeVLLM:
 @pytest.fixture
 def faked_run(assets, small_eval, monkeypatch, tmp_path):
     """The folder of a run with a model, which FakeVLLM answers for."""
-    options = {"eval_dataset": str(small_eval), "eval_prompts": 10, "dtype": "float32"}
+    options = {"eval_dataset": str(small_eval), "num_eval_prompts": 10, "dtype": "float32"}
     args = script.Args(temperature=0.7, response_length=8, stop_token_ids=(1,), **options)
     # As a run of the PPO scripts writes it: with flags that are not of this script
     arguments = asdict(args) | {"gamma": 1.0, "model_name_or_path": str(assets / "model")}
@@ -211,7 +211,7 @@ def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp
     rows = script.load_rows(args["eval_dataset"], "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
-    args |= {"reward_timeout": 1.0, "eval_prompts": 0, "reward_fn": f"{reward}:score"}
+    args |= {"reward_timeout": 1.0, "num_eval_prompts": 0, "reward_fn": f"{reward}:score"}
     write_text(faked_run / "args.json", json.dumps(args))
 
     command = [sys.executable, "scripts/evaluate.py", faked_run]

@@ -32,7 +32,7 @@ def load_policy(path, trained=True, **changes):
 
 def load_classifier(path, trained=True, **changes):
     args = tiny_args(**changes)
-    return script.load_classifier(Accelerator(cpu=True), str(path), args, trained)
+    return script.load_value_or_reward_model(Accelerator(cpu=True), str(path), args, trained)
 
 
 def outputs_of(model):
@@ -395,7 +395,7 @@ def test_whitening_and_metrics_leave_out_what_failed(run_main):
     options = {"kl_estimator": "kl2", "whiten_rewards": True, "non_stop_penalty": False}
     run = run_main("ppo_vllm_async.py", score, local_mini_batch_size=16, **options)
     for batch, line in zip(run.batches, run.metrics, strict=True):
-        assert 0 < batch.scored.sum() < EPISODES
+        assert 0 < batch.has_score.sum() < EPISODES
         d, inside = (batch.logprobs - batch.ref_logprobs) * batch.mask, batch.loss_mask.bool()
         rewards = -0.3 * d**2 / 2
         rewards[range(EPISODES), batch.lengths - 1] += batch.scores
@@ -403,7 +403,7 @@ def test_whitening_and_metrics_leave_out_what_failed(run_main):
         expected = (tokens - tokens.mean()) / tokens.std() + tokens.mean()
         torch.testing.assert_close(batch.rewards[inside], expected, rtol=1e-4, atol=1e-5)
 
-        scores = batch.scores[batch.scored.bool()]
+        scores = batch.scores[batch.has_score.bool()]
         penalty = -0.3 * (d**2 / 2).sum() / EPISODES
         returns, values = batch.returns[inside], batch.values[inside]
         expected = {

@@ -109,7 +109,7 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
     def options_of(name, ranks, folder=None):
         options = loops.options_of(name, few_prompts, folder) | {
             "eval_dataset": few_prompts / "test.parquet",
-            "eval_prompts": 7,  # which is a multiple of no number of ranks
+            "num_eval_prompts": 7,  # which is a multiple of no number of ranks
             "num_evals": 1,
             "total_episodes": 3 * 32,  # three steps of two updates
             "local_rollout_batch_size": 8 // ranks,

@@ -43,7 +43,6 @@ def test_constant_group_is_exactly_zero(failed, score, normalization):
     # is not small. And the zeros of the failed ones are no spread
     scored = torch.tensor([0.0] * failed + [1.0] * (8 - failed))
     scores = score * scored
-    assert grpo.has_spread(scores.view(1, 8), scored.view(1, 8)).tolist() == [[False]]
     assert (grpo.group_advantages(scores, scored, 8, normalization) == 0).all()
 
 
@@ -165,7 +164,7 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     assert expected.norm() > 0.1
 
     every_token = [(prompt, [token]) for token in range(VOCAB)]
-    input_ids, mask, lengths = grpo.collate(every_token, "cpu")
+    input_ids, mask, lengths = rollouts.collate_pairs(every_token)
     mask = mask.double()
     batch = replace(
         grpo_rollout(policy, 0.0),
@@ -297,9 +296,9 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
     args = grpo_args(**SEQUENCE)
     for batch, line in zip(run.batches, run.metrics, strict=True):
         stopped = torch.tensor([float(response[-1] == STOP) for response in batch.responses])
-        assert 0 < (stopped * batch.scored).sum() < batch.scored.sum() < EPISODES
-        assert torch.equal(batch.loss_mask, batch.mask * (stopped * batch.scored)[:, None])
-        advantages = grpo.group_advantages(batch.scores, batch.scored, 4, "standard")
+        assert 0 < (stopped * batch.has_score).sum() < batch.has_score.sum() < EPISODES
+        assert torch.equal(batch.loss_mask, batch.mask * (stopped * batch.has_score)[:, None])
+        advantages = grpo.group_advantages(batch.scores, batch.has_score, 4, "standard")
         assert torch.equal(batch.advantages, advantages[:, None] * batch.mask)
         computed = (batch.advantages * batch.loss_mask).any(1)
         assert torch.equal(batch.computed, computed.float())

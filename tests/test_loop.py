@@ -63,7 +63,7 @@ def run_loop(run_main, few_prompts):
             "stop_token": "9",  # which the stub never says
             "eval_dataset": few_prompts / "test.parquet",
             "num_evals": 1,
-            "eval_prompts": 6,
+            "num_eval_prompts": 6,
             "seed": 1 + SCRIPTS.index(name),
             "non_stop_penalty": False,
             "warm_up_steps": 2,
@@ -172,7 +172,7 @@ def test_advantages_and_returns_follow_from_scores_kl_and_values(name, rough, ru
             returns = gae_by_definition(rewards, values, gamma=0.9, lam=0.7) + values
             expected.append(torch.stack([rewards, advantages, returns]))
         rewards, advantages, returns = torch.cat(expected, 1)
-        in_loss = batch.scored.bool()[:, None].expand(mask.shape)[mask]
+        in_loss = batch.has_score.bool()[:, None].expand(mask.shape)[mask]
         assert in_loss.all() != rough
         scored = advantages[in_loss]
         advantages = (advantages - scored.mean()) / scored.std() * in_loss
@@ -195,7 +195,7 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
     limit, cap = (1.5, 1.2) if name in ASYNC else (1.0001, 1.0)
     for step, (batch, line) in enumerate(zip(run.batches, run.metrics, strict=True), 1):
         flat = flat_tokens(vars(batch))
-        scores = batch.scores[batch.scored.bool()].double()  # failed rewards count nowhere
+        scores = batch.scores[batch.has_score.bool()].double()  # failed rewards count nowhere
         log_ratio = flat["logprobs"] - flat["sampler_logprobs"]
         ratio = log_ratio.exp()
         weights = ratio.clamp(max=cap) * (log_ratio.abs() <= math.log(limit))
@@ -242,9 +242,9 @@ def test_response_whose_reward_failed_has_no_score(rough_loop, tokenizer):
     for batch in rough_loop.batches:
         texts = tokenizer.batch_decode(batch.responses, skip_special_tokens=True)
         expected = scores_by_rough_score(texts)
-        assert batch.scored.tolist() == [score is not None for score in expected]
+        assert batch.has_score.tolist() == [score is not None for score in expected]
         assert batch.scores.tolist() == pytest.approx([score or 0.0 for score in expected])
-        assert 0 < batch.scored.sum() < EPISODES
+        assert 0 < batch.has_score.sum() < EPISODES
 
 
 @pytest.mark.parametrize("name", PPO)
@@ -416,7 +416,7 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
         raise RuntimeError("the disk is full")
 
     options = {"output_dir": tmp_path, "run_name": None, "total_episodes": EPISODES}
-    options |= {"eval_dataset": few_prompts / "test.parquet", "eval_prompts": 3}
+    options |= {"eval_dataset": few_prompts / "test.parquet", "num_eval_prompts": 3}
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_metrics", fail)
         run_main(name, **options)
@@ -458,10 +458,10 @@ def test_grpo_keeps_a_whole_group_of_every_step(run_main):
 
 def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):
     drawn = [("plot_runs.py", 1), ("plot_runs.py", 3)]  # with the lines that have evaluations
-    assert rough_loop.programs == [("provenance.py", 0), *drawn, ("summarize_run.py", 3)]
+    assert rough_loop.programs == [("provenance.py", 0), *drawn, ("inspect_run.py", 3)]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
-    assert names == ["provenance.py", "summarize_run.py", "push_to_hub.py"]
+    assert names == ["provenance.py", "inspect_run.py", "push_to_hub.py"]
 
 
 def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):

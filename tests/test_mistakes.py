@@ -259,4 +259,4 @@ def test_model_that_lacks_a_tensor_is_refused(assets, tmp_path):
         with pytest.raises(ValueError, match=f"lacks {Q_PROJ}"):
             script.load_model(script.AutoModelForCausalLM, path, Args(), trained=trained)
     with pytest.raises(ValueError, match=Q_PROJ):
-        script.load_classifier(None, path, Args(), trained=True)
+        script.load_value_or_reward_model(None, path, Args(), trained=True)

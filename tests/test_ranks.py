@@ -71,7 +71,7 @@ class Engine(script.VLLM):
         return self.answer
 
 
-PROMPTS = [Prompt(f"row {i // 2}", "", [i // 2, 50], [], "any", "1", None) for i in range(10)]
+PROMPTS = [Prompt(f"row {i // 2}", "", [i // 2, 50], "any", "1", None) for i in range(10)]
 REQUEST = script.Request(PROMPTS, list(range(100, 110)), PROMPTS[1:6:2])
 ARGS = Args(number_samples_per_prompt=2, temperature=0.7, eval_temperature=0.0)
 

@@ -31,7 +31,7 @@ TOKENIZER = SimpleNamespace(decode=lambda words, **_: " ".join(map(str, words)))
 
 
 def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", **parts):
-    prompt = Prompt("row 7", asked, [5], [5], data_source, "2", {"bonus": 3})
+    prompt = Prompt("row 7", asked, [5], data_source, "2", {"bonus": 3})
     return Response(prompt, [9] * size, [-1.0] * size, stopped, **parts)
 
 
@@ -154,7 +154,7 @@ def test_own_rules_grade_texts_without_special_tokens(assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     beyond = len(tokenizer) + 3  # models may have more ids than their tokenizers
     digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "12"]
-    prompt = Prompt("", "", [], [], "debug/sorting", "12", None)
+    prompt = Prompt("", "", [], "debug/sorting", "12", None)
     given = [
         Response(prompt, [*digits, beyond, 1], [], True),
         Response(prompt, digits[::-1], [], False),
@@ -297,7 +297,7 @@ def start_workers(path, count=2, timeout=1.0):
 
 def grade(workers, args, *ways):
     """What is said of responses that do this, as (score, failure)."""
-    prompt = Prompt("row 0", "", [], [], "any", "1", None)
+    prompt = Prompt("row 0", "", [], "any", "1", None)
     responses = [Response(prompt, [way], [-1.0], stopped=True) for way in ways]
     graded = script.grade_responses(responses, TOKENIZER, workers, args)
     assert [one.text for one in graded] == list(ways)
@@ -396,7 +396,7 @@ import ppo_vllm_async as script
 
 if __name__ == "__main__":
     executor, _ = script.start_reward_worker(sys.argv[1])
-    prompt = script.Prompt("", "", [], [], "", "", None)
+    prompt = script.Prompt("", "", [], "", "", None)
     response = script.Response(prompt, [], [], stopped=True, text=sys.argv[2])
     executor.submit(script.call_reward_fn, sys.argv[1], response).result()
 """

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from safetensors.torch import load_file
+from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -115,14 +116,16 @@ def step_and_save(accelerator, folder):
         (scale * value_model(batch.input_ids[:2], batch.mask[:2]).square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ppo.save_models(trained, folder)
+    for state, path in ppo.checkpoint_parts(trained, folder):
+        checkpoint.save(state, checkpoint_id=path)
     return state_of(trained, folder)
 
 
 def load(accelerator, folder):
     """What a checkpoint gives to models and optimizers that were others."""
     trained = trained_models(accelerator, seed=7)
-    ppo.load_models(trained, folder)
+    for state, path in ppo.checkpoint_parts(trained, folder):
+        checkpoint.load(state, checkpoint_id=path)
     return state_of(trained, folder)
 
 
@@ -194,11 +197,12 @@ class StubVLLM:
         self.weights, self.policy_version = dict(weights), version
 
     def submit(self, function, prompts, seeds, temperature, version, args):
-        responses = self.sample(prompts * self.count, [*seeds] * self.count, temperature, 8)
+        responses = self.sample(prompts * self.count, [*seeds] * self.count, temperature)
         return SimpleNamespace(result=lambda: responses)
 
-    def sample(self, prompts, seeds, temperature, num_samples):
-        share = ppo.share_of(len(prompts), self.index, self.count, num_samples)
+    def sample(self, prompts, seeds, temperature):
+        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        share = slice(first, end)
         responses = []
         for prompt, seed in zip(prompts[share], seeds[share], strict=True):
             ids = sample_digits(seed, self.args)

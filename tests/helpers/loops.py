@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from helpers import PPO, REPO, hooks
 from helpers.files import read_json_lines
 from helpers.processes import flags_of
+from helpers.rollouts import collate_pairs
 
 STEPS, EPISODES = 3, 16
 STOP = 1  # the debug model's end token
@@ -77,15 +78,14 @@ def make_stub(script):
             if version >= 0:  # else it is check_adapter's
                 self.order.append(f"weights {version}")
 
-        def sample(self, prompts, seeds, temperature, num_samples):
+        def sample(self, prompts, seeds, temperature):
             self.seeds += seeds
             if not prompts:
                 return []
-            assert len(prompts) % num_samples == 0
             rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
-            input_ids, mask, _ = script.collate(sequences, "cpu")
+            input_ids, mask, _ = collate_pairs(sequences)
             syncs = [one for one in self.order if one.startswith("weights")]
             is_first = syncs in ([], ["weights 0"])
             is_old = getattr(self.args, "async_mode", False) and not is_first
@@ -98,7 +98,7 @@ def make_stub(script):
         def submit(self, function, prompts, seeds, temperature, version, args):
             """Of check_adapter, which asks each engine for itself."""
             assert function is script.sample_responses and version == self.policy_version == -1
-            responses = self.sample(prompts, list(seeds), temperature, len(prompts))
+            responses = self.sample(prompts, list(seeds), temperature)
             return SimpleNamespace(result=lambda: responses)
 
     return StubVLLM

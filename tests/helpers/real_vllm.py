@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 import ppo_vllm_async as script
@@ -12,7 +11,7 @@ MAX_LENGTH = 400
 
 
 def prompt_of(token_ids):
-    return script.Prompt("", "", token_ids, token_ids, None, None, None)
+    return script.Prompt("", "", token_ids, None, None, None)
 
 
 # Of 3 to 283 tokens
@@ -39,21 +38,19 @@ def vllm_args(**changes):
     return script.Args(**options | changes)
 
 
-def sample(vllm, prompts=PROMPTS, seeds=None, temperature=1.0, num_samples=1):
+def sample(vllm, prompts=PROMPTS, seeds=None, temperature=1.0):
     seeds = list(range(len(prompts))) if seeds is None else seeds
-    return vllm.sample(prompts, seeds, temperature, num_samples)
+    return vllm.sample(prompts, seeds, temperature)
 
 
 def differences(system, responses=None, temperature=1.0):
     """|learner's - vLLM's log-probability| of each token of some responses; None: of new ones."""
     responses = sample(system.vllm) if responses is None else responses
-    sequences = [(response.prompt.token_ids, response.token_ids) for response in responses]
-    input_ids, mask, _ = script.collate(sequences, "cpu")
+    input_ids, mask, _, theirs = script.collate(responses, "cpu")
     policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
     with torch.no_grad():
         logprobs, _ = policy(input_ids, mask)
-    theirs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    return (logprobs[mask.bool()] - theirs).abs()
+    return (logprobs - theirs)[mask.bool()].abs()
 
 
 def sync(system, version):

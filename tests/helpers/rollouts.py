@@ -80,7 +80,7 @@ def make_rollout():
 
     # What collate() pads with is a token as others, and may be the stop token
     sequences = [(ids(prompt), [*ids(response - 1), PAD]) for prompt, response in SIZES]
-    input_ids, mask, lengths = script.collate(sequences, "cpu")
+    input_ids, mask, lengths = collate_pairs(sequences)
     mask = mask.double()
 
     def noise():
@@ -92,13 +92,12 @@ def make_rollout():
         lengths=lengths,
         mask=mask,
         scores=torch.randn(8, generator=generator, dtype=torch.float64),
-        scored=torch.ones(8, dtype=torch.float64),
+        has_score=torch.ones(8, dtype=torch.float64),
         loss_mask=mask.clone(),
         sampler_logprobs=logprobs - 0.5 * noise(),
         logprobs=logprobs,
         ref_logprobs=logprobs - 0.3 * noise(),
         values=noise(),
-        rewards=noise(),
         advantages=noise(),
         returns=noise(),
     )
@@ -219,8 +218,7 @@ def groups_of_equals():
     pairs = [(ids(most=9), ids(most=12)) for _ in range(32)]
     pairs[1] = (pairs[0][0], pairs[1][1])
     pairs[3] = (pairs[3][0], pairs[2][1])
-    # A reward model may have a chat template of its own
-    prompts = [script.Prompt("", "", [2], prompt, None, None, None) for prompt, _ in pairs]
+    prompts = [script.Prompt("", "", prompt, None, None, None) for prompt, _ in pairs]
     return [response_of(prompts[i // 4], pairs[i // 4][1]) for i in range(4 * len(pairs))]
 
 
@@ -228,6 +226,16 @@ def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
     """A Response, whose numbers are arrays as vLLM's process makes them."""
     token_ids, logprobs = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
     return script.Response(prompt, token_ids, logprobs, stopped, **rest)
+
+
+def collate_pairs(pairs):
+    """What collate() makes of prompts and responses: (input_ids, mask, lengths)."""
+    prompts = [script.Prompt("", "", list(prompt), None, None, None) for prompt, _ in pairs]
+    responses = [
+        response_of(prompt, ids, [0.0] * len(ids))
+        for prompt, (_, ids) in zip(prompts, pairs, strict=True)
+    ]
+    return script.collate(responses, "cpu")[:3]
 
 
 def plain(responses):
