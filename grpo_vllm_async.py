@@ -619,6 +619,7 @@ def grade_gsm8k(response, ground_truth):
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
+    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
     number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
     _, mark, end = response.rpartition("####")
     answers = re.findall(number, response)[-1:]
@@ -626,8 +627,8 @@ def grade_gsm8k(response, ground_truth):
         answers = re.findall(number, end)[:1] or answers
     if not answers:
         return 0.0
-    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
-    return float(float(re.sub(r"[$,]", "", answers[0])) == truth)
+    answer = float(re.sub(r"[$,]", "", answers[0]))
+    return float(answer == truth)
 
 
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
@@ -780,7 +781,6 @@ def score_responses(accelerator, reward_model, responses, args):
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
-        too_short = len(response.token_ids) < args.min_response_length
         score = 0.0
         if model_score is not None:
             score += model_score * args.reward_model_multiplier
@@ -790,13 +790,12 @@ def score_responses(accelerator, reward_model, responses, args):
             score += args.r1_style_format_reward
         if args.apply_verifiable_reward and response.failure:
             score = None  # not known, which does not mean wrong
-        if args.non_stop_penalty and (too_short or not response.stopped):
+        is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
+        if args.non_stop_penalty and not is_complete:
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
     failed = [response for response in responses if response.failure]
-    if args.apply_verifiable_reward and len(failed) == len(responses):
-        raise RuntimeError(f"the reward failed on all responses: {failed[0].failure}")
     if failed and is_rank_0():
         print(
             f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
@@ -883,8 +882,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     if auto_class is AutoModelForCausalLM:
         # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
         # this one
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        model.config.tie_word_embeddings = head.weight is embedding.weight
+        head = model.get_output_embeddings().weight
+        model.config.tie_word_embeddings = head is model.get_input_embeddings().weight
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
@@ -1358,7 +1357,6 @@ def vllm_settings(gpus, folder, max_length, args):
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,
@@ -1493,8 +1491,8 @@ class VLLM:
                 "shapes": [list(tensor.shape)],
             }
             if not self.nccl:
-                gpu = torch.cuda.get_device_properties()
-                info["ipc_handles"] = [{str(gpu.uuid): reduce_tensor(tensor)[1]}]
+                uuid = str(torch.cuda.get_device_properties().uuid)
+                info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]}]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
             if self.nccl:
                 self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
@@ -1518,8 +1516,9 @@ class VLLM:
             "world_size": world_size,
         }
         joined = self.submit(call_llm, "init_weight_transfer_engine", {"init_info": info})
-        gpu = torch.cuda.current_device()
-        self.nccl = stateless_init_process_group("127.0.0.1", port, 0, world_size, gpu)
+        self.nccl = stateless_init_process_group(
+            "127.0.0.1", port, 0, world_size, torch.cuda.current_device()
+        )
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
@@ -1962,8 +1961,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for sample in samples:
         append_line(run_dir / "samples.jsonl", sample)
     for tracker in accelerator.trackers:
-        table = pandas.DataFrame(samples)
-        tracker.log_table("sample_completions", dataframe=table, commit=False)
+        tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
     return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
@@ -1986,10 +1984,11 @@ def write_metrics(accelerator, metrics, run_dir):
     accelerator.log(metrics)
     append_line(run_dir / "metrics.jsonl", metrics)
     if "eval/policy_version" in metrics:
-        drawing.submit(run_program, "plot_runs.py", run_dir)
-    shown = ("training_step", "time/from_scratch", "objective/scores", "eval/scores")
-    parts = [f"{name}: {metrics[name]:.4g} " for name in shown if name in metrics]
-    accelerator.print(*parts, flush=True)
+        drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
+    for name in ("training_step", "time/from_scratch", "objective/scores", "eval/scores"):
+        if name in metrics:
+            accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
+    accelerator.print(flush=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2083,8 +2082,8 @@ def save_rollout(run_dir, rollout):
     responses = rollout.responses + rollout.eval_responses
     rows = [vars(response) | {"prompt": None} for response in responses]
     if is_rank_0():
-        text = json.dumps(rows, default=np.ndarray.tolist)
-        (run_dir / "checkpoints/unfinished/next_rollout.json").write_text(text)
+        with open(run_dir / "checkpoints/unfinished/next_rollout.json", "w") as file:
+            json.dump(rows, file, default=np.ndarray.tolist)
 
 
 def load_rollout(checkpoint_dir, policy_version, request):
@@ -2204,7 +2203,8 @@ def find_stop_tokens(args, tokenizer, model):
     stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
     if args.stop_token:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        stop_ids.add(tokenizer.get_vocab()[stop_token])
+        # inf: not in the vocabulary, and refused below
+        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
@@ -2314,9 +2314,8 @@ def main(args):
 
     if device.type == "cuda" and not args.vllm_gpus:
         # vLLM's share, and 2 GiB for two CUDA contexts, are not the learner's
-        others = args.vllm_gpu_memory_utilization
-        others += 2**31 / torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(1 - others)
+        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
     # The model inside of `policy`, without the wrappers' prefixes in its names
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
@@ -2374,14 +2373,17 @@ def main(args):
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
         run_program("provenance.py", run_dir)  # adds commit and versions to args.json
-        config = json.loads((run_dir / "args.json").read_text())
         wandb_run = {
             "name": args.run_name,
             "entity": args.wandb_entity,
             "id": state["wandb_id"],
             "resume": "allow",
         }
-        accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
+        accelerator.init_trackers(
+            args.wandb_project_name,
+            json.loads((run_dir / "args.json").read_text()),
+            {"wandb": wandb_run},
+        )
     if checkpoint_dir is None:
         sync_and_request(version=0, training_step=1)
     else:
@@ -2427,6 +2429,8 @@ def main(args):
         # place of its score counts nowhere
         has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
+        if all(response.failure for response in responses):
+            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
         input_ids, mask, lengths, sampler_logprobs = collate(responses, device)
@@ -2490,8 +2494,10 @@ def main(args):
         sums = Counter()  # whose update() adds
         grad_norms = Counter()  # means over the updates
         with timed(metrics, "update"):
-            first_update = version * args.updates_per_step  # counted over the run
-            for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
+            # Updates are counted over the run
+            for update, mini_batch in enumerate(
+                itertools.chain(*epochs), version * args.updates_per_step
+            ):
                 is_first = mini_batch is first_mini_batch
                 sums.update(
                     accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
@@ -2555,8 +2561,8 @@ def main(args):
     accelerator.clear()
     del policy, ref_policy, trained
     accelerator.end_training()
-    drawing.shutdown()  # waits for the last picture
-    run_program("inspect_run.py", run_dir, "--summary")
+    # After the last picture
+    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
 

@@ -235,7 +235,7 @@ RANGES = {
     "penalty_reward_value": (-1e9, 1e9),
     "mismatch_mask_range": (1, math.inf),
     "temperature": (0.01, 2),  # vLLM's own limits
-    **dict.fromkeys(["seed", "num_evals", "eval_prompts", "keep_last_n"], (0, 1e9)),
+    **dict.fromkeys(["seed", "num_evals", "num_eval_prompts", "keep_last_n"], (0, 1e9)),
     **dict.fromkeys(["learning_rate", "value_learning_rate"], (0, 1)),
     "vllm_gpu_memory_utilization": (0.01, 1),
 }

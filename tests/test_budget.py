@@ -7,11 +7,11 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 13_300,
-    "ppo_vllm_async.py": 13_800,
-    "grpo_vllm_async.py": 13_800,
+    "ppo_sync.py": 12_750,
+    "ppo_vllm_async.py": 13_200,
+    "grpo_vllm_async.py": 13_200,
     "scripts/train_reward_model.py": 3_500,
-    "scripts/preflight.py": 5_720,
+    "scripts/preflight.py": 5_760,
     "scripts/plan.py": 2_780,
 }
 

@@ -1,6 +1,5 @@
 """Prompts from files, and which of them a step takes."""
 
-import copy
 import itertools
 from collections import Counter
 
@@ -20,10 +19,8 @@ def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "model")
 
 
-def load(path, tokenizer, reward_tokenizer=None, is_eval=False, **changes):
-    return script.load_prompts(
-        str(path), "train", tokenizer, reward_tokenizer or tokenizer, Args(**changes), is_eval
-    )
+def load(path, tokenizer, is_eval=False, **changes):
+    return script.load_prompts(str(path), "train", tokenizer, Args(**changes), is_eval)
 
 
 RULE = {"reward_model": {"style": "rule", "ground_truth": "1"}, "data_source": "debug/sorting"}
@@ -58,7 +55,7 @@ def test_row_has_the_ground_truth_that_its_columns_say(name, suffix, tokenizer, 
     assert (prompt.ground_truth, prompt.data_source) == (truth, source)
     assert (prompt.origin, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
     ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-    assert prompt.token_ids == prompt.reward_model_token_ids == ids
+    assert prompt.token_ids == ids
 
 
 def test_values_of_json_lines_are_as_they_stand_there(tmp_path):
@@ -77,21 +74,21 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tokenizer, tmp_path, cap
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": text} | RULE for text in texts])
     prompts = load(path, tokenizer, max_prompt_token_length=5)
     assert [prompt.origin[-1] for prompt in prompts] == ["0", "2", "4"]
-    assert "data.jsonl: 3 prompts; 2 are empty or too long\n" in capsys.readouterr().out
+    assert "data.jsonl: 3 prompts; 2 are empty or too long;" in capsys.readouterr().out
 
 
 USER, ASSISTANT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-# A prompt, and its token ids by templates of the policy and of the reward model
+# A prompt, and its token ids
 PROMPTS = [
-    ("a b", [2, 6, 7], [2, 6, 7]),
-    ([USER], [2, 4, 6, 5], [2, 6, 4]),
-    ([USER, ASSISTANT], [2, 4, 6, 5], [2, 6, 4]),  # an answer at the end is not in the prompt
-    ([USER, ASSISTANT, USER], [2, 4, 6, 5, 7, 4, 6, 5], [2, 6, 4, 7, 5, 6, 4]),
+    ("a b", [2, 6, 7]),
+    ([USER], [2, 4, 6, 5]),
+    ([USER, ASSISTANT], [2, 4, 6, 5]),  # an answer at the end is not in the prompt
+    ([USER, ASSISTANT, USER], [2, 4, 6, 5, 7, 4, 6, 5]),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "token_ids", "of_reward_model"), PROMPTS, ids=str)
-def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, of_reward_model, tmp_path):
+@pytest.mark.parametrize(("prompt", "token_ids"), PROMPTS, ids=str)
+def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, tmp_path):
     """Of a tokenizer that puts <bos>, 2, before each text, as its chat template does, too."""
     words = ["<pad>", "<end>", "<bos>", "<unk>", "<user>", "<assistant>", "a", "b"]
     vocab = {word: token for token, word in enumerate(words)}
@@ -109,13 +106,9 @@ def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, of_reward_model, 
             "<assistant>"
         ),
     )
-    reward_tokenizer = copy.deepcopy(tokenizer)
-    reward_tokenizer.chat_template = (
-        "<bos>{% for m in messages %}{{ m['content'] }} <{{ m['role'] }}> {% endfor %}"
-    )
     path = write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE])
-    (row,) = load(path, tokenizer, reward_tokenizer)
-    assert (row.token_ids, row.reward_model_token_ids) == (token_ids, of_reward_model)
+    (row,) = load(path, tokenizer)
+    assert row.token_ids == token_ids
 
 
 # --------------------------------------------------------------------------- the prompts of a step
@@ -168,9 +161,12 @@ def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
     """
     args = script.replace(FOUR_STEPS, total_episodes=8 * steps)
     for count in range(21):
-        found = script.fill_in(script.replace(args, num_evals=count), world_size=1).eval_steps
+        filled = script.fill_in(script.replace(args, num_evals=count), world_size=1)
+        requests = [script.make_request(step + 1, [0], [1], filled) for step in range(steps + 1)]
+        *found, last = [step for step, request in enumerate(requests) if request.eval_prompts]
+        assert last == steps
         assert len(found) == min(count, steps // 2) and steps - 1 not in found
-        assert found[:1] == (0,) * min(1, len(found))
+        assert found[:1] == [0] * min(1, len(found))
         gaps = {later - step for step, later in itertools.pairwise(found)}
         assert not gaps or 1 < min(gaps) >= max(gaps) - 1
 

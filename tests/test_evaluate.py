@@ -56,10 +56,14 @@ class FakeVLLM:
     def sync_weights(self, weights, version):
         self.synced.append({name for name, _ in weights})
 
-    def sample(self, prompts, seeds, temperature, num_samples):
+    def sample(self, prompts, seeds, temperature):
         self.asked.append((seeds, temperature))
         tokenizer = script.AutoTokenizer.from_pretrained(REPO / "debug_assets" / "model")
-        texts = ["" if i % num_samples else prompt.ground_truth for i, prompt in enumerate(prompts)]
+        before = [None, *prompts]
+        texts = [
+            "" if one is last else one.ground_truth
+            for one, last in zip(prompts, before, strict=False)
+        ]
         answers = [[*tokenizer(text)["input_ids"], 1] for text in texts]
         return [
             script.Response(prompt, script.np.array(ids), script.np.zeros(len(ids)), True)

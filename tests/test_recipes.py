@@ -229,7 +229,7 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     monkeypatch.setattr(
         preflight,
         "build_model",
-        lambda run, auto_class, flag, path, *_, **options: build_model(path, auto_class),
+        lambda run, auto_class, path, *_, **options: build_model(path, auto_class),
     )
 
     def ask(question, gpu_memory):

@@ -79,13 +79,13 @@ def test_means_of_scores_leave_out_what_is_not_known():
         response("math", verifiable=0.5, score=-1.0, size=9, reward_metrics={"acc": 0.25}),
         response("math", score=0.0, stopped=False),
     ]
-    args = Args(add_r1_style_format_reward=True)
+    args = Args()
     parts = {  # of all, and of each source
         "scores": (1 / 3, 2.0, -0.5),
         "verifiable_score": (0.75, 1.0, 0.5),
         "verifiable_correct_rate": (0.5, 1.0, 0.0),
         "reward/acc": (0.625, 1.0, 0.25),
-        "format_rate": (0.25, 0.5, 0.0),
+        "reward_failures": (0.25, 0.5, 0.0),
         "sequence_lengths": (4.5, 3.0, 6.0),
         "stop_rate": (0.75, 1.0, 0.5),
     }
@@ -95,9 +95,9 @@ def test_means_of_scores_leave_out_what_is_not_known():
         for source, mean in zip(("", "/gsm8k", "/math"), means, strict=True)
     }
     found = script.score_metrics("eval", responses, args)
-    assert found == pytest.approx(expected | {"eval/reward_failures": 1})
+    assert found == pytest.approx(expected)
     of_one_source = script.score_metrics("eval", responses[:2], args)
-    assert set(of_one_source) == {f"eval/{name}" for name in (*parts, "reward_failures")}
+    assert set(of_one_source) == {f"eval/{name}" for name in parts}
 
 
 # -------------------------------------------------------------------------- the form of a response
@@ -179,8 +179,9 @@ def test_reward_gets_what_belongs_to_a_response_and_has_its_neighbours(tmp_path,
     write_text(tmp_path / "reward_with_a_neighbour.py", NEIGHBOURS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # a path without a folder has neighbours too
-    found = script.call_reward_fn("reward_with_a_neighbour.py:score", response(text="a text"))
-    assert found == (12.0, {}, None)
+    given = response(text="a text")
+    found = script.call_reward_fn("reward_with_a_neighbour.py:score", given)
+    assert found == replace(given, verifiable=12.0)
 
 
 VERL = {"score": 0.5, "acc": True, "pred": "42", "tokens": 7}
@@ -200,41 +201,37 @@ RESULTS = {
 def test_result_of_a_reward_is_a_score_and_metrics_or_a_failure(name, monkeypatch):
     result, *expected, cause = RESULTS[name]
     monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: result)
-    *found, failure = script.call_reward_fn("", response())
-    assert found == expected and type(found[0]) is type(expected[0])
+    found = script.call_reward_fn("", response())
+    assert [found.verifiable, found.reward_metrics] == expected
+    assert type(found.verifiable) is type(expected[0])
+    failure = found.failure
     assert failure is None if cause is None else re.search(f"\n{cause}\n$", failure)
 
 
 @pytest.mark.parametrize("reward_fn", [None, "of the test"])
 def test_response_keeps_the_metrics_of_its_reward(reward_fn, monkeypatch):
-    monkeypatch.setattr(script, "compute_score", lambda *given: VERL)
+    monkeypatch.setattr(script, "compute_score", lambda *given: 0.5)
     monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: VERL)
     workers = queue.Queue()
     workers.put((ThreadPoolExecutor(1), None))  # in place of a process
     args = Args(reward_fn=reward_fn, reward_workers=1)
     (graded,) = script.grade_responses([response()], TOKENIZER, workers, args)
-    metrics = {"acc": 1.0, "tokens": 7.0}
+    metrics = {"acc": 1.0, "tokens": 7.0} if reward_fn else {}
     assert graded == response(text="9 9 9", verifiable=0.5, reward_metrics=metrics)
 
 
-def ask_for_both(*_, num_tokens=0, stopped=True, extra_info):
-    return {"score": 1, "n": num_tokens, "end": stopped}
+def test_reward_is_told_how_long_a_response_is_and_whether_it_stopped(monkeypatch):
+    def function(*_, extra_info):
+        return {"score": 1} | extra_info  # which come back as metrics
 
-
-# What a function asks for comes back as a metric
-ASKING = [
-    (lambda *_, extra_info: 1.0, {}),
-    (lambda a, b, c, stopped, extra_info: {"score": 1, "end": stopped}, {"end": 0}),
-    (ask_for_both, {"n": 4, "end": 0}),
-    (lambda *_, **rest: {"score": 1} | dict.fromkeys(rest, 1), {"extra_info": 1}),
-]
-
-
-@pytest.mark.parametrize(("function", "metrics"), ASKING)
-def test_reward_gets_what_it_asks_for(function, metrics, monkeypatch):
     monkeypatch.setattr(script, "load_reward_fn", lambda _: function)
-    cut = response(size=4, stopped=False)
-    assert script.call_reward_fn("", cut) == (1.0, metrics, None)
+    for extra_info in ({"bonus": 3}, None):  # None: the row has none
+        cut = response(size=4, stopped=False)
+        cut.prompt.extra_info = extra_info
+        told = (extra_info or {}) | {"num_tokens": 4, "stopped": 0}
+        found = script.call_reward_fn("", cut)
+        assert found == replace(cut, verifiable=1.0, reward_metrics=told)
+        assert cut.prompt.extra_info == extra_info
 
 
 # --------------------------------------------------------------------------------------- workers
@@ -268,7 +265,7 @@ else:
     answer = 0.0
 """
 DIED = "BrokenProcessPool"
-LATE = "TimeoutError: no answer"
+LATE = "TimeoutError: it died, or took over"
 # What a response has the function do: what the cause must hold; None: it is right
 WAYS_TO_FAIL = {
     "raise OSError('no paper')": 'File "<string>", line 1, in <module>\nOSError: no paper',
@@ -314,7 +311,7 @@ def test_worker_that_gives_no_answer_in_time_is_replaced(monkeypatch):
         workers.put((worker, 7))
         answer = script.call_worker(workers, response(), Args(reward_timeout=0.01))
         over.set()
-    assert answer[:2] == (None, {}) and LATE in answer[2]
+    assert (answer.verifiable, answer.reward_metrics) == (None, {}) and LATE in answer.failure
     assert killed == [7] and workers.get() == ("another", 8)
 
 

@@ -11,22 +11,20 @@ import re
 
 
 def grade_gsm8k(response: str, ground_truth: str) -> float:
-    """1.0 if the answer equals the ground truth.
-
-    The answer is the first number after the last "####", or else the last number.
+    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
 
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
     truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
     number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
-    answers = re.findall(number, response)
-    if "####" in response:
-        numbers_after_it = re.findall(number, response.rpartition("####")[2])
-        answers = numbers_after_it[:1] or answers
+    _, mark, end = response.rpartition("####")
+    answers = re.findall(number, response)[-1:]
+    if mark:
+        answers = re.findall(number, end)[:1] or answers
     if not answers:
         return 0.0
-    answer = float(re.sub(r"[$,]", "", answers[-1]))
+    answer = float(re.sub(r"[$,]", "", answers[0]))
     return float(answer == truth)
 
 

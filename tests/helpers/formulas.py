@@ -95,5 +95,6 @@ def policy_sums(surrogate, weights, ratio, advantages, every, response, old):
         "policy/clipfrac_avg": surrogate != -ratio * advantages,
         "policy/entropy_avg": entropies_of(every),
         "val/ratio": ratio,
-        "val/ratio_squared": ratio**2,
+        "val/ratio_var": (ratio - 1) ** 2,
+        "mismatch/masked": (weights == 0).double(),
     }

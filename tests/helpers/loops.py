@@ -183,7 +183,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         return norm
 
     def note_program(command):
-        _, program, run_dir = command
+        _, program, run_dir, *_ = command
         assert (run_dir / "args.json").exists()
         path = run_dir / "metrics.jsonl"
         steps = len(path.read_text().splitlines()) if path.exists() else 0

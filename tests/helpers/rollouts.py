@@ -222,8 +222,9 @@ def groups_of_equals():
     return [response_of(prompts[i // 4], pairs[i // 4][1]) for i in range(4 * len(pairs))]
 
 
-def response_of(prompt, token_ids, logprobs=(), stopped=True, **rest):
+def response_of(prompt, token_ids, logprobs=None, stopped=True, **rest):
     """A Response, whose numbers are arrays as vLLM's process makes them."""
+    logprobs = [0.0] * len(token_ids) if logprobs is None else logprobs
     token_ids, logprobs = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
     return script.Response(prompt, token_ids, logprobs, stopped, **rest)
 
