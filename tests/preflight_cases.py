@@ -480,7 +480,7 @@ PLANS = {
     "lambda without a warm-up": (given(lam=0.95), "--lam 0.95 | --value_warmup_steps", PPO),
     "rate of full training": (given(lora_rank=8, learning_rate=1e-6), "about ten times"),
     "rows of two forms": (rows(*[ROW, OPEN_INSTRUCT] * 35), "gsm8k scores 1"),
-    "characters are lost": (rows(*LOST), "Warning: in | loses '\u00e9'"),
+    "characters are lost": (rows(*LOST), "tokenizer loses: \u00e9"),
     "right and wrong alike": (ALWAYS, "debug/sorting: | no more than a wrong"),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),

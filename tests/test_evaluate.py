@@ -145,7 +145,7 @@ def test_what_is_there_is_not_made_again(faked_run, call):
     figures = again[again.index(" on ") : again.index("\nThis evaluation was there already")]
     assert "pass@1 " in figures and figures in first
     (folder,) = (faked_run / "evaluations").iterdir()
-    assert folder.name.startswith("trained_eval_32x1_t0_")  # of 500 prompts there were 32
+    assert folder.name.startswith("trained_test_32x1_t0_")  # of 500 prompts there were 32
     call(faked_run, "--temperature", 0.5)
     call(faked_run, "--model", REPO / "debug_assets" / "model")
     os.utime(faked_run / "model" / "config.json", (1e9, 1e9))  # a resumed run saves another model

@@ -98,10 +98,12 @@ BESIDE_TRAINING = ["weights 0", "request 1", "weights 0", "request 2", "weights 
 def test_weights_go_out_before_the_request_that_they_answer(name, async_mode, run_main, run_loop):
     """After it vLLM is busy, and weights would change under it."""
     run = run_main(name, async_mode=False) if async_mode == 0 else run_loop(name, rough=False)
-    assert run.vllm.order == (BESIDE_TRAINING if async_mode else IN_TURNS)
+    # In the asynchronous scripts a request follows the last step, also where it asks for nothing
+    last = ["weights 3", "request 4"] if name in ASYNC else []
+    assert run.vllm.order == [*(BESIDE_TRAINING if async_mode else IN_TURNS), *last]
     sampled = [0, 0, 1] if async_mode else [0, 1, 2]
     samples = read_json_lines(run.run_dir / "rollouts.jsonl")
-    assert [sample["policy_version"] for sample in samples[::4]] == sampled
+    assert [sample["policy_version"] for sample in samples[::8]] == sampled
     if name in ASYNC:
         assert [line["policy/version"] for line in run.metrics] == [0, 1, 2]
         assert [2 - line["policy/staleness"] for line in run.metrics[2:]] == sampled[2:]
@@ -134,7 +136,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_count_failure
         assert scores == scores_by_rough_score([sample["response"] for sample in of_line])
         known = [score for score in scores if score is not None]
         assert line["eval/scores"] == pytest.approx(sum(known) / len(known))
-        assert line["eval/reward_failures"] == scores.count(None)
+        assert line["eval/reward_failures"] == scores.count(None) / len(scores)
     # Drawn of eight, whatever --seed is
     other = read_json_lines(run_loop(SCRIPTS[0], rough=True).run_dir / "samples.jsonl")
     truths = [sample["ground_truth"] for sample in samples]
@@ -213,15 +215,18 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
             "objective/entropy": -flat["logprobs"].sum() / EPISODES,
             "objective/sequence_lengths": batch.mask.sum(1).mean(),
             "objective/stop_rate": sum(ids[-1] == STOP for ids in batch.responses) / EPISODES,
-            "objective/reward_failures": EPISODES - len(scores),
+            "objective/reward_failures": 1 - len(scores) / EPISODES,
             "mismatch/logprob_diff_mean": log_ratio.abs().mean(),
             "mismatch/logprob_diff_max": log_ratio.abs().max(),
             "mismatch/kl": (ratio - 1 - log_ratio).mean(),
             "mismatch/ess": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
             "mismatch/tis_clipfrac": (ratio > cap).double().mean(),
-            "mismatch/masked": (weights == 0).double().mean(),
         }
-        assert (0.1 < expected["mismatch/masked"] < 0.9) or (step == 1 and name in ASYNC)
+        in_loss = flat["loss_mask"].bool()
+        masked = (weights == 0)[in_loss].double().mean()
+        assert (0.1 < masked < 0.9) or (step == 1 and name in ASYNC)
+        if "policy/entropy_avg" in line:  # the policy was updated
+            expected["mismatch/masked"] = masked
         if not rough:  # one update, by the policy that the old log-probabilities are of
             expected |= {"policy/clipfrac_avg": 0, "policy/approxkl_avg": 0, "val/ratio_var": 0}
             expected |= {"val/ratio": 1, "loss/policy_avg": -(flat["advantages"] * weights).mean()}
@@ -423,14 +428,14 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
     left = [tmp_path / "first" / f"{kind}.jsonl" for kind in ("rollouts", "samples")]
     assert all(path.stat().st_size for path in left)
     run_main(name, **options)
-    assert [len(read_json_lines(path)) for path in left] == [4, 3]
+    assert [len(read_json_lines(path)) for path in left] == [8, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_loop, tokenizer):
     samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
     for i, sample in enumerate(samples):
-        step, row = divmod(i, 4)
+        step, row = divmod(i, 8)
         batch = rough_loop.batches[step]
         response = batch.responses[row]
         assert tokenizer(sample["prompt"])["input_ids"] == batch.prompt_ids[row]
@@ -447,13 +452,6 @@ def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_l
     assert len(samples) == 8 * STEPS
     for name in ("score", "stopped", "advantages"):
         assert len({str(sample[name]) for sample in samples}) > 1, name
-
-
-def test_grpo_keeps_a_whole_group_of_every_step(run_main):
-    sizes = {"number_samples_per_prompt": 8, "local_rollout_batch_size": EPISODES // 8}
-    run = run_main("grpo_vllm_async.py", total_episodes=EPISODES, **sizes)
-    samples = read_json_lines(run.run_dir / "rollouts.jsonl")
-    assert len(samples) == 8 and len({sample["prompt"] for sample in samples}) == 1
 
 
 def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):

@@ -99,7 +99,7 @@ def test_engines_have_cores_and_memory(cores, ranks, workers, of_first, monkeypa
 
 
 # What only the main() of a script refuses. Six updates in three steps
-ONLY_WARM_UP = r"--total_episodes.*warm_up_steps"
+ONLY_WARM_UP = r"--warm_up_steps.*--total_episodes"
 ONE_SAMPLE = {"number_samples_per_prompt": 1, "local_rollout_batch_size": 16}
 ONE_RATIO = {"importance_sampling_level": "sequence", "mismatch_mask": "token"}
 

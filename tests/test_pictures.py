@@ -95,7 +95,7 @@ def test_y_axis_is_neither_blown_up_nor_shrunk(metric, values, lowest, highest):
 def test_runs_have_one_color_in_all_panels_and_no_panel_without_a_metric():
     lines = steps(objective__scores=[0.8], objective__verifiable_score=[0.3])
     parts = steps(objective__scores=[0.7], objective__verifiable_score=[0.2])
-    parts[0]["objective/format_rate"] = 0.5
+    parts[0]["objective/reward_model_score"] = 0.5
     panels = draw({"A": [lines], "B": [parts]})
     assert list(panels) == ["Score", "Parts of the score, training"]
     for axes in panels.values():
@@ -193,17 +193,14 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, 
     with open(a / "metrics.jsonl", "a") as file:
         file.write('{"training_st')  # it is being written
     (a / "curves.png").write_text("old")
-    (a / "token_length.json").write_text("[4, 4, 4]")
-    (b / "token_length.json").write_text("[3, 4, 4]")
     plot(a)
     assert (a / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not (a / "token_length.png").exists()  # one bar says nothing
     assert capsys.readouterr().out == f"Wrote {a / 'curves.png'}\n"
 
     here = plot(b, a)
     assert capsys.readouterr().out.splitlines()[0] == "Wrote comparison.png"
     assert [path.name for path in here.iterdir()] == ["comparison.png"]
-    assert {path.name for path in b.iterdir()} == {"metrics.jsonl", "token_length.json"}
+    assert {path.name for path in b.iterdir()} == {"metrics.jsonl"}
     (here / "comparison.png").write_text("mine")
     with pytest.raises(SystemExit):
         plot(a, b)
@@ -214,7 +211,7 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, 
     capsys.readouterr()
 
     plot(b, "--quiet")
-    assert (b / "token_length.png").exists()
+    assert (b / "curves.png").exists()
     assert capsys.readouterr().out == ""
 
 

@@ -24,6 +24,7 @@ from helpers.files import write_text
 from helpers.loops import options_of
 from helpers.processes import environment
 from plan import GIB
+from torch.distributed import checkpoint
 
 import ppo_vllm_async
 
@@ -354,7 +355,8 @@ def test_checkpoint_takes_what_is_written(tmp_path):
     run.args.num_training_steps = 5
     run.model, run.value_model = tiny(hidden=256)
     trained = {"policy": cases.stepped(run.model), "value_model": cases.stepped(run.value_model)}
-    ppo_vllm_async.save_models(trained, tmp_path)
+    for state, path in ppo_vllm_async.checkpoint_parts(trained, tmp_path):
+        checkpoint.save(state, checkpoint_id=path)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert plan.checkpoints_on_disk(run) == (2, pytest.approx(written, rel=0.02))
 

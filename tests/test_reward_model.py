@@ -93,7 +93,7 @@ def tokenizer(assets):
 
 def load_pairs(path, tokenizer):
     args = rm.Args(stop_token_id=STOP, max_token_length=18)
-    return rm.load_pairs(SimpleNamespace(print=print), path, "train", tokenizer, args)
+    return rm.load_pairs(SimpleNamespace(print=print), str(path), "train", tokenizer, args)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_row_that_cannot_be_read_is_named(row, tokenizer, tmp_path):
 def options(assets, accelerator, tmp_path_factory):
     """Two passes of three updates each. The pad token is the stop token: its id says nothing."""
     folder = tmp_path_factory.mktemp("files")
-    rows = rm.load_rows(assets / "preference_train.parquet", None)[:192]
+    rows = rm.load_rows(str(assets / "preference_train.parquet"), None)[:192]
     path = str(write_rows(folder / "pairs.jsonl", [EQUAL, *rows]))
     AutoTokenizer.from_pretrained(assets / "model", pad_token="<|end|>").save_pretrained(folder)
     options = {"dataset": path, "eval_dataset": path, "tokenizer_name_or_path": str(folder)}
@@ -240,8 +240,9 @@ def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_two_ranks_learn(options, assets, tmp_path):
     rows = rm.load_rows(assets / "preference_train.parquet", None)[:3200]
-    options = options | {"dataset": write_rows(tmp_path / "pairs.jsonl", rows)}
-    options |= {"eval_dataset": assets / "preference_test.parquet", "output_dir": tmp_path}
+    options = options | {"dataset": str(write_rows(tmp_path / "pairs.jsonl", rows))}
+    options |= {"eval_dataset": str(assets / "preference_test.parquet")}
+    options |= {"output_dir": tmp_path}
     command = [sys.executable, *TWO_RANKS, "scripts/train_reward_model.py", *flags_of(options)]
     subprocess.run(command, cwd=REPO, env=environment(CPU), check=True, timeout=280)
     metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
