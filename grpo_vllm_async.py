@@ -369,8 +369,6 @@ class Args:
 
 @dataclass
 class Prompt:
-    """A row of the dataset."""
-
     origin: str  # file and row, for messages
     text: str
     token_ids: list[int]
@@ -445,7 +443,6 @@ class Batch:
 
 
 def is_rank_0():
-    """Whether this process is the first."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -520,7 +517,6 @@ def tokenize_prompt(prompt, tokenizer):
 
 
 def uses_reward_model(args):
-    """Whether a reward model scores responses."""
     return args.reward_model_path is not None and args.reward_model_multiplier != 0
 
 
@@ -808,7 +804,6 @@ def score_responses(accelerator, reward_model, responses, args):
 
 
 def revision_of(path, args):
-    """The revision of a model on the hub."""
     return {
         args.reward_model_path: args.reward_model_revision,
         args.model_name_or_path: args.model_revision,
@@ -816,7 +811,6 @@ def revision_of(path, args):
 
 
 def lora_config(args):
-    """peft's configuration of adapters."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -935,7 +929,6 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
-        """Log-probabilities and entropies: each (positions,)."""
         ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
         size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
@@ -950,7 +943,6 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, logprobs_grad, _):
-        """The loss's gradients for hidden and head, from that for log-probabilities."""
         hidden, head, labels = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # None if the head is frozen
@@ -1031,7 +1023,6 @@ class ValueModel(nn.Module):
     def forward(self, input_ids, mask):
         """Values: (batch, length). The mask is not needed."""
         hidden = hidden_states(self.model, input_ids, self.args)
-        # In float32
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
@@ -1277,7 +1268,6 @@ def start_llm(options, config, folder):
 
 
 def call_llm(method, *args, **kwargs):
-    """Calls a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
 
 
@@ -1501,7 +1491,6 @@ class VLLM:
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
     def connect(self):
-        """Sets vLLM's weight transfer up."""
         if not self.args.vllm_gpus:
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
@@ -1556,7 +1545,6 @@ def sync_weights(vllm, model, version, args):
     weights = gather_weights(model, args)
     if vllm:
         vllm.sync_weights(weights, version)
-    # Gathering is collective: a rank without an engine reads all, too
     for _ in weights:
         pass
 
@@ -1701,7 +1689,6 @@ def reward_model_scores(accelerator, reward_model, responses, args):
         return [None] * len(responses)
     distinct = {tuple(response.row): response for response in responses}
     rows = list(distinct.values())
-    # As many for each rank
     rows += rows[:1] * (-len(rows) % accelerator.num_processes)
     input_ids, mask, lengths, _ = collate(rows, accelerator.device)
     indices, size = list(range(len(rows))), args.local_rollout_forward_batch_size
@@ -1923,7 +1910,6 @@ def score_metrics(prefix, responses, args):
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
-            # Only the whole is right
             parts["verifiable_correct_rate"] = response.verifiable >= 1
         for name, value in parts.items():
             if value is not None:
@@ -1934,7 +1920,6 @@ def score_metrics(prefix, responses, args):
 
 
 def append_line(path, line):
-    """Appends a line to a .jsonl file, on rank 0."""
     if is_rank_0():
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -2119,7 +2104,6 @@ def find_run(args):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    """Takes the folder of a run back to a checkpoint."""
     shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
@@ -2146,7 +2130,6 @@ def fill_in(args, world_size):
     if not args.run_name:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
-    # Batches
     local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
     args.rollout_batch_size = args.local_rollout_batch_size * world_size
     args.episodes_per_step = local_episodes * world_size
@@ -2158,7 +2141,6 @@ def fill_in(args, world_size):
             f"{math.gcd(local_episodes, args.local_mini_batch_size)} would do"
         )
 
-    # Steps
     args.num_training_steps = args.total_episodes // args.episodes_per_step
     args.updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
     args.num_updates = args.num_training_steps * args.updates_per_step
@@ -2218,14 +2200,11 @@ def find_stop_tokens(args, tokenizer, model):
 
 
 def main(args):
-    """Sets all up, and then loops; on every rank."""
     start_time = time.time()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
-    # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # About checkpoints by one process, FSDP2's outputs that are views, and broadcast_buffers
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
 
     # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
@@ -2284,7 +2263,7 @@ def main(args):
             eval_prompts = [eval_prompts[i] for i in drawn]
     prompts = train_prompts + eval_prompts
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-    args.data_hash = stable_hash([(prompt.token_ids, prompt.ground_truth) for prompt in prompts])
+    args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
     first_step = 1
     state = {"wandb_id": os.urandom(8).hex()}
     if checkpoint_dir:
@@ -2329,7 +2308,6 @@ def main(args):
         path = args.reward_model_path
         reward_model = load_value_or_reward_model(accelerator, path, args, trained=False)
 
-    # Learning rates are set before each update
     options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
     trained = {"policy": (policy, optimizer)}
@@ -2425,8 +2403,7 @@ def main(args):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
-        # A failed reward is no wrong answer: the response is left out of the loss, and the 0.0 in
-        # place of its score counts nowhere
+        # A failed reward is no wrong answer: the response is left out of the loss
         has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
         if all(response.failure for response in responses):
@@ -2454,9 +2431,8 @@ def main(args):
         advantages = advantages[:, None] * mask  # (episodes, length)
 
         # 7. What an update needs.
-        # Log-probabilities before any update, (episodes, length). The batch is cut as in the
-        # first epoch: other shapes would change the last bits, and the first ratios would not
-        # be 1.
+        # Log-probabilities before any update, (episodes, length). The batch is cut as in the first
+        # epoch, so that the first ratios are 1 to the last bit
         # The first mini-batch has 0 here: its update computes them, with the same weights
         epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
@@ -2469,7 +2445,6 @@ def main(args):
             )
             if args.beta > 0:
                 size = args.local_rollout_forward_batch_size
-                # With LoRA the reference policy is the policy without its adapters
                 set_adapter_scale(ref_policy, 0.0)
                 ref_logprobs = forward_all(
                     accelerator, ref_policy, [all_rows], input_ids, mask, lengths, size, args

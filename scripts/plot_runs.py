@@ -129,7 +129,17 @@ def read_lines(path):
 
 
 def read_metrics(run_dir):
-    return read_lines(run_dir / "metrics.jsonl")
+    """The lines of metrics.jsonl. A resumed run counts its seconds anew: here they go on."""
+    lines, earlier, last = read_lines(run_dir / "metrics.jsonl"), 0.0, 0.0
+    for line in lines:
+        seconds = line.get("time/from_scratch")
+        if seconds is None:
+            continue
+        if seconds < last:
+            earlier += last
+        last = seconds
+        line["time/from_scratch"] = earlier + seconds
+    return lines
 
 
 def own_metrics(metrics: list[dict]) -> list[str]:

@@ -525,7 +525,6 @@ def find_run(args):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    """Takes the folder of a run back to a checkpoint."""
     shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
