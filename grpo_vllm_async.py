@@ -517,7 +517,7 @@ def tokenize_prompt(prompt, tokenizer):
 
 
 def uses_reward_model(args):
-    return args.reward_model_path is not None and args.reward_model_multiplier != 0
+    return bool(args.reward_model_path and args.reward_model_multiplier)
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
@@ -1347,6 +1347,7 @@ def vllm_settings(gpus, folder, max_length, args):
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,
@@ -2362,7 +2363,7 @@ def main(args):
             json.loads((run_dir / "args.json").read_text()),
             {"wandb": wandb_run},
         )
-    if checkpoint_dir is None:
+    if not checkpoint_dir:
         sync_and_request(version=0, training_step=1)
     else:
         # The checkpoint has its rollout, since the weights that sampled it are gone

@@ -514,7 +514,7 @@ def tokenize_prompt(prompt, tokenizer):
 
 
 def uses_reward_model(args):
-    return args.reward_model_path is not None and args.reward_model_multiplier != 0
+    return bool(args.reward_model_path and args.reward_model_multiplier)
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
@@ -1379,6 +1379,7 @@ def vllm_settings(gpus, folder, max_length, args):
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **inherited,

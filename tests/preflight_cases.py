@@ -467,7 +467,7 @@ HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
 HELD_OUT = together(HELD_OUT, given(**TEN, num_eval_prompts=3, num_evals=2))
 ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 BY_BOTH = together(classifier(), given(verification_reward=2.0, reward_model_multiplier=0.25))
-LENGTH = "def f(*_, num_tokens, stopped, extra_info): return {'score': stopped / num_tokens}\n"
+LENGTH = "def f(*_, extra_info): return extra_info['stopped'] / extra_info['num_tokens']\n"
 RULE = ROW | {"reward_model": {"ground_truth": '{"N": 3}'}}
 
 

@@ -142,7 +142,6 @@ def question_of(words):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(preflight, "ASK_VLLM", "")  # test_preflight asks it, for seconds
     if "scripts/preflight.py" in words:
         asked = [list(words[2:])]
     else:

@@ -239,7 +239,7 @@ def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_two_ranks_learn(options, assets, tmp_path):
-    rows = rm.load_rows(assets / "preference_train.parquet", None)[:3200]
+    rows = rm.load_rows(str(assets / "preference_train.parquet"), None)[:3200]
     options = options | {"dataset": str(write_rows(tmp_path / "pairs.jsonl", rows))}
     options |= {"eval_dataset": str(assets / "preference_test.parquet")}
     options |= {"output_dir": tmp_path}

@@ -102,9 +102,7 @@ def test_every_step_has_its_line_of_finite_metrics(run):
         assert line["training_step"] == step
         assert all(math.isfinite(value) for value in line.values())
         assert timers <= set(line) and min(line[timer] for timer in timers) >= 0
-        assert 0 <= line["perf/padding_fraction"] < 1
-    for name in ("curves.png", "token_length.png"):
-        assert (run.run_dir / name).stat().st_size > 0
+    assert (run.run_dir / "curves.png").stat().st_size > 0
 
 
 def test_sampler_had_the_weights_of_the_version_that_it_names(run, models):
@@ -204,14 +202,11 @@ def test_run_that_is_over_leaves_nothing_behind(run):
 
 def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
     (log,) = grpo_run.run_dir.parent.glob("wandb/offline-run-*/run-*.wandb")
-    config, step_metrics, history = read_run(log)
+    config, history = read_run(log)
     saved = json.loads((grpo_run.run_dir / "args.json").read_text())
     assert config | saved == config
-    assert step_metrics == {"*": "episode"}  # the x axis of all
     steps = [line for line in history if "training_step" in line]
     assert [a | b for a, b in zip(steps, grpo_run.metrics, strict=True)] == steps
-    lengths = json.loads((grpo_run.run_dir / "token_length.json").read_text())
-    assert sum(history[0]["token_length/values"]) == len(lengths)
 
     paths = [path for line in history if (path := line.get("sample_completions/path"))]
     tables = [json.loads((log.parent / "files" / path).read_text()) for path in paths]

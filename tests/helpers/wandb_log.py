@@ -33,16 +33,14 @@ def read_records(path):
 
 
 def read_run(path):
-    """The config, the metrics' definitions and the history of a run, as dictionaries."""
-    config, definitions, history = {}, {}, []
+    """The config and the history of a run, as dictionaries."""
+    config, history = {}, []
     for record in read_records(path):
         for item in (*record.run.config.update, *record.config.update):
             config[item.key] = json.loads(item.value_json)
-        if record.HasField("metric"):
-            definitions[record.metric.name or record.metric.glob_name] = record.metric.step_metric
         items = record.history.item
         if items:
             history.append(
                 {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
             )
-    return config, definitions, history
+    return config, history
