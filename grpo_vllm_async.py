@@ -528,7 +528,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
     """
     content, data_source = row.get("messages"), row.get("dataset")
     ground_truth = row.get("ground_truth")
-    if content is None:
+    if not content:
         content, data_source = row["prompt"], row.get("data_source")
         rule = row.get("reward_model") or {}
         # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
