@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
-from helpers.files import read_json_lines
+from helpers.files import read_json_lines, write_rows
 from helpers.loops import EPISODES
 from helpers.runs import differences, without_clock
+from pyarrow import parquet
 from transformers import AutoTokenizer, GenerationConfig
 
 import ppo_vllm_async as script
@@ -175,6 +176,7 @@ OF_ANOTHER_RUN = [
     ("data_hash", {"dataset": "test.parquet"}),
     ("data_hash", {"eval_dataset": "train.parquet"}),
     ("data_hash", {"eval_dataset": None}),
+    ("data_hash", {"dataset": "of_another_truth.parquet"}),
 ]
 # The checkpoint has answers to an evaluation; they would be taken for those to another
 OF_ANOTHER_EVALUATION = {"num_evals": 3, "eval_temperature": 0.5}
@@ -185,6 +187,9 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
     run_dir = broken(name).run_dir
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     options = {"output_dir": run_dir.parent, "resume_from_checkpoint": "latest"}
+    rows = parquet.read_table(few_prompts / "train.parquet").to_pylist()
+    rows[-1]["reward_model"]["ground_truth"] = "0"
+    write_rows(few_prompts / "of_another_truth.parquet", rows)
     of_ppo = [(path, {path: ASSETS}) for path in ("value_model_path", "reward_model_path")]
     of_async = [(argument, {argument: value}) for argument, value in OF_ANOTHER_EVALUATION.items()]
     refused = OF_ANOTHER_RUN + of_ppo * (name in PPO) + of_async * (name in ASYNC)
