@@ -1081,10 +1081,10 @@ def collate(responses, device):
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
     token_ids = np.concatenate([response.row for response in responses])
-    logprobs = np.concatenate([response.logprobs for response in responses])
     input_ids = to_rows(torch.tensor(token_ids), is_token)
-    tensors = input_ids, mask, lengths, to_rows(torch.tensor(logprobs), mask)
-    return [tensor.to(device) for tensor in tensors]
+    logprobs = np.concatenate([response.logprobs for response in responses])
+    sampler_logprobs = to_rows(torch.tensor(logprobs), mask)
+    return [tensor.to(device) for tensor in (input_ids, mask, lengths, sampler_logprobs)]
 
 
 # ------------------------------------------------------------------------------------ mathematics
@@ -1877,7 +1877,7 @@ def batch_metrics(batch, beta, args):
     return metrics
 
 
-def score_metrics(prefix, responses, args):
+def score_metrics(prefix, responses):
     """What responses earned: metrics of a prefix, "objective" or "eval".
 
     With several data sources there is each mean for each of them, too.
@@ -1932,7 +1932,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
         append_line(run_dir / "samples.jsonl", sample)
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
-    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
+    return score_metrics("eval", responses) | {"eval/policy_version": rollout.policy_version}
 
 
 def run_program(name, run_dir, *options):
@@ -2439,7 +2439,7 @@ def main(args):
         seconds = time.perf_counter() - step_start
         metrics |= update_metrics(accelerator, sums)
         metrics |= batch_metrics(batch, beta, args)
-        metrics |= score_metrics("objective", responses, args)
+        metrics |= score_metrics("objective", responses)
         metrics |= rollout.times
         metrics |= grad_norms
         metrics |= {

@@ -79,7 +79,6 @@ def test_means_of_scores_leave_out_what_is_not_known():
         response("math", verifiable=0.5, score=-1.0, size=9, reward_metrics={"acc": 0.25}),
         response("math", score=0.0, stopped=False),
     ]
-    args = Args()
     parts = {  # of all, and of each source
         "scores": (1 / 3, 2.0, -0.5),
         "verifiable_score": (0.75, 1.0, 0.5),
@@ -94,9 +93,9 @@ def test_means_of_scores_leave_out_what_is_not_known():
         for name, means in parts.items()
         for source, mean in zip(("", "/gsm8k", "/math"), means, strict=True)
     }
-    found = script.score_metrics("eval", responses, args)
+    found = script.score_metrics("eval", responses)
     assert found == pytest.approx(expected)
-    of_one_source = script.score_metrics("eval", responses[:2], args)
+    of_one_source = script.score_metrics("eval", responses[:2])
     assert set(of_one_source) == {f"eval/{name}" for name in parts}
 
 
