@@ -14,6 +14,7 @@ The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N rank
 
 import itertools
 import math
+from collections import ChainMap
 from dataclasses import replace
 
 import torch
@@ -239,7 +240,7 @@ def learner_memory(run):
         rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
         if getattr(args, "micro_batch_tokens", 0):
             flag = "micro_batch_tokens"
-            rows = args.micro_batch_tokens // run.max_length()
+            rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
         parts = always | pass_parts(run, model, rows, is_trained)
         passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
     if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
@@ -419,9 +420,7 @@ def what_fits(run):
     found, known = [], savings(run)
     for size in range(len(known) + 1):
         for chosen in itertools.combinations(known, size):
-            flags = {}
-            for change in chosen:
-                flags |= change
+            flags = dict(ChainMap(*chosen))
             solved = with_share(with_changes(run, flags))
             if solved is not None:
                 share, changed = solved

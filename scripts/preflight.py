@@ -98,7 +98,7 @@ class Options:
 
 @dataclass
 class Run:
-    """What is known of a run. The parts fill it in; None: a part has found a mistake."""
+    """What is known of a run. The parts fill it in; None: unknown, or not used."""
 
     script: ModuleType
     options: Options
@@ -266,13 +266,6 @@ def check_gpus(run):
         run.notes.append(f"{idle} of a machine's {num_gpus} GPUs are not used; see --num_processes")
 
 
-def sizes_that_divide(whole, part):
-    """In words: the two sizes nearest to part that divide the whole evenly."""
-    sizes = [size for size in range(1, whole + 1) if whole % size == 0]
-    nearest = sorted(sizes, key=lambda size: abs(size - part))[:2]
-    return " or ".join(map(str, sorted(nearest)))
-
-
 def check_arguments(run):
     """Refuses arguments that do not fit together. Fills in those of run time."""
     args, options = run.args, run.options
@@ -281,14 +274,8 @@ def check_arguments(run):
     if run.trains_reward_model():
         args.mini_batch_size = args.local_mini_batch_size * options.num_processes
         return
-    try:
-        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
-            run.args = run.script.fill_in(args, options.num_processes)
-    except ValueError as error:
-        if "local_mini_batch_size" not in str(error):
-            raise
-        would_do = sizes_that_divide(plan.local_episodes(run), args.local_mini_batch_size)
-        raise Mistake(f"{error}; {would_do} would do") from error
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
+        run.args = run.script.fill_in(args, options.num_processes)
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -315,8 +302,8 @@ def check_updates(run):
         updates, args.num_updates = args.num_updates, 0  # that is: not known
         raise Mistake(
             f"{updates} updates of {args.mini_batch_size} are too few: --warm_up_steps or "
-            f"--warmup_ratio takes {args.warm_up_steps} of the {max(0, learning)} that "
-            f"--value_warmup_steps leaves: {advice}"
+            f"--warmup_ratio takes {args.warm_up_steps} of the policy's {max(0, learning)} (PPO's "
+            f"--value_warmup_steps come first): {advice}"
         )
     if args.num_updates < 100:
         run.notes.append(f"{args.num_updates} optimizer updates are few: {advice}")
@@ -599,7 +586,7 @@ def try_answers(run, workers, prompts):
             return response.verifiable
         cause = "but a model may answer anything"
         # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
-        if answer == truth or re.search(r"extra_info[[.']", failure):
+        if answer == truth or re.search(r"extra_info[\[.']", failure):
             cause = f"so look at the row, whose extra_info is {prompt.extra_info}"
         name = reward_fn or "compute_score"
         raise Mistake(
@@ -663,8 +650,12 @@ def check_checkpoint(run):
         for name, value in current.items()
         if name not in MAY_DIFFER and saved.get(name, value) != value
     }
-    if run.changed.keys() & must_agree:
-        differences = [f"{name} was {was} and is {now}" for name, (was, now) in run.changed.items()]
+    differences = [
+        f"{name} was {was} and is {now}"
+        for name, (was, now) in run.changed.items()
+        if name in must_agree
+    ]
+    if differences:
         raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
 
 
@@ -674,6 +665,9 @@ def check_disk(run):
     if not disk and run.options.has_gpus() and torch.cuda.device_count() == 0:
         return  # it is another machine's, of which nothing is known
     free = disk * 1e9 if disk else shutil.disk_usage(existing_folder(run.run_dir)).free
+    # Checkpoints that are there already will make way
+    there = [path for path in run.run_dir.glob("checkpoints/**/*") if path.is_file()]
+    free += sum(path.stat().st_size for path in there)
     number, size = plan.checkpoints_on_disk(run)
     needed = number * size + plan.final_model(run) + 2**25
     if free >= needed:

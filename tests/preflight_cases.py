@@ -278,12 +278,12 @@ NUMBERS = {
     "not finite": (given(penalty_reward_value="-inf"), "--penalty_reward_value is -inf"),
     "mask that leaves no ratio": (given(mismatch_mask_range=0.5), "--mismatch_mask_range | from 1"),
     "target of no penalty": (given(beta=0.0, kl_target=6.0), "--kl_target | --beta", PPO),
-    "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 16 or 32 would do"),
+    "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 8 would do"),
     "warm-up": (
         given(**TEN, warm_up_steps=10),
-        "10 updates of 64 are too few | takes 10 of the 10",
+        "10 updates of 64 are too few | takes 10 of the policy's 10",
     ),
-    "both warm-ups": (given(**TEN, value_warmup_steps=7, warm_up_steps=3), "3 of the 3", PPO),
+    "both warm-ups": (given(**TEN, value_warmup_steps=7, warm_up_steps=3), "3 of the policy's 3", PPO),
     "group of one": (given(number_samples_per_prompt=1, local_mini_batch_size=32), "group", GRPO),
 }
 
