@@ -283,7 +283,11 @@ NUMBERS = {
         given(**TEN, warm_up_steps=10),
         "10 updates of 64 are too few | takes 10 of the policy's 10",
     ),
-    "both warm-ups": (given(**TEN, value_warmup_steps=7, warm_up_steps=3), "3 of the policy's 3", PPO),
+    "both warm-ups": (
+        given(**TEN, value_warmup_steps=7, warm_up_steps=3),
+        "of the policy's 3",
+        PPO,
+    ),
     "group of one": (given(number_samples_per_prompt=1, local_mini_batch_size=32), "group", GRPO),
 }
 
