@@ -514,7 +514,7 @@ def tokenize_prompt(prompt, tokenizer):
 
 
 def uses_reward_model(args):
-    return bool(args.reward_model_path and args.reward_model_multiplier)
+    return args.reward_model_path and args.reward_model_multiplier
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
@@ -576,8 +576,7 @@ def draw_prompts(num_prompts, start, count, seed):
     while len(indices) < count:
         pass_index, offset = divmod(start + len(indices), num_prompts)
         generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", pass_index))
-        permutation = torch.randperm(num_prompts, generator=generator).tolist()
-        indices += permutation[offset:]
+        indices += torch.randperm(num_prompts, generator=generator).tolist()[offset:]
     return indices[:count]
 
 
@@ -681,13 +680,14 @@ def call_reward_fn(reward_fn, response):
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        result = load_reward_fn(reward_fn)(
-            prompt.data_source,
-            response.text,
-            prompt.ground_truth,
-            extra_info=(prompt.extra_info or {}) | about,
+        score, metrics = read_score(
+            load_reward_fn(reward_fn)(
+                prompt.data_source,
+                response.text,
+                prompt.ground_truth,
+                extra_info=(prompt.extra_info or {}) | about,
+            )
         )
-        score, metrics = read_score(result)
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -719,15 +719,16 @@ def call_worker(workers, response, args):
     """
     executor, process_group = workers.get()
     try:
-        call = executor.submit(call_reward_fn, args.reward_fn, response)
-        return call.result(args.reward_timeout)
+        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
     except Exception as error:
         process_groups.remove(process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
         executor, process_group = start_reward_worker(args.reward_fn)
-        failure = f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s"
-        return replace(response, failure=failure)
+        return replace(
+            response,
+            failure=f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s",
+        )
     finally:
         workers.put((executor, process_group))
 
@@ -746,8 +747,9 @@ def grade_responses(responses, tokenizer, workers, args):
             return response
         if args.reward_fn:
             return call_worker(workers, response, args)
-        score = compute_score(prompt.data_source, text, prompt.ground_truth)
-        return replace(response, verifiable=score)
+        return replace(
+            response, verifiable=compute_score(prompt.data_source, text, prompt.ground_truth)
+        )
 
     with ThreadPoolExecutor(args.reward_workers) as threads:
         return list(threads.map(grade, responses))
@@ -1080,11 +1082,10 @@ def collate(responses, device):
     positions = torch.arange(lengths.max())
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    token_ids = np.concatenate([response.row for response in responses])
-    input_ids = to_rows(torch.tensor(token_ids), is_token)
-    logprobs = np.concatenate([response.logprobs for response in responses])
-    sampler_logprobs = to_rows(torch.tensor(logprobs), mask)
-    return [tensor.to(device) for tensor in (input_ids, mask, lengths, sampler_logprobs)]
+    token_ids = torch.tensor(np.concatenate([response.row for response in responses]))
+    input_ids = to_rows(token_ids, is_token)
+    logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
+    return [tensor.to(device) for tensor in (input_ids, mask, lengths, to_rows(logprobs, mask))]
 
 
 # ------------------------------------------------------------------------------------ mathematics
@@ -1375,14 +1376,13 @@ def vllm_settings(gpus, folder, max_length, args):
     """
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    inherited = {name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)}
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        **inherited,
+        **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
@@ -1595,8 +1595,10 @@ def generate_rollout(vllm, workers, tokenizer, request, args):
     with timed(times, "reward"):
         responses = grade_responses(responses, tokenizer, workers, args)
     with timed(times, "evaluation"):
-        seeds = range(len(request.eval_prompts))  # the same in every evaluation
-        answers = vllm.sample(request.eval_prompts, seeds, args.eval_temperature)
+        # With the same seeds in every evaluation
+        answers = vllm.sample(
+            request.eval_prompts, range(len(request.eval_prompts)), args.eval_temperature
+        )
         answers = grade_responses(answers, tokenizer, workers, args)
     return Rollout(vllm.policy_version, responses, answers, times)
 
@@ -1692,8 +1694,17 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     rows = list(distinct.values())
     rows += rows[:1] * (-len(rows) % accelerator.num_processes)
     input_ids, mask, lengths, _ = collate(rows, accelerator.device)
-    indices, size = list(range(len(rows))), args.local_rollout_forward_batch_size
-    values = forward_all(accelerator, reward_model, [indices], input_ids, mask, lengths, size, args)
+    indices = list(range(len(rows)))
+    values = forward_all(
+        accelerator,
+        reward_model,
+        [indices],
+        input_ids,
+        mask,
+        lengths,
+        args.local_rollout_forward_batch_size,
+        args,
+    )
     scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
     return [scores[tuple(response.row)] for response in responses]
 
@@ -1822,9 +1833,13 @@ def check_adapter(vllm, policy, model, prompt, args):
     # A rank without an engine joins the forward pass, with any response
     responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
     if vllm:  # each engine samples all of them
-        args = replace(args, response_length=16)
         responses = vllm.submit(
-            sample_responses, [prompt] * 8, range(8), args.temperature, -1, args
+            sample_responses,
+            [prompt] * 8,
+            range(8),
+            args.temperature,
+            -1,
+            replace(args, response_length=16),
         ).result()
     input_ids, mask, _, sampler_logprobs = collate(responses, model.device)
     logprobs, _ = policy(input_ids, mask)
@@ -1870,10 +1885,11 @@ def batch_metrics(batch, beta, args):
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
         non_score_reward = (-beta * kl).sum(1).mean()
-        scores = masked_mean(batch.scores, batch.has_score)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward
-        metrics["objective/rlhf_reward"] = scores + non_score_reward
+        metrics["objective/rlhf_reward"] = (
+            masked_mean(batch.scores, batch.has_score) + non_score_reward
+        )
     return metrics
 
 
@@ -2264,8 +2280,9 @@ def main(args):
     value_model = load_value_or_reward_model(accelerator, path, args, trained=True)
     reward_model = None
     if uses_reward_model(args):
-        path = args.reward_model_path
-        reward_model = load_value_or_reward_model(accelerator, path, args, trained=False)
+        reward_model = load_value_or_reward_model(
+            accelerator, args.reward_model_path, args, trained=False
+        )
 
     options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
@@ -2287,8 +2304,7 @@ def main(args):
     def generate(training_step):
         """Collective. The Rollout of a step: responses with their verifiable rewards."""
         request = make_request(training_step, train_prompts, eval_prompts, args)
-        share = generate_rollout(vllm, workers, tokenizer, request, args)
-        return gather_rollout(share, cpu_group)
+        return gather_rollout(generate_rollout(vllm, workers, tokenizer, request, args), cpu_group)
 
     # ---- The run's folder
     if checkpoint_dir:
