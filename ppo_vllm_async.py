@@ -1089,12 +1089,12 @@ def collate(responses, device):
     [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
     """
     prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
-    lengths = torch.tensor([len(response.row) for response in responses])
+    rows = [response.row for response in responses]
+    lengths = torch.tensor([len(row) for row in rows])
     positions = torch.arange(lengths.max())
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    token_ids = torch.tensor(np.concatenate([response.row for response in responses]))
-    input_ids = to_rows(token_ids, is_token)
+    input_ids = to_rows(torch.tensor(np.concatenate(rows)), is_token)
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
     return [tensor.to(device) for tensor in (input_ids, mask, lengths, to_rows(logprobs, mask))]
 
@@ -2102,8 +2102,7 @@ def save_rollout(run_dir, rollout):
 
 
 def load_rollout(checkpoint_dir, policy_version, request):
-    """The rollout in a checkpoint, which answers a request; on other ranks than 0 None, no
-    share."""
+    """The rollout in a checkpoint, which answers a request; None on ranks other than 0."""
     if not is_rank_0():
         return None
     rows = json.loads((checkpoint_dir / "next_rollout.json").read_text())
@@ -2200,7 +2199,7 @@ def load_tokenizer(args):
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text()
+        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     path = args.reward_model_path
     if path:
         reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))

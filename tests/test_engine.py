@@ -56,12 +56,6 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
     assert not {"weight_transfer_config", "load_format"} & options.keys()
 
 
-class OnCuda(torch.Tensor):
-    """A tensor on the CPU that says otherwise."""
-
-    is_cuda = True
-
-
 @pytest.mark.parametrize(
     ("dtype", "temperature", "limit"),
     # Dividing by a low temperature makes rounding larger

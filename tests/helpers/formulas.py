@@ -21,11 +21,6 @@ def log_softmax_of(model, prompt, response, temperature):
     return torch.log_softmax(logits.double() / temperature, -1)
 
 
-def chosen_logprobs(model, prompt, response, temperature):
-    """The log-probability of each token of a response, (tokens,), in float64."""
-    return at(log_softmax_of(model, prompt, response, temperature), response)
-
-
 def at(every, response):
     """What is said of each token of a response, (tokens,), of what is said of all there are."""
     return every[range(len(response)), torch.as_tensor(response)]
