@@ -1,0 +1,69 @@
+"""Writes a fork of a script: scripts/forks/NAME.diff, applied to the script that it is against.
+
+    python scripts/fork.py inflight grpo_inflight.py
+
+docs/forks.md says what each changes. The new file runs where it lies, as any copy of a script does
+(docs/fork.md). After a change of yours, this makes the diff again:
+
+    git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+FORKS = REPO / "scripts/forks"
+
+
+def base_of(diff):
+    """The script that a diff is against.
+
+    >>> base_of("--- a/ppo_sync.py\\n+++ b/my_fork.py\\n")
+    'ppo_sync.py'
+    """
+    return re.search(r"^--- a/(\S+)", diff, re.MULTILINE)[1]
+
+
+def write_fork(name, output):
+    """Writes a fork to a file, which must not exist yet."""
+    diff = (FORKS / f"{name}.diff").read_text()
+    if output.exists():
+        raise SystemExit(f"{output} exists; move it away, or choose another name")
+    base = base_of(diff)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copy(REPO / base, folder)
+        # git patches plain files in a folder that is in no repository
+        diff = re.sub(r"^\+\+\+ b/.*$", f"+++ b/{base}", diff, flags=re.MULTILINE)
+        diff = re.sub(r"^diff --git .*$", f"diff --git a/{base} b/{base}", diff, flags=re.MULTILINE)
+        result = subprocess.run(
+            ["git", "apply", "-"],
+            cwd=folder,
+            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)},
+            input=diff,
+            text=True,
+            capture_output=True,
+        )
+        if result.returncode:
+            raise SystemExit(f"{name}.diff does not fit {base} any more:\n{result.stderr}")
+        shutil.copy(copy, output)
+
+
+def main():
+    names = sorted(path.stem for path in FORKS.glob("*.diff"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=names, help="which fork")
+    parser.add_argument("output", type=Path, help="the file to write")
+    args = parser.parse_args()
+    write_fork(args.name, args.output)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()
