@@ -20,6 +20,7 @@ Which file.
     test_adapters, test_gpus            LoRA; what GPUs need, as far as a CPU shows it
     test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
     test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
+    test_inflight, test_multiturn       scripts/forks: rounds, turns; whole runs of the forks
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork
 import preflight
 import pytest
 from helpers import REPO, SCRIPTS, TRAINER, modules
@@ -28,6 +29,7 @@ TESTED_ELSEWHERE = (
     "python make_sums.py",
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
+    "python scripts/fork.py",
     "python scripts/data_preprocess/",
     *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run")),
     *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),
@@ -103,6 +105,8 @@ def folder(assets, reward_model, tmp_path_factory):
         write_text(folder / name / "config.json", json.dumps(config))
     (folder / "output" / "debug_reward_model").mkdir(parents=True)
     (folder / "output" / "debug_reward_model" / "model").symlink_to(reward_model)
+    for diff in (REPO / "scripts/forks").glob("*.diff"):
+        fork.write_fork(diff.stem, folder / f"grpo_{diff.stem}.py")
     script = REPO / "scripts" / "data_preprocess" / "instructions.py"
     subprocess.run([sys.executable, script], cwd=folder, check=True)
 
@@ -149,7 +153,8 @@ def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
     assert asked
     for question in asked:
         script = next(i for i, word in enumerate(question) if word.endswith(".py"))
-        question[script] = str(REPO / question[script])
+        is_fork = (folder / Path(question[script]).name).exists()
+        question[script] = str((folder if is_fork else REPO) / question[script])
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
         with modules.put_back([*LOADED, "my_rewards", "if_constraints"]):

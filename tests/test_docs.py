@@ -20,6 +20,7 @@ OTHER_FLAGS = """
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
+    spreads rounds staleness
 """
 
 
@@ -46,6 +47,8 @@ def test_flags_exist(page):
     for script in SCRIPTS:
         for field in dataclasses.fields(importlib.import_module(script[:-3]).Args):
             known |= {field.name, f"no-{field.name}"}
+    for diff in (REPO / "scripts/forks").glob("*.diff"):
+        known |= set(re.findall(r"^\+    (\w+): .* = ", diff.read_text(), re.MULTILINE))
     assert set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text())) <= known
 
 

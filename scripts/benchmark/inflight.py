@@ -1,0 +1,150 @@
+"""What generation without drains gains: seconds a batch of scripts/forks/inflight.diff.
+
+    python scripts/benchmark/inflight.py
+    python scripts/benchmark/inflight.py --spreads 1.0 --rounds 1 --num_epochs 8
+
+In turn: grpo_vllm_async.py with --no-async_mode ("turns"), with --async_mode ("async"), and the
+fork at each --staleness. The model is the debug model with an end token that it does not know, and
+lengths are drawn instead, by the seed of a response: log-normal, of which a tenth reach the cap,
+256 tokens. A spread is the standard deviation of a length's logarithm; with 0 all are 256. So all
+arms sample responses of the same lengths. Learner and vLLM have a thread each. Other flags go to
+the scripts.
+
+A line is the median over the rounds: seconds a batch, without the first steps; the speed against
+the turns of the same round; the mean and the largest staleness of a token.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(REPO / "scripts"))
+from fork import write_fork  # noqa: E402
+
+WARM_UP = 10  # steps left out: until batches are as old as they get
+FLAGS = {
+    "dtype": "float32",
+    "response_length": 256,
+    "number_samples_per_prompt": 4,
+    "per_device_train_batch_size": 16,
+    "num_evals": 0,
+    "learning_rate": 1e-6,
+    "output_dir": "output",
+    "run_name": "run",
+}
+LENGTHS = """
+
+def drawn_length(seed, args):
+    spread = float(os.environ["LENGTH_SPREAD"])
+    z = np.random.default_rng(seed).normal()
+    length = args.response_length * math.exp(spread * (z - 1.2816))  # a tenth is above 1.2816
+    return min(args.response_length, max(1, round(length)))
+
+"""
+REWARD = """
+def score(data_source, response, ground_truth, extra_info):
+    return float(len(response) % 2)
+"""
+
+
+def with_drawn_lengths(path, old, new):
+    """Changes how long a script's responses are."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has no {old}"
+    before = '\n\nif __name__ == "__main__":'
+    path.write_text(text.replace(old, new).replace(before, LENGTHS + before.lstrip("\n")))
+
+
+def prepare(folder):
+    """Writes the two scripts, a reward, and the model to a folder."""
+    shutil.copy(REPO / "grpo_vllm_async.py", folder / "script.py")
+    write_fork("inflight", folder / "fork.py")
+    with_drawn_lengths(
+        folder / "script.py",
+        "max_tokens=args.response_length,",
+        "max_tokens=drawn_length(seed, args),",
+    )
+    with_drawn_lengths(
+        folder / "fork.py",
+        "max_tokens=args.response_length - ",
+        "max_tokens=drawn_length(response.seed, args) - ",
+    )
+    (folder / "reward.py").write_text(REWARD)
+    shutil.copytree(REPO / "debug_assets/model", folder / "model")
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / "model" / name).read_text()) | {"eos_token_id": 5}
+        (folder / "model" / name).write_text(json.dumps(config))
+
+
+def run(folder, script, spread, prompts, steps, flags):
+    """Seconds a batch, and the mean and largest staleness, of a run."""
+    shutil.rmtree(folder / "output", ignore_errors=True)
+    episodes = prompts * FLAGS["number_samples_per_prompt"]
+    values = FLAGS | {"local_rollout_batch_size": prompts, "local_mini_batch_size": episodes}
+    values |= {"total_episodes": (WARM_UP + steps) * episodes}
+    values |= {"dataset": REPO / "debug_assets/train.parquet", "model_name_or_path": "model"}
+    values |= {"reward_fn": "reward.py:score", "reward_workers": 1}
+    command = [sys.executable, script]
+    for name, value in values.items():
+        command += [f"--{name}", str(value)]
+    environment = os.environ | {"LENGTH_SPREAD": str(spread), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if result.returncode:
+        sys.exit(result.stderr)
+    text = (folder / "output/run/metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    lines = lines[WARM_UP - 1 : -1]  # the last step has nothing to overlap with
+    first, last = lines[0]["time/from_scratch"], lines[-1]["time/from_scratch"]
+    staleness = [line["policy/staleness"] for line in lines]
+    largest = [line.get("policy/staleness_max", line["policy/staleness"]) for line in lines]
+    return (last - first) / (len(lines) - 1), statistics.mean(staleness), max(largest)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spreads", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--prompts", type=int, default=16, help="of a batch; 4 responses each")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=3)
+    args, flags = parser.parse_known_args()
+    arms = {"turns": ("script.py", ["--no-async_mode"]), "async": ("script.py", [])}
+    for bound in args.staleness:
+        arms[f"in flight, {bound}"] = ("fork.py", ["--max_staleness", str(bound)])
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        for spread in args.spreads:
+            results = {name: [] for name in arms}
+            for _ in range(args.rounds):
+                for name, (script, options) in arms.items():
+                    found = run(
+                        Path(folder), script, spread, args.prompts, args.steps, [*options, *flags]
+                    )
+                    results[name].append(found)
+            for name, rows in results.items():
+                ratios = [a[0] / b[0] for a, b in zip(results["turns"], rows, strict=True)]
+                seconds, mean, largest = (
+                    statistics.median(column) for column in zip(*rows, strict=True)
+                )
+                print(
+                    f"spread {spread:g}, {name}: {seconds:.2f} s a batch, "
+                    f"{statistics.median(ratios):.2f} times as fast as turns "
+                    f"({min(ratios):.2f} to {max(ratios):.2f}), "
+                    f"staleness {mean:.2f}, at most {largest:g}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

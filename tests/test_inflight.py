@@ -1,0 +1,261 @@
+"""scripts/forks/inflight.diff: rounds of a real vLLM, and whole runs of the forked script."""
+
+import importlib
+import itertools
+import json
+import queue
+import shutil
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import REPO
+from helpers.endings import check_end, new_mark
+from helpers.files import read_json_lines
+from helpers.processes import CPU, TWO_RANKS
+from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
+from helpers.rollouts import STOP
+from helpers.runs import without_clock
+
+pytestmark = pytest.mark.slow
+
+# Most responses last for several rounds
+OPTIONS = {"response_length": 24, "temperature": 1.5, "total_episodes": 192, "num_evals": 2}
+IN_FLIGHT = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2}
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """The forked script, a path."""
+    sys.path.insert(0, str(REPO / "scripts"))
+    path = tmp_path_factory.mktemp("fork") / "grpo_inflight.py"
+    importlib.import_module("fork").write_fork("inflight", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def module(fork):
+    sys.path.insert(0, str(fork.parent))  # vLLM's process imports it, too
+    yield importlib.import_module("grpo_inflight")
+    sys.path.remove(str(fork.parent))
+
+
+# -------------------------------------------------------------------------------- rounds of vLLM
+
+
+def args_of(module, **changes):
+    options = {"dtype": "float32", "response_length": 64, "stop_token_ids": (STOP,)}
+    options |= {"num_evals": 3, "local_rollout_batch_size": 2, "number_samples_per_prompt": 4}
+    options |= {"local_mini_batch_size": 8, "total_episodes": 64, "vllm_enforce_eager": True}
+    return module.fill_in(module.Args(**options | changes), world_size=1)
+
+
+@pytest.fixture(scope="module")
+def engine(module):
+    """An engine of the fork, and the policy whose weights it gets."""
+    args = args_of(module)
+    model = tiny_model()
+    model.lm_head.weight.data.mul_(0.3)  # float32 rounds large logits to 1e-5
+    settings = module.vllm_settings
+
+    def with_few_slots(*settings_args):
+        environment, options = settings(*settings_args)
+        return environment, options | {"max_num_seqs": 8}
+
+    module.vllm_settings = with_few_slots  # else all batches would be sampled side by side
+    vllm = module.VLLM((0, 1, ()), model.config, MAX_LENGTH, args)
+    module.vllm_settings = settings
+    first = {name: weight.clone() for name, weight in model.state_dict().items()}
+    yield SimpleNamespace(vllm=vllm, model=model, args=args, first=first)
+    module.end_children()
+
+
+@pytest.fixture
+def run_rounds(module, engine):
+    """run_rounds(max_staleness=2): rounds with very different weights, each ended soon.
+
+    Returns the batches, the answers and what was under way after each round, and the weights.
+    """
+
+    def run(num_held_out=0, **changes):
+        args = args_of(module, **changes)
+        prompts = [prompt_of([2 + i, 3, 4 + i]) for i in range(16)]
+        asks, response_Q = itertools.count(), queue.Queue()
+        pause = SimpleNamespace(is_set=lambda: next(asks) % 3 == 2)
+        seen = SimpleNamespace(batches=[], answers=[], under_way=[[]], weights=[])
+        for version in range(args.num_training_steps):
+            torch.manual_seed(version)
+            for name, weight in engine.model.state_dict().items():
+                weight.copy_(engine.first[name] * torch.empty_like(weight).uniform_(0.7, 1.3))
+            sync(engine, version)
+            seen.weights.append({k: v.clone() for k, v in engine.model.state_dict().items()})
+            batches = module.batches_to_begin(version, args)
+            request = module.make_request(version, *batches, prompts, prompts[:num_held_out], args)
+            rollout = module.generate_round(
+                engine.vllm,
+                seen.under_way[-1],
+                request,
+                response_Q,
+                pause,
+                lambda responses: SimpleNamespace(result=lambda: responses),
+                args,
+            )
+            seen.batches.append(response_Q.get_nowait().result())
+            seen.answers.append(rollout.eval_responses)
+            seen.under_way.append(rollout.responses)
+        return seen
+
+    return run
+
+
+def logprobs_of(module, engine, weights, response):
+    engine.model.load_state_dict(weights)
+    input_ids, mask, _, _ = module.collate([response], "cpu")
+    with torch.no_grad():
+        logprobs, _ = module.PolicyModel(engine.model, engine.args)(input_ids, mask)
+    return logprobs[mask.bool()].numpy()
+
+
+def test_each_token_has_the_logprob_of_the_version_on_its_label(module, engine, run_rounds):
+    seen = run_rounds(max_staleness=4)
+    ages, parts = set(), 0
+    for step, batch in enumerate(seen.batches):
+        assert len(batch) == 8
+        for response in batch:
+            assert response.finished and len(response.versions) == len(response.token_ids)
+            assert (np.diff(response.versions) >= 0).all()
+            ages |= set((step - response.versions).tolist())
+            parts = max(parts, len(set(response.versions)))
+            for version in set(response.versions):
+                labelled = response.versions == version
+                others = [np.inf]
+                for weights in seen.weights:
+                    theirs = logprobs_of(module, engine, weights, response)[labelled]
+                    others.append(np.abs(response.logprobs[labelled] - theirs).max())
+                    if weights is seen.weights[version]:
+                        assert others.pop() < 1e-5
+                assert min(others) > 1e-4
+    assert ages == {0, 1, 2, 3, 4}  # up to the bound, and no further
+    assert parts >= 4  # of one response
+
+
+def test_an_evaluation_is_of_one_version_and_a_round_waits_for_it(module, run_rounds):
+    seen = run_rounds(num_held_out=3, max_staleness=2)
+    asked = [version for version, answers in enumerate(seen.answers) if answers]
+    assert asked == [0, 2, 5]
+    for version in asked:
+        assert len(seen.answers[version]) == 3
+        for answer in seen.answers[version]:
+            assert answer.finished and set(answer.versions) == {version}
+
+
+def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(module, run_rounds):
+    import grpo_vllm_async as script
+
+    seen = run_rounds(max_staleness=2)
+    args = script.fill_in(
+        script.Args(
+            local_rollout_batch_size=2,
+            number_samples_per_prompt=4,
+            local_mini_batch_size=8,
+            total_episodes=64,
+        ),
+        world_size=1,
+    )
+    prompts = [prompt_of([2 + i, 3, 4 + i]) for i in range(16)]
+    final = {response.seed: response for batch in seen.batches for response in batch}
+    for step, batch in enumerate(seen.batches, start=1):
+        request = script.make_request(step, prompts, [], args)
+        assert [response.seed for response in batch] == request.seeds
+        assert [response.prompt for response in batch] == request.prompts
+    grown = 0
+    for response in itertools.chain(*seen.under_way):
+        length = len(response.token_ids)
+        for name in ("token_ids", "logprobs", "versions"):
+            whole = getattr(final[response.seed], name)
+            np.testing.assert_array_equal(getattr(response, name), whole[:length])
+        grown += 0 < length < len(final[response.seed].token_ids)
+    assert grown > 10
+
+
+def test_a_round_without_a_clock_ends_when_a_batch_of_responses_has_finished(run_rounds):
+    seen = run_rounds(max_staleness=4, deterministic=True)
+    again = run_rounds(max_staleness=4, deterministic=True)
+    for one, other in zip(seen.under_way, again.under_way, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.versions, b.versions)
+    before = 0
+    for version, under_way in enumerate(seen.under_way[1:]):
+        finished = 8 * (version + 1) + sum(response.finished for response in under_way)
+        assert finished - before >= 8 or all(response.finished for response in under_way)
+        before = finished
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def lines_of(run):
+    return [without_clock(line) for line in run.metrics]
+
+
+def check_same(one, other):
+    assert lines_of(one) == lines_of(other)
+    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
+        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
+
+
+def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
+    fork, run_script, small_eval, tmp_path
+):
+    options = OPTIONS | {"eval_dataset": small_eval}
+    turns = run_script("grpo_vllm_async.py", tmp_path / "turns", async_mode=False, **options)
+    forked = run_script(fork, tmp_path / "forked", max_staleness=0, **options)
+    assert turns.returncode == forked.returncode == 0, forked.output
+    assert [line | {"policy/staleness_max": 0.0} for line in lines_of(turns)] == lines_of(forked)
+    name = "model/model.safetensors"
+    assert (turns.run_dir / name).read_bytes() == (forked.run_dir / name).read_bytes()
+    samples = [read_json_lines(run.run_dir / "samples.jsonl") for run in (turns, forked)]
+    assert samples[0] == samples[1]
+
+
+def test_two_ranks_resume_to_the_bit_with_responses_under_way(
+    fork, run_script, small_eval, tmp_path
+):
+    options = IN_FLIGHT | {"launcher": TWO_RANKS, "env": CPU, "eval_dataset": small_eval}
+    options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
+    whole = run_script(fork, tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.output
+    assert [line["policy/staleness_max"] for line in whole.metrics] == [0, 1, 2, 2, 2, 2]
+    assert 0 < whole.metrics[3]["policy/staleness"] < 2
+
+    shutil.copytree(whole.run_dir, tmp_path / "again/run")
+    shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
+    rows = json.loads((tmp_path / "again/run/checkpoints/step_2/next_rollout.json").read_text())
+    assert len(rows) == 64
+    assert any(row["token_ids"] and not row["finished"] for row in rows.values())
+    again = run_script(fork, tmp_path / "again", resume_from_checkpoint="latest", **options)
+    assert again.returncode == 0, again.output
+    assert "Resumed after step 2" in again.stdout
+    check_same(again, whole)
+
+
+def test_killed_with_responses_under_way_it_leaves_nothing(fork, run_with_fault, tmp_path):
+    # Its program asserts that no thread calls vLLM while another call runs
+    mark = new_mark()
+    env = mark | CPU | {"PYTHONPATH": str(fork.parent)}
+    options = OPTIONS | {"max_staleness": 2, "total_episodes": 320}
+    run = run_with_fault(fork, "SIGKILL", tmp_path, env=env, **options)
+    check_end(run.stdout, mark, within=15)
+    assert len(run.metrics) == 1
+
+
+def test_the_preflight_knows_the_fork(fork, assets, capsys):
+    words = [str(fork), "--dataset", str(assets / "train.parquet")]
+    words += ["--model_name_or_path", str(assets / "model"), "--total_episodes", "5120"]
+    assert importlib.import_module("preflight").main([*words, "--max_staleness", "4"]) == 0
+    assert "of 64 prompts x 8 responses" in capsys.readouterr().out
+    assert importlib.import_module("preflight").main([*words, "--no-async_mode"]) == 2
+    assert "async_mode" in capsys.readouterr().err
