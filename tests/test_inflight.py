@@ -6,6 +6,7 @@ import json
 import queue
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,13 @@ from helpers.endings import check_end, new_mark
 from helpers.files import read_json_lines
 from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
-from helpers.rollouts import STOP
+from helpers.rollouts import STOP, VOCAB
 from helpers.runs import without_clock
 
 pytestmark = pytest.mark.slow
 
+# Longer than a block of vLLM's prefix cache, 128 tokens on a CPU
+PROMPTS = [prompt_of([2 + (5 * i * j + j) % (VOCAB - 2) for j in range(140)]) for i in range(16)]
 # Most responses last for several rounds
 OPTIONS = {"response_length": 24, "temperature": 1.5, "total_episodes": 192, "num_evals": 2}
 IN_FLIGHT = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2}
@@ -48,7 +51,7 @@ def module(fork):
 def args_of(module, **changes):
     options = {"dtype": "float32", "response_length": 64, "stop_token_ids": (STOP,)}
     options |= {"num_evals": 3, "local_rollout_batch_size": 2, "number_samples_per_prompt": 4}
-    options |= {"local_mini_batch_size": 8, "total_episodes": 64, "vllm_enforce_eager": True}
+    options |= {"local_mini_batch_size": 8, "total_episodes": 96, "vllm_enforce_eager": True}
     return module.fill_in(module.Args(**options | changes), world_size=1)
 
 
@@ -81,7 +84,6 @@ def run_rounds(module, engine):
 
     def run(num_held_out=0, **changes):
         args = args_of(module, **changes)
-        prompts = [prompt_of([2 + i, 3, 4 + i]) for i in range(16)]
         asks, response_Q = itertools.count(), queue.Queue()
         pause = SimpleNamespace(is_set=lambda: next(asks) % 3 == 2)
         seen = SimpleNamespace(batches=[], answers=[], under_way=[[]], weights=[])
@@ -91,8 +93,8 @@ def run_rounds(module, engine):
                 weight.copy_(engine.first[name] * torch.empty_like(weight).uniform_(0.7, 1.3))
             sync(engine, version)
             seen.weights.append({k: v.clone() for k, v in engine.model.state_dict().items()})
-            batches = module.batches_to_begin(version, args)
-            request = module.make_request(version, *batches, prompts, prompts[:num_held_out], args)
+            first = {} if version == 0 else None
+            request = module.make_request(version, first, PROMPTS, PROMPTS[:num_held_out], args)
             rollout = module.generate_round(
                 engine.vllm,
                 seen.under_way[-1],
@@ -141,10 +143,17 @@ def test_each_token_has_the_logprob_of_the_version_on_its_label(module, engine, 
     assert parts >= 4  # of one response
 
 
+def test_a_response_that_goes_on_does_not_get_the_same_random_numbers(module):
+    (response,) = module.start_responses([prompt_of([2])], [7], {})
+    longer = [replace(response, token_ids=np.arange(length)) for length in range(4)]
+    seeds = [module.next_seed(each) for each in longer]
+    assert seeds[0] == 7 and len(set(seeds)) == 4
+
+
 def test_an_evaluation_is_of_one_version_and_a_round_waits_for_it(module, run_rounds):
     seen = run_rounds(num_held_out=3, max_staleness=2)
     asked = [version for version, answers in enumerate(seen.answers) if answers]
-    assert asked == [0, 2, 5]
+    assert asked == [0, 4, 8]
     for version in asked:
         assert len(seen.answers[version]) == 3
         for answer in seen.answers[version]:
@@ -160,14 +169,13 @@ def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(
             local_rollout_batch_size=2,
             number_samples_per_prompt=4,
             local_mini_batch_size=8,
-            total_episodes=64,
+            total_episodes=96,
         ),
         world_size=1,
     )
-    prompts = [prompt_of([2 + i, 3, 4 + i]) for i in range(16)]
     final = {response.seed: response for batch in seen.batches for response in batch}
     for step, batch in enumerate(seen.batches, start=1):
-        request = script.make_request(step, prompts, [], args)
+        request = script.make_request(step, PROMPTS, [], args)
         assert [response.seed for response in batch] == request.seeds
         assert [response.prompt for response in batch] == request.prompts
     grown = 0
