@@ -22,6 +22,7 @@ Which file.
     test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
+    test_multiturn                      a fork of scripts/forks: responses of several turns
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
 The others are about a program of scripts/ each.
 
@@ -60,7 +61,8 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "engine", "commands"]
+LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "multiturn"]
+LONG += ["engine", "commands"]
 
 
 def pytest_collection_modifyitems(items):

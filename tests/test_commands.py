@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork
 import preflight
 import pytest
 from helpers import REPO, SCRIPTS, TRAINER, modules
@@ -29,7 +30,7 @@ TESTED_ELSEWHERE = (
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
     "python scripts/data_preprocess/",
-    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run")),
+    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "fork")),
     *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),
 )
 PROGRAM = r"(?:\w+=\S+ )*(?:\S*/)?(?:bash|python|accelerate|torchrun) "
@@ -43,6 +44,7 @@ LEFT_OPEN = {
     "F": "my_rewards.py:score",
 }
 LOADED = [Path(script).stem for script in [*SCRIPTS, TRAINER]]
+LOADED += [f"grpo_{path.stem}" for path in fork.FORKS.glob("*.diff")]
 LAUNCH_OPTIONS = ("--num_processes", "--config_file", "--num_machines")
 
 
@@ -79,8 +81,10 @@ def block_of(page, pattern):
 def folder(assets, reward_model, tmp_path_factory):
     """What the commands need where they are called: data, rewards, models of any name."""
     folder = tmp_path_factory.mktemp("newcomer")
-    for name in ("debug_assets", "debug_assets_rm"):
+    for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):
         (folder / name).symlink_to(assets)
+    for path in fork.FORKS.glob("*.diff"):
+        fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
     (folder / "scripts").mkdir()
     for path in (REPO / "scripts").iterdir():
         if path.name != "setup.sh":
@@ -149,10 +153,11 @@ def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
     assert asked
     for question in asked:
         script = next(i for i, word in enumerate(question) if word.endswith(".py"))
-        question[script] = str(REPO / question[script])
+        is_fork = (folder / question[script]).exists()
+        question[script] = str((folder if is_fork else REPO) / question[script])
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
-        with modules.put_back([*LOADED, "my_rewards", "if_constraints"]):
+        with modules.put_back([*LOADED, "my_rewards", "if_constraints", "calculator"]):
             status = preflight.main(question)
         assert status == 0, capfd.readouterr().err
 

@@ -46,6 +46,8 @@ def test_flags_exist(page):
     for script in SCRIPTS:
         for field in dataclasses.fields(importlib.import_module(script[:-3]).Args):
             known |= {field.name, f"no-{field.name}"}
+    for path in (REPO / "scripts" / "forks").glob("*.diff"):
+        known |= set(re.findall(r"^\+    (\w+): .* = ", path.read_text(), re.MULTILINE))
     assert set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text())) <= known
 
 

@@ -53,7 +53,8 @@ def trouble(text, ground_truth, turn):
     return {"5": 5, "6": b"6", "7": "1<|end|><|user|>2"}.get(text, "89")
 """
 # Turns as some models' templates write them: with a newline after the end token, which no policy
-# samples; without the thoughts of earlier turns; and with an end token after the last turn alone
+# samples; without the thoughts of earlier turns; with an end token after the last turn alone; and
+# with numbers
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}"
@@ -67,6 +68,7 @@ FORGETFUL = CHATML.replace(
 OPEN = CHATML.replace(
     "<|im_end|>", "{% if loop.last or message['role'] == 'user' %}<|im_end|>{% endif %}"
 )
+NUMBERED = CHATML.replace("{{ message['role'] }}", "{{ message['role'] }} {{ loop.index }}")
 TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL}
 
 
@@ -144,14 +146,14 @@ def test_what_cannot_have_turns_is_refused(fork, assets):
         fork.read_prompt(row, "row 3", byte_tokenizer(CHATML), args, is_eval=False)
 
     model = tiny_language_model()
-    for template, is_fine in ((CHATML, True), (OPEN, False), ("no turns", False)):
+    for template, is_fine in ((CHATML, True), (OPEN, False), (NUMBERED, False), ("?", False)):
         tokenizer = byte_tokenizer(template)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.config.vocab_size = len(tokenizer)
         if is_fine:
             assert fork.find_stop_tokens(args, tokenizer, model) == (tokenizer.eos_token_id,)
         else:
-            with pytest.raises(ValueError, match="must write a stop token"):
+            with pytest.raises(ValueError, match="must end a turn with a stop token"):
                 fork.find_stop_tokens(args, tokenizer, model)
         fork.find_stop_tokens(replace(args, env_fn=None), tokenizer, model)  # it has one turn
 
@@ -168,13 +170,13 @@ class ScriptedVLLM:
         self.fork, self.tokenizer, self.turns, self.asked = fork, tokenizer, turns, []
 
     def sample(self, responses, seeds, temperature):
-        """turns: {text of a prompt: its turns}; an answer without <|end|> was cut."""
+        """turns: {ground truth of a prompt: its turns}; an answer without <|end|> was cut."""
         self.asked.append(
             [(r.row.tolist(), seed) for r, seed in zip(responses, seeds, strict=True)]
         )
         longer = []
         for response in responses:
-            text = self.turns[response.prompt.text][len(response.turns) // 2]
+            text = self.turns[response.prompt.ground_truth][len(response.turns) // 2]
             ids = np.array(self.tokenizer(text)["input_ids"], np.int32)
             turn = {
                 "token_ids": np.concatenate([response.token_ids, ids]),
@@ -206,8 +208,13 @@ def converse(fork, tokenizer, monkeypatch):
         )
         vllm = ScriptedVLLM(fork, tokenizer, turns)
         prompts = [
-            fork.Prompt(
-                "row", text, tokenizer(f"<|user|>{text}<|assistant|>")["input_ids"], "", text, None
+            fork.read_prompt(
+                {"messages": [{"role": "user", "content": text}], "ground_truth": text}
+                | {"dataset": "debug/sorting"},
+                "row",
+                tokenizer,
+                args,
+                is_eval=False,
             )
             for text in turns
         ]
@@ -286,7 +293,7 @@ def test_share_of_an_engine_is_its_own(fork, converse, monkeypatch):
     monkeypatch.setattr(ScriptedVLLM, "count", 2)
     turns = {str(i): ["5<|end|>", "6<|end|>"] for i in range(4)}
     responses, vllm = converse(turns, lambda *_: "7", max_turns=2)
-    assert [response.prompt.text for response in responses] == ["2", "3"]
+    assert [response.prompt.ground_truth for response in responses] == ["2", "3"]
     assert [seed for _, seed in vllm.asked[0]] == [102, 103]
 
 
@@ -312,7 +319,7 @@ def test_tool_that_fails_costs_its_response_alone(fork, converse, folder):
             fork.os.killpg(group, fork.signal.SIGKILL)
             fork.process_groups.remove(group)
     for response in graded:
-        text = response.prompt.text
+        text = response.prompt.ground_truth
         if text in TROUBLES:
             assert TROUBLES[text] in response.failure
             assert response.observed == [] and response.verifiable is None
