@@ -206,9 +206,11 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
             continue
         lines += ["", end_of_prompt(first["prompt"])]
         for when, sample in (("before", first), ("after", last)):
-            turns = sample.get("turns", [sample["response"]])  # every second one was observed
-            response = " ".join(f"[{text}]" if i % 2 else text for i, text in enumerate(turns))
-            response = textwrap.shorten(printable(response), 200, placeholder=" ...")
+            turns = sample.get("turns", [sample["response"]])
+            width = 200 // len(turns)
+            turns = [textwrap.shorten(printable(text), width, placeholder=" ...") for text in turns]
+            turns[1::2] = [f"[{text}]" for text in turns[1::2]]  # what was observed
+            response = " ".join(turns)
             lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
     return lines
 

@@ -389,7 +389,8 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, options):
     wide = {"cliprange": 9.0, "cliprange_higher": 9.0}  # no gradient is clipped away
     args = fork.Args(dtype="float32", response_length=40, **wide, **options)
     policy = fork.PolicyModel(tiny_language_model(), args)
-    input_ids, mask, lengths, sampler_logprobs = fork.collate(made_up(fork), "cpu")
+    responses = made_up(fork)
+    input_ids, mask, lengths, sampler_logprobs = fork.collate(responses, "cpu")
     noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
     ones = torch.ones(len(mask))
     batch = fork.Batch(
@@ -408,22 +409,29 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, options):
     )
     seen = SimpleNamespace()
 
-    def note_mask(model, given):
-        seen.mask = given[1]
+    def note_ids(model, given):
+        seen.ids = given[0].tolist()
 
     def note_hidden(model, given, output):
         seen.hidden = output.last_hidden_state
         seen.hidden.retain_grad()
 
-    policy.register_forward_pre_hook(note_mask)
+    policy.register_forward_pre_hook(note_ids)
     policy.model.base_model.register_forward_hook(note_hidden)
     sums = fork.accumulate_gradients(
         one_of_ranks(0, 1), policy, batch, list(range(len(mask))), False, args
     )
-    sampled_next = seen.mask[:, 1:] == 1
-    sizes = seen.hidden.grad[:, :-1].abs().amax(-1)
-    assert sizes[~sampled_next].max() == 0 < sizes[sampled_next].min()
-    assert sums["tokens"] == sum(response.num_sampled for response in made_up(fork))
+    sizes = seen.hidden.grad.abs().amax(-1).tolist()
+    assert len(sizes) == len(responses)
+    for ids, of_row in zip(seen.ids, sizes, strict=True):  # sorted by their lengths
+        (response,) = (r for r in responses if r.row.tolist() == ids[: len(r.row)])
+        start, end = len(response.prompt.token_ids), len(response.row)
+        sampled = set(range(start, end))
+        for first, last in response.observed:
+            sampled -= set(range(start + first, start + last))
+        for i, size in enumerate(of_row):
+            assert (size > 0) == (i + 1 in sampled), (i, size)
+    assert sums["tokens"] == sum(response.num_sampled for response in responses)
     assert all(math.isfinite(value) for value in sums.values())
 
 
