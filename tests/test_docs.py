@@ -20,6 +20,7 @@ OTHER_FLAGS = """
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
+    script moments
 """
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set-up, then the fork multiturn (docs/forks.md) with a tiny model and real vLLM: it learns to ask a calculator for
-# products that it cannot compute, from under a tenth right to nearly all, in minutes, without a GPU.
+# products that it cannot compute, from none right to all, in minutes, without a GPU.
 # grpo_multiturn.py is written where there is none yet.
 # Further flags go to it: bash scripts/train/debug/multiturn.sh --seed 2 --max_turns 1
 set -euo pipefail
