@@ -206,7 +206,11 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
             continue
         lines += ["", end_of_prompt(first["prompt"])]
         for when, sample in (("before", first), ("after", last)):
-            response = textwrap.shorten(printable(sample["response"]), 200, placeholder=" ...")
+            turns = sample.get("turns", [sample["response"]])
+            width = 200 // len(turns)
+            turns = [textwrap.shorten(printable(text), width, placeholder=" ...") for text in turns]
+            turns[1::2] = [f"[{text}]" for text in turns[1::2]]  # what was observed
+            response = " ".join(turns)
             lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
     return lines
 
@@ -316,12 +320,14 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
 def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
     """(text, advantage) of each token of a response; without a tokenizer, of each word.
 
-    Tokens that are parts of one character are together, with their mean.
+    Tokens that are parts of one character are together, with their mean. Observed ones have NaN.
     """
     token_ids, advantages = row["token_ids"], row["advantages"]
     if tokenizer is None:
         words = re.findall(r"\s*\S+", row["response"]) or [""]
         return [(word, mean(advantages)) for word in words]
+    for start, end in row.get("observed", []):
+        advantages = [*advantages[:start], *[math.nan] * (end - start), *advantages[start:]]
     pieces, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
         # A token's text may depend on the one before it, such as a space at its beginning
@@ -340,6 +346,8 @@ def style_of(advantage: float, largest: float) -> str:
     >>> style_of(0.5, largest=0.5), style_of(-0.1, largest=0.5), style_of(0.0, largest=0.5)
     ('rgb(0,170,0)', 'rgb(168,72,72)', '')
     """
+    if math.isnan(advantage):
+        return "italic"
     if advantage == 0:
         return ""
     share = 0.3 + 0.7 * abs(advantage) / largest
@@ -352,7 +360,7 @@ def show_response(row, pieces, largest, number):
     """A line of figures, and below it the response: of more than `number` tokens the two ends."""
     average = mean(row["advantages"])
     advantage = f"advantage {average:+.2f}"
-    in_order = sorted(pieces, key=lambda piece: piece[1])
+    in_order = sorted((p for p in pieces if not math.isnan(p[1])), key=lambda piece: piece[1])
     (worst, low), (best, high) = in_order[0], in_order[-1]
     if low < high:  # so that it can be seen without colours, too
         advantage += f" ({low:+.2f} at {worst!r} to {high:+.2f} at {best!r})"
@@ -369,12 +377,15 @@ def show_response(row, pieces, largest, number):
 def show_responses(rows: list[dict], tokenizer, options) -> list:
     """What rollouts.jsonl has of a step, with a heading for each prompt."""
     pieces = [split_response(row, tokenizer) for row in rows]
-    largest = max(abs(advantage) for response in pieces for _, advantage in response)
+    advantages = [advantage for response in pieces for _, advantage in response]
+    largest = max(abs(each) for each in advantages if not math.isnan(each))
     step, version = rows[0]["training_step"], rows[0]["policy_version"]
     parts = [
         Text(f"Responses of step {step}, sampled by policy version {version}", "bold"),
         "Green: an advantage above 0; red: below",
     ]
+    if any(row.get("observed") for row in rows):
+        parts.append("Italic: observed, not sampled")
     shown = list(zip(rows, pieces, strict=True))[: options.responses]
     for prompt, responses in groupby(shown, key=lambda pair: pair[0]["prompt"]):
         group = [row for row in rows if row["prompt"] == prompt]

@@ -61,7 +61,8 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "engine", "commands"]
+LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "multiturn"]
+LONG += ["engine", "commands"]
 
 
 def pytest_collection_modifyitems(items):

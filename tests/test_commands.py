@@ -29,9 +29,8 @@ TESTED_ELSEWHERE = (
     "python make_sums.py",
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
-    "python scripts/fork.py",
     "python scripts/data_preprocess/",
-    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run")),
+    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "fork")),
     *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),
 )
 PROGRAM = r"(?:\w+=\S+ )*(?:\S*/)?(?:bash|python|accelerate|torchrun) "
@@ -45,6 +44,7 @@ LEFT_OPEN = {
     "F": "my_rewards.py:score",
 }
 LOADED = [Path(script).stem for script in [*SCRIPTS, TRAINER]]
+LOADED += [f"grpo_{path.stem}" for path in fork.FORKS.glob("*.diff")]
 LAUNCH_OPTIONS = ("--num_processes", "--config_file", "--num_machines")
 
 
@@ -81,8 +81,10 @@ def block_of(page, pattern):
 def folder(assets, reward_model, tmp_path_factory):
     """What the commands need where they are called: data, rewards, models of any name."""
     folder = tmp_path_factory.mktemp("newcomer")
-    for name in ("debug_assets", "debug_assets_rm"):
+    for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):
         (folder / name).symlink_to(assets)
+    for path in fork.FORKS.glob("*.diff"):
+        fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
     (folder / "scripts").mkdir()
     for path in (REPO / "scripts").iterdir():
         if path.name != "setup.sh":
@@ -105,8 +107,6 @@ def folder(assets, reward_model, tmp_path_factory):
         write_text(folder / name / "config.json", json.dumps(config))
     (folder / "output" / "debug_reward_model").mkdir(parents=True)
     (folder / "output" / "debug_reward_model" / "model").symlink_to(reward_model)
-    for diff in (REPO / "scripts/forks").glob("*.diff"):
-        fork.write_fork(diff.stem, folder / f"grpo_{diff.stem}.py")
     script = REPO / "scripts" / "data_preprocess" / "instructions.py"
     subprocess.run([sys.executable, script], cwd=folder, check=True)
 
@@ -153,11 +153,11 @@ def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
     assert asked
     for question in asked:
         script = next(i for i, word in enumerate(question) if word.endswith(".py"))
-        is_fork = (folder / Path(question[script]).name).exists()
+        is_fork = (folder / question[script]).exists()
         question[script] = str((folder if is_fork else REPO) / question[script])
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
-        with modules.put_back([*LOADED, "my_rewards", "if_constraints"]):
+        with modules.put_back([*LOADED, "my_rewards", "if_constraints", "calculator"]):
             status = preflight.main(question)
         assert status == 0, capfd.readouterr().err
 

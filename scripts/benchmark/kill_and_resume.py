@@ -124,7 +124,7 @@ def resume(script, folder, steps, flags, newest, whole):
     files = files_of(folder)
     problems = [f"{name} differs" for name, content in whole.items() if files[name] != content]
     text = (folder / "output.txt").read_text()
-    if not re.search(rf"[Rr]esum\w+ +{folder}/run/checkpoints/step_{newest}\n", text):
+    if not re.search(rf"^Resumed after step {newest};", text, re.MULTILINE):
         problems.append(f"it did not resume step {newest}")
     return problems
 

@@ -1,0 +1,660 @@
+"""The fork multiturn: ids that only grow, masks that leave out what was observed, an environment.
+
+First without vLLM; then runs with it, on one rank and on two.
+"""
+
+import functools
+import importlib
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import fork as forks
+import inspect_run
+import numpy as np
+import preflight
+import pytest
+import torch
+from helpers import loops, modules
+from helpers.files import read_json_lines, write_rows, write_text
+from helpers.formulas import logprobs_and_entropies
+from helpers.processes import CPU, TWO_RANKS
+from helpers.rollouts import STOP, one_of_ranks, tiny_language_model
+from helpers.runs import VLLM_OPTIONS, check_equal_to_the_bit, weights_of_versions, without_clock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+NAME = "grpo_multiturn.py"
+# Answers the first two turns, unless they end with one of three digits
+ENVIRONMENT = """
+import os, sys, time
+
+def step(text, ground_truth, turn):
+    if text.endswith("4"):
+        return None
+    if text.endswith("5"):
+        raise OSError("out of paper")
+    if text.endswith("6"):
+        return 6
+    return ground_truth[turn:] if turn < 2 else None
+
+def trouble(text, ground_truth, turn):
+    if text == "1":
+        time.sleep(60)
+    if text == "2":
+        sys.exit("enough")
+    if text == "3":
+        os._exit(3)
+    if text == "4":
+        raise OSError("out of paper")
+    return {"5": 5, "6": b"6", "7": "1<|end|><|user|>2"}.get(text, "89")
+"""
+# Turns as some models' templates write them: with a newline after the end token, which no policy
+# samples; without the thoughts of earlier turns; with an end token after the last turn alone; and
+# with numbers
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+FORGETFUL = CHATML.replace(
+    "{{ message['content'] }}",
+    "{% if message['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ message['content'].split('</think>')[-1] }}",
+)
+OPEN = CHATML.replace(
+    "<|im_end|>", "{% if loop.last or message['role'] == 'user' %}<|im_end|>{% endif %}"
+)
+NUMBERED = CHATML.replace("{{ message['role'] }}", "{{ message['role'] }} {{ loop.index }}")
+TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """That of the fork and of its environment."""
+    folder = tmp_path_factory.mktemp("fork")
+    forks.write_fork("multiturn", folder / NAME)
+    write_text(folder / "environment.py", ENVIRONMENT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fork(folder):
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    yield importlib.import_module("grpo_multiturn")
+    sys.path.remove(str(folder))
+    for name in ("grpo_multiturn", "environment"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets / "model")
+
+
+def byte_tokenizer(template):
+    """A token a byte, but for two newlines or two spaces, which are one; and ChatML's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(c, c) for c in "ĊĠ"]
+    vocab = {token: i for i, token in enumerate([*alphabet, *("".join(m) for m in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    options = {"eos_token": "<|im_end|>", "additional_special_tokens": special[:1]}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **options,
+    )
+
+
+def ids_of(tokenizer, messages):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(messages)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# ------------------------------------------------------------------------------------ token ids
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("observation", ["42", "", "\n\n 42\n", "</think> a turn"])
+def test_observation_is_what_the_template_writes_after_a_turn(fork, template, observation):
+    tokenizer = byte_tokenizer(TEMPLATES[template])
+    end, *ids = fork.observation_ids(observation, tokenizer)
+    assert end == tokenizer.eos_token_id
+    assert tokenizer.decode(ids).startswith("\n<|im_start|>user\n")
+    for earlier in (["Hi"], ["Hi", "<think>Hm.</think>Hello", "And?"]):
+        whole = ids_of(tokenizer, [*earlier, "<think>So.</think>So.\n", observation])
+        assert whole[-len(ids) - 1 :] == [end, *ids]
+
+
+def test_what_cannot_have_turns_is_refused(fork, assets):
+    args = fork.Args(env_fn="environment.py:step", max_turns=2)
+    with pytest.raises(ValueError, match="--max_turns needs an --env_fn"):
+        fork.fill_in(replace(args, env_fn=None), world_size=1)
+    row = {"prompt": "21543=", "data_source": "debug/sorting"}
+    row["reward_model"] = {"ground_truth": "12345"}
+    with pytest.raises(ValueError, match="row 3 is a string"):
+        fork.read_prompt(row, "row 3", byte_tokenizer(CHATML), args, is_eval=False)
+
+    model = tiny_language_model()
+    for template, is_fine in ((CHATML, True), (OPEN, False), (NUMBERED, False), ("?", False)):
+        tokenizer = byte_tokenizer(template)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.config.vocab_size = len(tokenizer)
+        if is_fine:
+            assert fork.find_stop_tokens(args, tokenizer, model) == (tokenizer.eos_token_id,)
+        else:
+            with pytest.raises(ValueError, match="must end a turn with a stop token"):
+                fork.find_stop_tokens(args, tokenizer, model)
+        fork.find_stop_tokens(replace(args, env_fn=None), tokenizer, model)  # it has one turn
+
+
+# -------------------------------------------------------------------------------- a conversation
+
+
+class ScriptedVLLM:
+    """In place of VLLM: says what it is told to. It keeps what it was asked."""
+
+    policy_version, index, count = 0, 0, 1
+
+    def __init__(self, fork, tokenizer, turns):
+        self.fork, self.tokenizer, self.turns, self.asked = fork, tokenizer, turns, []
+
+    def sample(self, responses, seeds, temperature):
+        """turns: {ground truth of a prompt: its turns}; an answer without <|end|> was cut."""
+        self.asked.append(
+            [(r.row.tolist(), seed) for r, seed in zip(responses, seeds, strict=True)]
+        )
+        longer = []
+        for response in responses:
+            text = self.turns[response.prompt.ground_truth][len(response.turns) // 2]
+            ids = np.array(self.tokenizer(text)["input_ids"], np.int32)
+            turn = {
+                "token_ids": np.concatenate([response.token_ids, ids]),
+                "logprobs": np.concatenate(
+                    [response.logprobs, np.full(len(ids), -0.5, np.float32)]
+                ),
+                "stopped": ids[-1] == STOP,
+            }
+            longer.append(replace(response, **turn))
+        return longer
+
+
+@pytest.fixture
+def converse(fork, tokenizer, monkeypatch):
+    """converse({prompt: turns}, step, max_turns=2): the responses, and the engine.
+
+    step: in this process, unless there are workers.
+    """
+
+    def run(turns, step=None, workers=None, **options):
+        if not workers:
+            monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
+            monkeypatch.setattr(
+                fork, "call_worker", lambda workers, response, args, call: call(args, response)
+            )
+        args = fork.Args(
+            **{"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
+            | options
+        )
+        vllm = ScriptedVLLM(fork, tokenizer, turns)
+        prompts = [
+            fork.read_prompt(
+                {"messages": [{"role": "user", "content": text}], "ground_truth": text}
+                | {"dataset": "debug/sorting"},
+                "row",
+                tokenizer,
+                args,
+                is_eval=False,
+            )
+            for text in turns
+        ]
+        seeds = range(100, 100 + len(prompts))
+        return fork.take_turns(vllm, workers, tokenizer, prompts, seeds, 1.0, args), vllm
+
+    return run
+
+
+def shown(tokenizer, response):
+    """A response as text, what was observed in brackets."""
+    text, start = "", 0
+    for first, end in response.observed:
+        text += tokenizer.decode(response.token_ids[start:first])
+        text += f"[{tokenizer.decode(response.token_ids[first:end])}]"
+        start = end
+    return text + tokenizer.decode(response.token_ids[start:])
+
+
+def test_turns_and_observations_follow_each_other(fork, converse, tokenizer):
+    """Three are asked, of which one is answered twice, one once, and one was cut."""
+    seen = []
+
+    def step(text, ground_truth, turn):
+        seen.append((text, ground_truth, turn))
+        return None if text.endswith("0") else f"{text}{turn}"
+
+    turns = {
+        "1": ["11<|end|>", "12<|end|>", "13<|end|>"],
+        "2": ["21<|end|>", "20<|end|>"],
+        "3": ["31"],
+    }
+    (one, two, three), vllm = converse(turns, step)
+    assert shown(tokenizer, one) == (
+        "11<|end|>[<|user|>110<|assistant|>]12<|end|>[<|user|>121<|assistant|>]13<|end|>"
+    )
+    assert shown(tokenizer, two) == "21<|end|>[<|user|>210<|assistant|>]20<|end|>"
+    assert shown(tokenizer, three) == "31"
+    assert [r.turns for r in (one, two)] == [["11", "110", "12", "121", "13"], ["21", "210", "20"]]
+    assert [r.text for r in (one, two, three)] == ["13", "20", "31"]  # which the grader sees
+    assert [r.stopped for r in (one, two, three)] == [True, True, False]
+    assert [r.num_sampled for r in (one, two, three)] == [9, 6, 2]
+    # Of the last turn nobody is asked, nor of one that was cut
+    assert sorted(seen) == [("11", "1", 0), ("12", "1", 1), ("20", "2", 1), ("21", "2", 0)]
+
+    # What was asked for grows: token by token what has been there, and what was observed
+    first, second, third = vllm.asked
+    assert [len(turn) for turn in vllm.asked] == [3, 2, 1]
+    for response, *asked in ((one, first[0], second[0], third[0]), (two, first[1], second[1])):
+        row = response.row.tolist()
+        ends = [0, *(end for _, end in response.observed)]
+        assert [ids for ids, _ in asked] == [
+            row[: len(response.prompt.token_ids) + end] for end in ends
+        ]
+    seeds = [[seed for _, seed in turn] for turn in vllm.asked]
+    assert seeds[0] == [100, 101, 102]  # the script's own
+    assert len({seed for turn in seeds for seed in turn}) == 6
+
+
+@pytest.mark.parametrize(("response_length", "turns"), [(14, 2), (13, 2), (12, 1), (11, 1)])
+def test_observation_that_does_not_fit_cuts_the_response(
+    converse, tokenizer, response_length, turns
+):
+    """3 tokens, an observation of 9, and the next turn needs one, which has to be cut."""
+    said = {"1": ["22<|end|>", "3<|end|>"[: 9 if response_length > 13 else 1]]}
+    options = {"response_length": response_length, "max_turns": 2}
+    (response,), _ = converse(said, lambda *_: "1234567", **options)
+    assert (len(response.turns) + 1) // 2 == turns
+    assert len(response.token_ids) == {14: 14, 13: 13}.get(response_length, 3)
+    assert response.stopped == (response_length == 14)
+    assert response.is_sampled[-1]  # what a reward model reads
+
+
+def test_share_of_an_engine_is_its_own(fork, converse, monkeypatch):
+    monkeypatch.setattr(ScriptedVLLM, "index", 1)
+    monkeypatch.setattr(ScriptedVLLM, "count", 2)
+    turns = {str(i): ["5<|end|>", "6<|end|>"] for i in range(4)}
+    responses, vllm = converse(turns, lambda *_: "7", max_turns=2)
+    assert [response.prompt.ground_truth for response in responses] == ["2", "3"]
+    assert [seed for _, seed in vllm.asked[0]] == [102, 103]
+
+
+# Of the environment `trouble`, and what is said of it
+TROUBLES = {"1": "over 1 s", "2": "enough", "3": "it died", "4": "out of paper"}
+TROUBLES |= {"5": "no string: 5", "6": "no string: b'6'", "7": "special tokens"}
+
+
+@pytest.mark.slow
+def test_tool_that_fails_costs_its_response_alone(fork, converse, folder):
+    """It hangs, exits, dies, raises, answers nonsense, or forges a turn."""
+    args = fork.Args(env_fn=f"{folder}/environment.py:trouble", reward_timeout=1.0)
+    workers = fork.queue.Queue()
+    for _ in range(2):
+        workers.put(fork.start_reward_worker(None, args.env_fn))
+    turns = {text: [f"{text}<|end|>", "0<|end|>"] for text in "80123456789"}
+    try:
+        options = {"env_fn": args.env_fn, "reward_timeout": 1.0, "max_turns": 2}
+        responses, _ = converse(turns, workers=workers, **options)
+        graded = fork.grade_responses(responses, workers, replace(args, reward_workers=2))
+    finally:
+        for _, group in [workers.get() for _ in range(2)]:
+            fork.os.killpg(group, fork.signal.SIGKILL)
+            fork.process_groups.remove(group)
+    for response in graded:
+        text = response.prompt.ground_truth
+        if text in TROUBLES:
+            assert TROUBLES[text] in response.failure
+            assert response.observed == [] and response.verifiable is None
+        else:
+            assert response.failure is None and response.turns == [text, "89", "0"]
+
+
+def test_failed_turn_has_no_score_whatever_scores(fork, converse):
+    def step(text, ground_truth, turn):
+        raise OSError("out of paper")
+
+    (response,), _ = converse({"1": ["5<|end|>"]}, step)
+    for options in ({}, {"apply_verifiable_reward": False, "add_r1_style_format_reward": True}):
+        args = fork.Args(env_fn="here", **options)
+        (scored,) = fork.score_responses(one_of_ranks(0, 1), None, [response], args)
+        assert scored.score is None and "out of paper" in scored.failure
+
+
+def test_grader_sees_the_last_turn_and_all_if_it_asks(fork, converse, monkeypatch):
+    (response,), _ = converse({"1": ["52<|end|>", "3<|end|>"]}, lambda *_: "77", max_turns=2)
+    seen = []
+
+    def score(data_source, response, ground_truth, extra_info):
+        seen.append((response, extra_info))
+        return 1.0
+
+    monkeypatch.setattr(fork, "load_reward_fn", lambda name: score)
+    assert fork.call_reward_fn(fork.Args(reward_fn="here"), response).verifiable == 1
+    about = {"num_tokens": 5, "stopped": True, "turns": ["52", "77", "3"]}
+    assert seen == [("3", about)]
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+def made_up(fork, rows=8):
+    """Responses of up to three turns, with made-up tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(most):
+        count = int(torch.randint(1, most + 1, (1,), generator=generator))
+        return torch.randint(2, 20, (count,), generator=generator).tolist()
+
+    responses = []
+    for row in range(rows):
+        token_ids, observed = ids(5), []
+        for _ in range(row % 3):
+            observation = ids(4)
+            observed.append([len(token_ids), len(token_ids) + len(observation)])
+            token_ids += [*observation, *ids(5)]
+        prompt = fork.Prompt("", "", ids(4), None, None, None)
+        response = fork.Response(prompt, np.array(token_ids), None, True, observed=observed)
+        responses.append(replace(response, logprobs=-np.ones(response.num_sampled, np.float32)))
+    return responses
+
+
+LOSSES = [
+    {"loss_aggregation": aggregation, "importance_sampling_level": level, "beta": beta}
+    for aggregation in ("token", "sequence", "constant")
+    for level, beta in (("token", 0.1), ("sequence", 0.0))
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+def test_gradient_of_observed_tokens_is_exactly_zero(fork, options):
+    """Where the model says what is next, and the next token was observed."""
+    wide = {"cliprange": 9.0, "cliprange_higher": 9.0}  # no gradient is clipped away
+    args = fork.Args(dtype="float32", response_length=40, **wide, **options)
+    policy = fork.PolicyModel(tiny_language_model(), args)
+    responses = made_up(fork)
+    input_ids, mask, lengths, sampler_logprobs = fork.collate(responses, "cpu")
+    noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
+    ones = torch.ones(len(mask))
+    batch = fork.Batch(
+        input_ids=input_ids,
+        lengths=lengths,
+        mask=mask,
+        scores=ones,
+        has_score=ones,
+        computed=ones,
+        loss_mask=mask.clone(),
+        sampler_logprobs=sampler_logprobs,
+        # Rubbish where it must not be read
+        logprobs=torch.where(mask == 1, -2.9 + 0.1 * noise, -1e3),
+        ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise, 1e3),
+        advantages=torch.arange(-3.5, 4.5)[:, None].expand(mask.shape),
+    )
+    seen = SimpleNamespace()
+
+    def note_ids(model, given):
+        seen.ids = given[0].tolist()
+
+    def note_hidden(model, given, output):
+        seen.hidden = output.last_hidden_state
+        seen.hidden.retain_grad()
+
+    policy.register_forward_pre_hook(note_ids)
+    policy.model.base_model.register_forward_hook(note_hidden)
+    sums = fork.accumulate_gradients(
+        one_of_ranks(0, 1), policy, batch, list(range(len(mask))), False, args
+    )
+    sizes = seen.hidden.grad.abs().amax(-1).tolist()
+    assert len(sizes) == len(responses)
+    for ids, of_row in zip(seen.ids, sizes, strict=True):  # sorted by their lengths
+        (response,) = (r for r in responses if r.row.tolist() == ids[: len(r.row)])
+        start, end = len(response.prompt.token_ids), len(response.row)
+        sampled = set(range(start, end))
+        for first, last in response.observed:
+            sampled -= set(range(start + first, start + last))
+        for i, size in enumerate(of_row):
+            assert (size > 0) == (i + 1 in sampled), (i, size)
+    assert sums["tokens"] == sum(response.num_sampled for response in responses)
+    assert all(math.isfinite(value) for value in sums.values())
+
+
+# ------------------------------------------------------------------------------ the run as a whole
+
+
+def run_with_stub(fork, files, folder, monkeypatch, **options):
+    """loops.run_loop of the fork, whose engine is asked for turns, not for responses."""
+    make_stub = loops.make_stub
+
+    def make(script):
+        stub = make_stub(script)
+        if script is fork:
+            sample = stub.sample
+
+            def first_turns(self, responses, seeds, temperature):
+                return sample(self, [r.prompt for r in responses], [*seeds], temperature)
+
+            stub.sample = first_turns
+        return stub
+
+    monkeypatch.setattr(loops, "make_stub", make)
+    name = NAME if fork else "grpo_vllm_async.py"
+    return loops.run_loop(name, files, folder, eval_dataset=files / "test.parquet", **options)
+
+
+def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, few_prompts, tmp_path, monkeypatch):
+    own = run_with_stub(None, few_prompts, tmp_path / "own", monkeypatch)
+    forked = run_with_stub(fork, few_prompts, tmp_path / "fork", monkeypatch, max_turns=1)
+    for line, expected in zip(forked.metrics, own.metrics, strict=True):
+        line = without_clock(line)
+        assert {line.pop(name) for name in [*line] if name.endswith("/turns")} == {1.0}
+        assert line == without_clock(expected)
+    for name in ("samples.jsonl", "rollouts.jsonl"):
+        lines = read_json_lines(forked.run_dir / name)
+        for line in lines:
+            assert (line.pop("turns"), line.pop("observed")) == ([line["response"]], [])
+        assert lines == read_json_lines(own.run_dir / name)
+    path = "model/model.safetensors"
+    assert (forked.run_dir / path).read_bytes() == (own.run_dir / path).read_bytes()
+
+
+def test_turns_are_shown(fork, tmp_path):
+    row = {"token_ids": [4, 5, 6, 7, 8], "advantages": [0.5, 0.5, 0.5], "observed": [[1, 3]]}
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))
+    pieces = inspect_run.split_response(row, tokenizer)
+    assert [text for text, _ in pieces] == list("45678")
+    styles = [inspect_run.style_of(advantage, 0.5) for _, advantage in pieces]
+    green = inspect_run.style_of(0.5, 0.5)
+    assert styles == [green, "italic", "italic", green, green]
+    row |= {"score": 1.0, "stopped": True, "length": 3, "prompt": "1=", "ground_truth": "2"}
+    row |= {"training_step": 1, "policy_version": 0}
+    options = SimpleNamespace(responses=8, tokens=120)
+    parts = [str(part) for part in inspect_run.show_responses([row], tokenizer, options)]
+    assert "Italic: observed, not sampled" in parts
+    assert "score 1, advantage +0.50, 3 tokens, stopped" in parts
+
+    sample = {"prompt": "1=", "score": 1.0, "response": "9"}
+    old, new = ({"policy_version": version, "turns": ["7", "8", "9"]} for version in (0, 4))
+    *_, last = inspect_run.describe_samples([sample | old, sample | new])
+    assert last == "  after, score 1: 7 [8] 9"
+
+
+def test_preflight_asks_the_fork(folder, few_prompts, assets, capsys):
+    row = {"prompt": "21543=", "data_source": "debug/sorting"}
+    row["reward_model"] = {"ground_truth": "12345"}
+    strings = write_rows(few_prompts / "strings.jsonl", [row] * 8)
+    flags = ["--model_name_or_path", assets / "model", "--env_fn", folder / "environment.py:step"]
+    flags += ["--max_turns", "2", "--output_dir", folder, "--total_episodes", "4096", "--dataset"]
+    for dataset, status in ((few_prompts / "train.parquet", 0), (strings, 2)):
+        words = [str(word) for word in (folder / NAME, *flags, dataset)]
+        with modules.put_back(["grpo_multiturn"]):
+            assert preflight.main(words) == status, capsys.readouterr().err
+    assert "row 0: is a string: --env_fn needs messages" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- with vLLM
+
+OPTIONS = VLLM_OPTIONS | {
+    "max_turns": 4,
+    "response_length": 24,
+    "local_rollout_batch_size": 8,
+    "number_samples_per_prompt": 4,
+    "learning_rate": 1e-3,
+    "save_freq": 2,
+}
+OPTIONS |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # it has none of these
+
+
+@pytest.fixture(scope="module")
+def launched(folder, run_script, small_eval, tmp_path_factory):
+    """launched(beta=0.2): a run of the fork with vLLM that went well."""
+
+    def run(env=None, launcher=(), **options):
+        env = {"PYTHONPATH": str(folder)} | (env or {})
+        options = {"eval_dataset": small_eval} | OPTIONS | options
+        run = run_script(
+            folder / NAME,
+            tmp_path_factory.mktemp("run"),
+            launcher=launcher,
+            env=env,
+            env_fn=folder / "environment.py:step",
+            **options,
+        )
+        assert run.returncode == 0, run.output
+        return run
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(launched):
+    return launched()
+
+
+def batch_of(run, step):
+    return SimpleNamespace(**torch.load(run.run_dir / "batches" / f"{step}.pt"))
+
+
+def parts_of(batch, row):
+    """A row as [(whether the policy sampled it, token ids)], the prompt first."""
+    ids, mask = (
+        tensor[row, : batch.lengths[row]].tolist() for tensor in (batch.input_ids, batch.mask)
+    )
+    cuts = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]]
+    return [
+        (mask[start] == 1, ids[start:end])
+        for start, end in zip(cuts, [*cuts[1:], len(ids)], strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_tokens_that_vllm_saw_are_those_that_are_trained_on(one_rank, fork, tokenizer, assets):
+    """Sampled ones have the log-probabilities of the version that sampled; others have none."""
+    versions = weights_of_versions(one_rank)
+    counts = set()
+    for step in range(1, 5):
+        batch = batch_of(one_rank, step)
+        model = AutoModelForCausalLM.from_pretrained(assets / "model")
+        model.load_state_dict(versions[max(0, step - 2)])
+        prompts, responses, masks = [], [], []
+        for row in range(len(batch.lengths)):
+            (_, prompt), *turns = parts_of(batch, row)
+            digits = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("=")
+            truth = "".join(sorted(digits))
+            assert prompt == tokenizer(f"<|user|>{digits}=<|assistant|>")["input_ids"]
+            for i, (is_sampled, ids) in enumerate(turns):
+                assert is_sampled == (i % 2 == 0)
+                if is_sampled:
+                    assert STOP not in ids[:-1]
+                    assert ids[-1] == STOP or i == len(turns) - 1
+                else:
+                    expected = f"<|user|>{truth[i // 2 :]}<|assistant|>"
+                    assert ids == tokenizer(expected)["input_ids"]
+            assert sum(len(ids) for _, ids in turns) <= 24
+            counts.add(len(turns) // 2 + 1)
+            prompts.append(prompt)
+            responses.append([token for _, ids in turns for token in ids])
+            masks += [is_sampled for is_sampled, ids in turns for _ in ids]
+        logprobs, _ = logprobs_and_entropies(model, prompts, responses, temperature=1.5)
+        expected = torch.cat(logprobs)[torch.tensor(masks)]
+        found = batch.sampler_logprobs[batch.mask == 1].double()
+        assert (found - expected).abs().max() < 1e-4
+        for name in ("sampler_logprobs", "logprobs", "ref_logprobs", "advantages", "loss_mask"):
+            assert getattr(batch, name)[batch.mask == 0].abs().max() == 0, name
+    assert counts == {1, 2, 3}
+
+
+@pytest.mark.slow
+def test_metrics_and_files_tell_of_turns(one_rank, tokenizer):
+    for step, line in enumerate(one_rank.metrics, 1):
+        batch = batch_of(one_rank, step)
+        parts = [parts_of(batch, row) for row in range(len(batch.lengths))]
+        turns = sum(len(row) // 2 for row in parts) / len(parts)
+        assert line["objective/turns"] == pytest.approx(turns)
+        assert line["objective/sequence_lengths"] == pytest.approx(batch.mask.sum() / len(parts))
+        # One that fails is left out of the loss; one that was cut, too, scores a penalty
+        assert line["objective/reward_failures"] == pytest.approx(
+            float((batch.has_score == 0).float().mean())
+        )
+        assert torch.equal(batch.loss_mask.amax(1), batch.has_score)
+    assert any(line["objective/reward_failures"] for line in one_rank.metrics)
+    for name in ("samples.jsonl", "rollouts.jsonl"):
+        lines = read_json_lines(one_rank.run_dir / name)
+        assert max(len(line["observed"]) for line in lines) == 2
+        for line in lines:
+            assert line["response"] in line["turns"][-2:]  # the last answer may not have fitted
+            for i, (start, end) in enumerate(line["observed"]):
+                text = f"<|user|>{line['turns'][2 * i + 1]}<|assistant|>"
+                if "token_ids" in line:
+                    assert tokenizer.decode(line["token_ids"][start:end]) == text
+
+
+@pytest.mark.slow
+def test_resumed_run_gives_the_same_bits(one_rank, launched, tmp_path):
+    shutil.copytree(one_rank.run_dir, tmp_path / "run")
+    for name in ("model", "batches"):
+        shutil.rmtree(tmp_path / "run" / name)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
+    again = launched(output_dir=tmp_path, resume_from_checkpoint=checkpoint)
+    again.run_dir = tmp_path / "run"
+    check_equal = functools.partial(check_equal_to_the_bit, steps=())
+    check_equal(one_rank, again)
+    for step in (3, 4):
+        one, other = vars(batch_of(one_rank, step)), vars(batch_of(again, step))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_one_does(one_rank, launched):
+    halves = {
+        "local_rollout_batch_size": 4,
+        "local_mini_batch_size": 16,
+        "per_device_train_batch_size": 4,
+        "local_rollout_forward_batch_size": 16,
+        "total_episodes": 64,
+        "num_evals": 1,
+    }
+    run = launched(CPU, TWO_RANKS, **halves)
+    assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
+    one, two = batch_of(one_rank, 1), batch_of(run, 1)
+    for name in ("input_ids", "mask", "lengths", "scores", "has_score", "loss_mask"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    for name, value in one_rank.metrics[0].items():
+        if not name.startswith(("time/", "perf/", "mismatch/")):
+            assert run.metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
