@@ -1,10 +1,17 @@
-"""docs/fork.md: its diffs apply to copies of the scripts, which then run and do what it says."""
+"""docs/fork.md: its diffs apply to copies of the scripts, which then run and do what it says.
 
+Of scripts/forks here is what all have in common; each has a file of tests of its own.
+"""
+
+import ast
+import difflib
+import doctest
 import importlib
 import inspect
 import re
 import sys
 
+import fork as program
 import pytest
 import torch
 from helpers import REPO, loops
@@ -111,3 +118,44 @@ def test_frozen_layers_keep_their_weights_also_of_a_run_that_is_resumed(
     resumed = load_file(again.run_dir / "model" / "model.safetensors")
     assert len(again.mini_batches) < len(seen.mini_batches)  # it did not begin anew
     assert all(torch.equal(after[name], resumed[name]) for name in after)
+
+
+# -------------------------------------------------------------------------------- scripts/forks
+
+
+def lines_of_code(text):
+    """Without comments, docstrings and blank lines."""
+    documented = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documented |= set(range(node.lineno, node.end_lineno + 1))
+    lines = [line.split("  # ")[0].rstrip() for line in text.splitlines()]
+    return [
+        line
+        for number, line in enumerate(lines, start=1)
+        if number not in documented and line and not line.lstrip().startswith("#")
+    ]
+
+
+@pytest.mark.parametrize("diff", sorted(program.FORKS.glob("*.diff")), ids=lambda path: path.stem)
+def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeypatch):
+    path = tmp_path / f"tried_{diff.stem}.py"
+    program.write_fork(diff.stem, path)
+    base = (REPO / program.base_of(diff.read_text())).read_text()
+    changes = difflib.unified_diff(lines_of_code(base), lines_of_code(path.read_text()), n=0)
+    changed = [line for line in changes if line[0] in "+-" and line[:3] not in ("+++", "---")]
+    assert 100 < len(changed) <= 250
+    monkeypatch.syspath_prepend(tmp_path)
+    results = doctest.testmod(importlib.import_module(path.stem))
+    assert results.attempted > 20 and not results.failed
+    with pytest.raises(SystemExit, match="exists"):
+        program.write_fork(diff.stem, path)
+
+
+def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
+    diff = (program.FORKS / "inflight.diff").read_text()
+    (tmp_path / "inflight.diff").write_text(diff.replace(" class Response:", " class Answer:"))
+    monkeypatch.setattr(program, "FORKS", tmp_path)
+    with pytest.raises(SystemExit, match="does not fit grpo_vllm_async"):
+        program.write_fork("inflight", tmp_path / "fork.py")
+    assert not (tmp_path / "fork.py").exists()
