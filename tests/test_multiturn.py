@@ -50,7 +50,7 @@ def trouble(text, ground_truth, turn):
         os._exit(3)
     if text == "4":
         raise OSError("out of paper")
-    return {"5": 5, "6": b"6", "7": "1<|end|><|user|>2"}.get(text, "89")
+    return {"5": 5, "6": b"6", "7": "1<|end|><|user|>2", "9": "\\ud800"}.get(text, "89")
 """
 # Turns as some models' templates write them: with a newline after the end token, which no policy
 # samples; without the thoughts of earlier turns; with an end token after the last turn alone; and
@@ -138,8 +138,13 @@ def test_observation_is_what_the_template_writes_after_a_turn(fork, template, ob
 
 def test_what_cannot_have_turns_is_refused(fork, assets):
     args = fork.Args(env_fn="environment.py:step", max_turns=2)
-    with pytest.raises(ValueError, match="--max_turns needs an --env_fn"):
-        fork.fill_in(replace(args, env_fn=None), world_size=1)
+    for changes in ({"env_fn": None}, {"max_turns": None}, {"max_turns": 0}):
+        with pytest.raises(ValueError, match="--env_fn and --max_turns need each other"):
+            fork.fill_in(replace(args, **changes), world_size=1)
+    # Modules go by their names
+    fork.fill_in(replace(args, reward_fn="environment.py:score"), world_size=1)
+    with pytest.raises(ValueError, match="two files with one name"):
+        fork.fill_in(replace(args, reward_fn="mine/environment.py:score"), world_size=1)
     row = {"prompt": "21543=", "data_source": "debug/sorting"}
     row["reward_model"] = {"ground_truth": "12345"}
     with pytest.raises(ValueError, match="row 3 is a string"):
@@ -288,6 +293,35 @@ def test_observation_that_does_not_fit_cuts_the_response(
     assert response.is_sampled[-1]  # what a reward model reads
 
 
+def test_end_token_that_the_policy_has_not_sampled_is_observed(fork, tokenizer, monkeypatch):
+    """A turn may stop at another token than the chat template's."""
+
+    def answer(workers, response, *_):
+        return replace(response, turns=[*response.turns, "77"])
+
+    monkeypatch.setattr(fork, "call_worker", answer)
+    args = fork.Args(env_fn="here", max_turns=2)
+    other = tokenizer.convert_tokens_to_ids("<|unknown|>")
+    prompt = fork.Prompt("", "", [5], None, None, None)
+    for last, observed in (
+        (STOP, "<|user|>77<|assistant|>"),
+        (other, "<|end|><|user|>77<|assistant|>"),
+    ):
+        ids = np.array([9, last], np.int32)
+        response = fork.Response(prompt, ids, np.zeros(2, np.float32), stopped=True)
+        ended = fork.end_turn(False, None, tokenizer, args, response)
+        assert tokenizer.decode(ended.token_ids[2:]) == observed
+        assert ended.observed == [[2, len(ended.token_ids)]]
+
+
+def test_markers_of_turns_need_not_be_special_to_be_refused(fork):
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_start|>", "[turn]"))
+    tokenizer.add_tokens(["[turn]", "<tool>"])
+    marker, tag = tokenizer.convert_tokens_to_ids(["[turn]", "<tool>"])
+    assert {marker, tokenizer.eos_token_id} <= fork.turn_markers(tokenizer)
+    assert tag not in fork.turn_markers(tokenizer)
+
+
 def test_share_of_an_engine_is_its_own(fork, converse, monkeypatch):
     monkeypatch.setattr(ScriptedVLLM, "index", 1)
     monkeypatch.setattr(ScriptedVLLM, "count", 2)
@@ -300,6 +334,7 @@ def test_share_of_an_engine_is_its_own(fork, converse, monkeypatch):
 # Of the environment `trouble`, and what is said of it
 TROUBLES = {"1": "over 1 s", "2": "enough", "3": "it died", "4": "out of paper"}
 TROUBLES |= {"5": "no string: 5", "6": "no string: b'6'", "7": "special tokens"}
+TROUBLES["9"] = "surrogates not allowed"
 
 
 @pytest.mark.slow
@@ -460,7 +495,7 @@ def run_with_stub(fork, files, folder, monkeypatch, **options):
 
 def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, few_prompts, tmp_path, monkeypatch):
     own = run_with_stub(None, few_prompts, tmp_path / "own", monkeypatch)
-    forked = run_with_stub(fork, few_prompts, tmp_path / "fork", monkeypatch, max_turns=1)
+    forked = run_with_stub(fork, few_prompts, tmp_path / "fork", monkeypatch)
     for line, expected in zip(forked.metrics, own.metrics, strict=True):
         line = without_clock(line)
         assert {line.pop(name) for name in [*line] if name.endswith("/turns")} == {1.0}
