@@ -1,14 +1,19 @@
 """What generation without drains gains: seconds a batch of scripts/forks/inflight.diff.
 
-    python scripts/benchmark/inflight.py
-    python scripts/benchmark/inflight.py --spreads 1.0 --rounds 1 --num_epochs 8
+    python scripts/benchmark/inflight.py --step_ms 15
+    python scripts/benchmark/inflight.py --prompts 16 --response_length 256
 
 In turn: grpo_vllm_async.py with --no-async_mode ("turns"), with --async_mode ("async"), and the
 fork at each --staleness. The model is the debug model with an end token that it does not know, and
 lengths are drawn instead, by the seed of a response: log-normal, of which a tenth reach the cap,
-256 tokens. A spread is the standard deviation of a length's logarithm; with 0 all are 256. So all
-arms sample responses of the same lengths. Learner and vLLM have a thread each. Other flags go to
-the scripts.
+--response_length. A spread is the standard deviation of a length's logarithm; with 0 all are at the
+cap. So all arms sample responses of the same lengths. Learner and vLLM have a thread each. Other
+flags go to the scripts.
+
+On a CPU a step of vLLM's costs by the row, so a batch's last responses cost little. On a GPU it
+takes about as long for few rows as for many, and costs the learner nothing, if that has another
+GPU. --step_ms is as near as a CPU comes to that: vLLM sleeps at the end of each step until it has
+taken so many milliseconds.
 
 A line is the median over the rounds: seconds a batch, without the first steps; the speed against
 the turns of the same round; the mean and the largest staleness of a token.
@@ -31,7 +36,6 @@ from fork import write_fork  # noqa: E402
 WARM_UP = 10  # steps left out: until batches are as old as they get
 FLAGS = {
     "dtype": "float32",
-    "response_length": 256,
     "number_samples_per_prompt": 4,
     "per_device_train_batch_size": 16,
     "num_evals": 0,
@@ -54,9 +58,25 @@ def score(data_source, response, ground_truth, extra_info):
 """
 
 
+STEPS = """
+    step = llm.llm_engine.step
+
+    def take_long():
+        end = time.perf_counter() + float(os.environ["STEP_MS"]) / 1000
+        outputs = step()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return outputs
+
+    llm.llm_engine.step = take_long
+"""
+
+
 def with_drawn_lengths(path, old, new):
-    """Changes how long a script's responses are."""
+    """Changes how long a script's responses are, and what a step of vLLM's takes."""
     text = path.read_text()
+    start = "    llm = LLM(**options)\n"
+    assert text.count(start) == 1
+    text = text.replace(start, start + STEPS)
     assert text.count(old) == 1, f"{path.name} has no {old}"
     before = '\n\nif __name__ == "__main__":'
     path.write_text(text.replace(old, new).replace(before, LENGTHS + before.lstrip("\n")))
@@ -83,18 +103,20 @@ def prepare(folder):
         (folder / "model" / name).write_text(json.dumps(config))
 
 
-def run(folder, script, spread, prompts, steps, flags):
+def run(folder, script, spread, args, flags):
     """Seconds a batch, and the mean and largest staleness, of a run."""
     shutil.rmtree(folder / "output", ignore_errors=True)
-    episodes = prompts * FLAGS["number_samples_per_prompt"]
-    values = FLAGS | {"local_rollout_batch_size": prompts, "local_mini_batch_size": episodes}
-    values |= {"total_episodes": (WARM_UP + steps) * episodes}
+    episodes = args.prompts * FLAGS["number_samples_per_prompt"]
+    values = FLAGS | {"local_rollout_batch_size": args.prompts, "local_mini_batch_size": episodes}
+    values |= {"total_episodes": (WARM_UP + args.steps) * episodes}
+    values |= {"response_length": args.response_length}
     values |= {"dataset": REPO / "debug_assets/train.parquet", "model_name_or_path": "model"}
     values |= {"reward_fn": "reward.py:score", "reward_workers": 1}
     command = [sys.executable, script]
     for name, value in values.items():
         command += [f"--{name}", str(value)]
-    environment = os.environ | {"LENGTH_SPREAD": str(spread), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"LENGTH_SPREAD": str(spread), "STEP_MS": str(args.step_ms)}
+    environment["OMP_NUM_THREADS"] = "1"
     result = subprocess.run(
         [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -115,9 +137,11 @@ def main():
     )
     parser.add_argument("--spreads", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--prompts", type=int, default=16, help="of a batch; 4 responses each")
+    parser.add_argument("--prompts", type=int, default=4, help="of a batch; 4 responses each")
+    parser.add_argument("--response_length", type=int, default=128)
+    parser.add_argument("--step_ms", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args, flags = parser.parse_known_args()
     arms = {"turns": ("script.py", ["--no-async_mode"]), "async": ("script.py", [])}
     for bound in args.staleness:
@@ -128,9 +152,7 @@ def main():
             results = {name: [] for name in arms}
             for _ in range(args.rounds):
                 for name, (script, options) in arms.items():
-                    found = run(
-                        Path(folder), script, spread, args.prompts, args.steps, [*options, *flags]
-                    )
+                    found = run(Path(folder), script, spread, args, [*options, *flags])
                     results[name].append(found)
             for name, rows in results.items():
                 ratios = [a[0] / b[0] for a, b in zip(results["turns"], rows, strict=True)]
