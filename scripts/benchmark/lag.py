@@ -17,7 +17,7 @@ The whole grid. It goes on where it was stopped, and what is in --results is not
 
 A script with its own flags, but for a lag of 4 and a noise of 0.1%:
 
-    python scripts/benchmark/lag.py --run grpo_vllm_async.py 4 0.001 --dataset ...
+    python scripts/benchmark/lag.py --run 4 0.001 grpo_vllm_async.py --dataset ...
 
 Lag. The scripts run as they are, with --no-async_mode; VLLM.sync_weights is wrapped. Batch g is
 sampled by version max(0, g - 1 - lag): from step lag + 1 on the sampler is exactly `lag` steps
@@ -47,9 +47,9 @@ equal to truncate to the bit. Other flags go to the script, and are part of the 
 
 A line of --results is a cell: its settings, the final held-out rate, steps to 90%, means over the
 steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the learner
-(kl, mismatch/kl), every evaluation as [version, rate, score], and ess, KL and training score of
-each step. A run that fails has its output printed, and no line: the others still run, and the exit
-status is 1. On two cores a cell of GRPO takes a minute, of PPO one and a half, of SmolLM2 fifteen.
+(kl, mismatch/kl), every evaluation as [version, rate, score], and ess and KL of each step. A run
+that fails has its output printed, and no line: the others still run, and the exit status is 1. On
+two cores a cell of GRPO takes a minute, of PPO one and a half, of SmolLM2 fifteen.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def give_old_weights(script, lag, noise):
         script.check_sampler = lambda *_: None
 
 
-def run_script(name, lag, noise, flags):
+def run_script(lag, noise, name, flags):
     """Does what `python SCRIPT --no-async_mode` does, but for its pictures, with lag and noise."""
     script = importlib.import_module(name.removesuffix(".py"))
     give_old_weights(script, lag, noise)
@@ -234,10 +234,7 @@ def figures_of(metrics):
             rate, score = line["eval/verifiable_correct_rate"], line["eval/scores"]
             evaluations[int(line["eval/policy_version"])] = rounded(rate), rounded(score)
     evaluations = [[version, *found] for version, found in sorted(evaluations.items())]
-    ess, kl, score = (
-        [line[name] for line in metrics]
-        for name in ("mismatch/ess", "mismatch/kl", "objective/scores")
-    )
+    ess, kl = ([line[name] for line in metrics] for name in ("mismatch/ess", "mismatch/kl"))
     return {
         "final": evaluations[-1][1],
         "steps_to_90": steps_to(RIGHT, evaluations),
@@ -246,7 +243,6 @@ def figures_of(metrics):
         "evaluations": evaluations,
         "ess_of_steps": [rounded(value) for value in ess],
         "kl_of_steps": [rounded(value) for value in kl],
-        "score_of_steps": [rounded(value) for value in score],
     }
 
 
@@ -259,7 +255,7 @@ def run(cell, model):
     threads = os.cpu_count() if cell.task == "smollm2" else 1
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--run", script, str(cell.lag), str(cell.noise)]
+        command = [sys.executable, __file__, "--run", str(cell.lag), str(cell.noise), script]
         command += [*flags, *cell.flags, *flags_of(settings | {"output_dir": folder})]
         result = subprocess.run(
             command,
@@ -376,7 +372,7 @@ def largest_lag(rates):
 def print_table(lines):
     """The final rate by lag: its mean and range over the seeds. And the largest lag without harm.
 
-    That is given for the means, and for each seed that has a lag 0.
+    It is given for the means, and for each seed that has a lag 0.
     """
     for setting, of_setting in group(lines, setting_of).items():
         print(f"\n{title_of(setting)}: % right at the end, mean (least to most, seeds)")
@@ -402,9 +398,15 @@ def print_table(lines):
                 )
 
 
-def steps_at(line):
-    """Where a picture has the steps to 90%: the end of the interval; None: never seen."""
-    return line["steps_to_90"][1] if line["steps_to_90"] else None
+def check_controls(lines):
+    """Without lag or noise masks take nothing away: those runs must be equal to truncate's."""
+    exact = [line for line in lines if line["lag"] == 0 == line["noise"]]
+    exact = [line for line in exact if line["correction"] != "none"]
+    for (*_, seed), same in group(exact, lambda line: (*setting_of(line), line["seed"])).items():
+        for name in ("evaluations", "ess_of_steps", "kl_of_steps"):
+            values = [line[name] for line in same]
+            assert values.count(values[0]) == len(values), (title_of(setting_of(same[0])), seed)
+    print(f"{len(exact)} runs without lag or noise: those of a seed and rate are equal")
 
 
 def draw_steps(axes, x, line, **look):
@@ -414,7 +416,7 @@ def draw_steps(axes, x, line, **look):
         axes.plot(x, top, color=look["color"], marker="x", linestyle="")
         return
     axes.plot([x, x], line["steps_to_90"], color=look["color"], linewidth=0.8, alpha=0.5)
-    axes.plot(x, steps_at(line), linestyle="", **look)
+    axes.plot(x, line["steps_to_90"][1], linestyle="", **look)
 
 
 def draw_lags(lines):
@@ -500,6 +502,7 @@ def draw_distances(lines):
 def draw(path):
     """Prints the table of a file of results, and draws its two pictures beside it."""
     lines = read_lines(path)
+    check_controls(lines)
     print_table(lines)
     for name, figure in (("lags", draw_lags(lines)), ("distances", draw_distances(lines))):
         if figure is None:
@@ -515,8 +518,8 @@ def draw(path):
 
 def main():
     if sys.argv[1:2] == ["--run"]:
-        _, _, script, lag, noise, *flags = sys.argv
-        run_script(script, int(lag), float(noise), flags)
+        lag, noise, script, *flags = sys.argv[2:]
+        run_script(int(lag), float(noise), script, flags)
         return
     parser = argparse.ArgumentParser(
         description=__doc__,
