@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import lag
 import pytest
 import torch
-from helpers import REPO
+from helpers import REPO, loops
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
 from helpers.processes import CPU
@@ -16,9 +16,17 @@ from transformers import AutoModelForCausalLM
 
 PROGRAM = str(REPO / "scripts/benchmark/lag.py")
 # Each version is far from the next
-OPTIONS = {"total_episodes": 128, "num_evals": 2, "learning_rate": 3e-3, "env": CPU}
-OF_GRPO = {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4, "seed": 3}
+OPTIONS = {"total_episodes": 128, "num_evals": 2, "learning_rate": 3e-3, "env": CPU, "seed": 3}
+OPTIONS |= {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
 GRPO = "grpo_vllm_async.py"
+
+
+def check_equal(one, other):
+    assert [without_clock(line) for line in one.metrics] == [
+        without_clock(line) for line in other.metrics
+    ]
+    for name in ("rollouts.jsonl", "model/model.safetensors"):
+        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
 
 
 # --------------------------------------------------------------------------- with the real vLLM
@@ -26,7 +34,7 @@ GRPO = "grpo_vllm_async.py"
 
 @pytest.fixture(scope="module")
 def run(run_script, small_eval, tmp_path_factory):
-    """run("ppo_vllm_async.py", launcher=(), seed=2): a run that went well."""
+    """run(GRPO, launcher=(), beta=0.1): a run that went well."""
 
     def run(script, **options):
         folder = tmp_path_factory.mktemp("lag")
@@ -37,34 +45,19 @@ def run(run_script, small_eval, tmp_path_factory):
     return run
 
 
-def lagged(lag):
-    return {"launcher": (PROGRAM, "--run", str(lag), "0")}
-
-
-def check_equal(one, other):
-    assert [without_clock(line) for line in one.metrics] == [
-        without_clock(line) for line in other.metrics
-    ]
-    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_lag_0_is_the_script_in_turns(run):
-    script = "ppo_vllm_async.py"
-    check_equal(run(script, **lagged(0)), run(script, async_mode=False))
-
-
 @pytest.mark.slow
 def test_lag_1_is_the_asynchronous_script(run):
-    check_equal(run(GRPO, **OF_GRPO, **lagged(1)), run(GRPO, **OF_GRPO))
+    of_lag_1, asynchronous = run(GRPO, launcher=(PROGRAM, "--run", "1", "0")), run(GRPO)
+    check_equal(of_lag_1, asynchronous)
+    samples = [run.run_dir / "samples.jsonl" for run in (of_lag_1, asynchronous)]
+    assert samples[0].read_bytes() == samples[1].read_bytes()
 
 
 @pytest.mark.slow
 def test_sampler_at_lag_2_has_the_weights_of_the_version_on_the_label(run, assets):
     program = (str(REPO / "tests/helpers/lagging.py"), "2")
-    options = OF_GRPO | {"beta": 0.1, "async_mode": False}  # beta: no response is left out
-    of_lag_2 = run(GRPO, launcher=program, **options)
+    # With a beta all responses are computed
+    of_lag_2 = run(GRPO, launcher=program, beta=0.1, async_mode=False)
     labels = {
         line["training_step"]: line["policy_version"]
         for line in read_json_lines(of_lag_2.run_dir / "rollouts.jsonl")
@@ -88,6 +81,39 @@ def test_sampler_at_lag_2_has_the_weights_of_the_version_on_the_label(run, asset
     # The last evaluation is of what was trained
     evaluated = [line.get("eval/policy_version") for line in of_lag_2.metrics]
     assert evaluated == [0, None, 0, 4]
+
+
+# ------------------------------------------------------------------------- with a stub of vLLM
+
+
+@pytest.fixture
+def run_lagged(run_main, monkeypatch):
+    """run_lagged("ppo_vllm_async.py", lag=0, tis_cap=1.0): main() in turns; lag=None: as it is."""
+    make_stub = loops.make_stub
+
+    def run(name, lag_, **changes):
+        def make_lagging(script):
+            names = SimpleNamespace(VLLM=make_stub(script), stable_hash=script.stable_hash)
+            if lag_ is not None:
+                lag.give_old_weights(names, lag_, noise=0.0)
+            return names.VLLM
+
+        monkeypatch.setattr(loops, "make_stub", make_lagging)
+        return run_main(name, async_mode=False, **changes)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("script", "correction"),
+    [*((GRPO, name) for name in lag.CORRECTIONS), ("ppo_vllm_async.py", "truncate")],
+)
+def test_lag_0_is_the_script_in_turns(script, correction, run_lagged):
+    options = lag.CORRECTIONS[correction]
+    runs = [run_lagged(script, lag_, **options) for lag_ in (None, 0, 1)]
+    check_equal(*runs[:2])
+    with pytest.raises(AssertionError):
+        check_equal(*runs[1:])
 
 
 # ----------------------------------------------------------------------------- without any vLLM
