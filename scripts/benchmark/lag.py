@@ -365,7 +365,9 @@ def largest_lag(rates):
     >>> largest_lag({0: 0.99, 1: 0.98, 4: 0.9, 16: 0.98})
     1
     """
-    within = itertools.takewhile(lambda lag: rates[lag] >= rates[0] - TOLERANCE, sorted(rates))
+    within = itertools.takewhile(
+        lambda lag: rates[lag] >= rates[0] - TOLERANCE - 1e-9, sorted(rates)
+    )
     return max(within)
 
 
@@ -431,15 +433,17 @@ def draw_lags(lines):
     if not columns:
         return None
     figure = Figure(figsize=(4.5 * len(columns), 7), layout="constrained")
-    grid = figure.subplots(2, len(columns), squeeze=False)
+    grid = figure.subplots(2, len(columns), squeeze=False, sharey="row")
     for (above, below), (setting, of_setting) in zip(grid.T, columns.items(), strict=True):
-        lags = sorted({line["lag"] for line in of_setting})
+        lags, seeds = (sorted({line[name] for line in of_setting}) for name in ("lag", "seed"))
         for number, name, own in corrections_in(of_setting):
             look = {"color": f"C{number}", "marker": "o", "markersize": 4}
-            place = {lag: i + 0.12 * (number - 1.5) for i, lag in enumerate(lags)}
+            place = {lag: i + 0.16 * (number - 1.5) for i, lag in enumerate(lags)}
             for line in own:
-                above.plot(place[line["lag"]], line["final"], linestyle="", **look)
-                draw_steps(below, place[line["lag"]], line, **look)
+                # Seeds beside each other
+                x = place[line["lag"]] + 0.03 * (seeds.index(line["seed"]) - len(seeds) / 2)
+                above.plot(x, line["final"], linestyle="", **look)
+                draw_steps(below, x, line, **look)
             by_lag = group(own, lambda line: line["lag"])
             means = [statistics.fmean(line["final"] for line in same) for same in by_lag.values()]
             xs = [place[lag] for lag in by_lag]
@@ -448,9 +452,11 @@ def draw_lags(lines):
         above.set_ylabel("held-out prompts right at the end")
         above.legend(fontsize=8)
         below.set_ylabel("steps to 90% (cross: not seen)")
+        below.set_ylim(bottom=0)
         below.set_xlabel("lag of the sampler, training steps")
         for axes in (above, below):
             axes.set_xticks(range(len(lags)), lags)
+            axes.set_xlim(-0.5, len(lags) - 0.5)
             axes.grid(alpha=0.3)
     return figure
 
