@@ -39,17 +39,25 @@ and a Rollout has one version for both its halves.) So the steps to 90% are an i
 versions that were evaluated, the last one below and the first one that is not. It is wide where a
 run with a large lag gets there late.
 
-Tasks: grpo and ppo are 40 steps of the debug commands, with an evaluation every second step;
-smollm2 is scripts/train/smollm2/grpo.sh (--model: a folder, if not from the hub). PPO's value model
-keeps its rate. Corrections: none is --tis_cap 0, truncate the scripts' default of 2; the masks come
-on top of that, as they do for who adds the flag. Without lag or noise they mask nothing, and are
-equal to truncate to the bit. Other flags go to the script, and are part of the cell.
+Tasks: grpo and ppo are 40 steps of the debug commands, with an evaluation every second step. So
+lag 0 of grpo is what this command does, and lag 1 is the same without --no-async_mode:
 
-A line of --results is a cell: its settings, the final held-out rate, steps to 90%, means over the
-steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the learner
-(kl, mismatch/kl), every evaluation as [version, rate, score], and ess and KL of each step. A run
+    bash scripts/train/debug/grpo.sh --total_episodes 20480 --num_evals 20 --no-async_mode
+
+smollm2 is scripts/train/smollm2/grpo.sh (--model: a folder, if not from the hub). --rates are the
+policy's learning rates; a value model keeps its own. --find_rate doubles the task's own rate, at
+lag 0, until with a seed less than 90% are right at the end.
+
+Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; token and sequence are
+--mismatch_mask on top of that, as a user would add it. Without lag or noise they mask nothing, and
+must be equal to truncate; --draw checks that. Other flags go to the script, and make another cell.
+
+A line of --results is a cell: its settings, the final held-out rate, the steps to 90%, means over
+the steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the
+learner (kl, mismatch/kl), every evaluation as [version, rate, score], and ess and KL of each step.
+A rate is the share of right answers; of smollm2, of those that meet all their constraints. A run
 that fails has its output printed, and no line: the others still run, and the exit status is 1. On
-two cores a cell of GRPO takes a minute, of PPO one and a half, of SmolLM2 fifteen.
+two cores a cell of grpo or ppo takes a minute, of smollm2 about fifteen.
 """
 
 import argparse
@@ -365,10 +373,8 @@ def largest_lag(rates):
     >>> largest_lag({0: 0.99, 1: 0.98, 4: 0.9, 16: 0.98})
     1
     """
-    within = itertools.takewhile(
-        lambda lag: rates[lag] >= rates[0] - TOLERANCE - 1e-9, sorted(rates)
-    )
-    return max(within)
+    least = rates[0] - TOLERANCE - 1e-9  # the last: of rounding
+    return max(itertools.takewhile(lambda lag: rates[lag] >= least, sorted(rates)))
 
 
 def print_table(lines):
@@ -489,7 +495,7 @@ def draw_distances(lines):
             axes.set_xlabel("effective sample size, mean over the steps")
         for axes in panels[2:]:
             axes.set_xscale("log")
-            axes.set_xlabel("KL of sampler to learner, mean over the steps")
+            axes.set_xlabel(f"KL of sampler to learner, mean; at least {SMALLEST_KL:g}")
         for axes in panels[::2]:
             axes.set_ylabel("held-out prompts right at the end")
         for axes in panels[1::2]:
