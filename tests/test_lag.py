@@ -245,6 +245,17 @@ def test_rate_is_doubled_until_a_seed_does_not_learn(call, capsys):
     assert [cell.rate for cell in cells] == [5e-4] * 3 + [1e-3] * 3 + [2e-3] * 3
 
 
+def test_run_that_fails_says_nothing_of_its_rate(call, capsys):
+    def run(cell, model):
+        if cell.rate > 5e-4:
+            raise RuntimeError("the disk is full")
+        return line_of(cell)
+
+    end = call(run, "--find_rate", "--seeds", "1")
+    assert end == "a run at 0.001 failed; the highest rate below it that learns: 0.0005"
+    assert "still learns" not in capsys.readouterr().out
+
+
 def test_figures_of_a_run_by_hand():
     metrics = [
         {"mismatch/ess": 1.0, "mismatch/kl": 0.0, "eval/policy_version": 0.0},

@@ -28,7 +28,8 @@ lag 0 every batch. Lag 0 is the script in turns to the bit, and lag 1 is the scr
 
 Noise. Each weight of the sampler is multiplied by 1 + noise * z, z standard normal; rounding to
 bfloat16 changes it by up to 0.4%. That is an error of the engine which has nothing to do with age.
-A version has one noise, however often the engine gets it. check_sampler is off.
+A version has one noise, however often the engine gets it. On a CPU, where vLLM has a copy of a tied
+head, that has its own. check_sampler is off.
 
 Evaluations are answered by the weights that the engine has, and count for their version. The sync
 after the last step is for the last evaluation alone, as it is with --async_mode: it gives the last
@@ -115,7 +116,8 @@ def with_noise(weights, noise, seed):
 def give_old_weights(script, lag, noise):
     """Has script.VLLM.sync_weights give the engine the weights of `lag` versions ago, with noise.
 
-    As long as there is no version so old, version 0; the last version as it is.
+    As long as there is no version so old, version 0; the last version as it is. The engine is told
+    the version that it gets.
     """
     sync_weights = script.VLLM.sync_weights
     kept = {}  # {version: {name: tensor}}, of the last lag + 1 versions
@@ -330,7 +332,9 @@ def find_rate(task, seeds, flags, path, model):
         rate = own_rate(task, model) * 2**doublings
         cells = [Cell(task, 0, "truncate", rate, 0.0, seed, flags) for seed in seeds]
         lines = run_all(cells, path, model)
-        if None in lines or min(line["final"] for line in lines) < RIGHT:
+        if None in lines:
+            sys.exit(f"a run at {rate:g} failed; the highest rate below it that learns: {highest}")
+        if min(line["final"] for line in lines) < RIGHT:
             return highest
         highest = rate
 
