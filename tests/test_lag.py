@@ -121,7 +121,7 @@ def test_lag_0_is_the_script_in_turns(script, correction, run_lagged):
 
 
 @pytest.fixture
-def given(monkeypatch):
+def given():
     """given(lag, noise): what an engine gets in 6 steps; (label, weights) of versions 0 to 6.
 
     The learner's two weights are 1 + version and 2, and it changes them in place.
