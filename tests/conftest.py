@@ -31,7 +31,7 @@ Helpers, in tests/helpers; each says more in its first lines.
     loops, hooks, modules               main() with a stub of vLLM; in a function's way
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
-    saving_batches, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
+    saving_batches, lagging, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
                                         are programs
     wandb_log, line_links               what wandb wrote; mends links to lines
 

@@ -181,6 +181,7 @@ def debug_command(name: str) -> list[str]:
     """
     text = (REPO / "scripts" / "train" / "debug" / f"{name}.sh").read_text()
     last_command = text.partition("\nexec ")[2].replace("\\\n", " ")
+    last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
     words = shlex.split(last_command)
     words.remove("$@")
     script = next(word for word in words if word.endswith(".py"))
