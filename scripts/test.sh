@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, then all tests, two files at a time (about 10 minutes on two cores).
+# Set-up, then all tests, two files at a time (about 13 minutes on two cores).
 #   bash scripts/test.sh            all of them
 #   bash scripts/test.sh fast       those that start neither vLLM nor other processes (under 2 minutes)
 #   bash scripts/test.sh -k gae     flags and paths go to pytest; -n 0: one test at a time

@@ -61,8 +61,8 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = ["ends", "fsdp2", "runs", "adapters", "preflight", "rewards", "ranks", "multiturn"]
-LONG += ["engine", "commands"]
+LONG = ["ends", "fsdp2", "inflight", "multiturn", "runs", "adapters", "preflight", "rewards"]
+LONG += ["ranks", "lag", "engine", "commands"]
 
 
 def pytest_collection_modifyitems(items):
