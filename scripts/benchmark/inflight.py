@@ -56,8 +56,6 @@ REWARD = """
 def score(data_source, response, ground_truth, extra_info):
     return float(len(response) % 2)
 """
-
-
 STEPS = """
     step = llm.llm_engine.step
 
@@ -71,8 +69,8 @@ STEPS = """
 """
 
 
-def with_drawn_lengths(path, old, new):
-    """Changes how long a script's responses are, and what a step of vLLM's takes."""
+def stretch(path, old, new):
+    """Changes how long a script's responses are (old, new), and what a step of vLLM's takes."""
     text = path.read_text()
     start = "    llm = LLM(**options)\n"
     assert text.count(start) == 1
@@ -86,12 +84,12 @@ def prepare(folder):
     """Writes the two scripts, a reward, and the model to a folder."""
     shutil.copy(REPO / "grpo_vllm_async.py", folder / "script.py")
     write_fork("inflight", folder / "fork.py")
-    with_drawn_lengths(
+    stretch(
         folder / "script.py",
         "max_tokens=args.response_length,",
         "max_tokens=drawn_length(seed, args),",
     )
-    with_drawn_lengths(
+    stretch(
         folder / "fork.py",
         "max_tokens=args.response_length - ",
         "max_tokens=drawn_length(response.seed, args) - ",
