@@ -2,8 +2,9 @@
 
     python scripts/fork.py inflight grpo_inflight.py
 
-docs/forks.md says what each changes. The new file runs where it lies, as any copy of a script does
-(docs/fork.md). After a change of yours, this makes the diff again:
+docs/forks.md says what each changes. Bugs to learn from are in scripts/failures in the same form
+(docs/failures.md). The new file runs where it lies, as any copy of a script does (docs/fork.md).
+After a change of yours, this makes the diff again:
 
     git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
 """
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-FORKS = REPO / "scripts/forks"
+FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/failures"
 
 
 def base_of(diff):
@@ -29,9 +30,14 @@ def base_of(diff):
     return re.search(r"^--- a/(\S+)", diff, re.MULTILINE)[1]
 
 
+def find_diffs():
+    """Forks and failures: {name: path of its diff}."""
+    return {path.stem: path for folder in (FORKS, FAILURES) for path in folder.glob("*.diff")}
+
+
 def write_fork(name, output):
     """Writes a fork to a file, which must not exist yet."""
-    diff = (FORKS / f"{name}.diff").read_text()
+    diff = find_diffs()[name].read_text()
     if output.exists():
         raise SystemExit(f"{output} exists; move it away, or choose another name")
     base = base_of(diff)
@@ -54,11 +60,10 @@ def write_fork(name, output):
 
 
 def main():
-    names = sorted(path.stem for path in FORKS.glob("*.diff"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=names, help="which fork")
+    parser.add_argument("name", choices=sorted(find_diffs()), help="which fork")
     parser.add_argument("output", type=Path, help="the file to write")
     args = parser.parse_args()
     write_fork(args.name, args.output)

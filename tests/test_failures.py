@@ -1,0 +1,130 @@
+"""scripts/failures, and the program that shows them; docs/failures.md tells of each."""
+
+import json
+import re
+import sys
+
+import failures
+import fork
+import pytest
+from helpers import REPO
+
+RESULTS = REPO / "docs" / "failures.jsonl"
+NAMES = list(failures.FAILURES)
+each = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def page():
+    return (REPO / "docs" / "failures.md").read_text()
+
+
+def test_each_has_a_diff_and_a_section(page):
+    diffs = sorted(path.stem for path in fork.FAILURES.glob("*.diff"))
+    assert sorted(NAMES) == diffs and len(diffs) == 12
+    sections = page.split("\n### ")[1:]
+    assert [re.findall(r"failures/(\w+)\.diff", section) for section in sections] == [
+        [name] for name in NAMES
+    ]
+    # The thread that it is from
+    assert [len(re.findall(r"\]\(https://", section)) > 0 for section in sections] == [True] * 12
+
+
+@each
+def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
+    script, _ = failures.FAILURES[name].command
+    diff = (fork.FAILURES / f"{name}.diff").read_text()
+    assert fork.base_of(diff) == script
+    fork.write_fork(name, tmp_path / script)
+    compile((tmp_path / script).read_text(), script, "exec")
+    changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
+    assert 0 < len(changed) <= 16
+
+
+def test_all_are_told_by_the_runs_in_the_docs(page):
+    """A flag of the debug commands that changes asks for new runs."""
+    table, not_told = failures.table_of(NAMES, failures.Results(RESULTS))
+    assert not_told == [] and "not run" not in "\n".join(table)
+    assert "\n".join(table) in page
+
+
+# ---------------------------------------------------------------------------- the program, faked
+
+
+def line_of(run, metrics, error=None):
+    steps = len(metrics["objective/scores"])
+    return vars(run) | {"completed_steps": steps, "error": error, "metrics": metrics}
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path):
+    """call(start, "temperature") -> exit status: failures.py with start(run) in place of runs."""
+
+    def call(start, *words):
+        results = str(tmp_path / "failures.jsonl")
+        monkeypatch.setattr(sys, "argv", ["failures.py", "--results", results, *words])
+        monkeypatch.setattr(failures, "start", start)
+        monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: None)
+        with pytest.raises(SystemExit) as end:
+            failures.main()
+        return end.value.code
+
+    call.results = tmp_path / "failures.jsonl"
+    return call
+
+
+def test_goes_on_where_it_was_stopped_and_runs_again_without_the_check(call, capsys):
+    metric, ran = failures.FAILURES["temperature"].metric, []
+
+    def start(run):
+        ran.append((run.diff, run.checks, run.seed))
+        if run.diff and run.checks == "on":
+            return line_of(run, {"objective/scores": []}, "RuntimeError: off the learner's")
+        value = 0.5 if run.diff else 0.001 * run.seed
+        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
+
+    assert call(start, "temperature") == 0
+    assert ran == [
+        (diff, checks, seed)
+        for seed in (1, 2, 3)
+        for diff, checks in ((None, "on"), ("temperature", "on"), ("temperature", "off"))
+    ]
+    out = capsys.readouterr().out
+    assert "| 0.001, 0.002, 0.003 | 0.5, 0.5, 0.5 |" in out and "| in step 1 |" in out
+    lines = call.results.read_text().splitlines()
+    call.results.write_text("\n".join(lines[:-1]) + "\n")
+    assert call(start, "temperature") == 0
+    assert ran[9:] == [("temperature", "off", 3)]
+    assert call(None, "--draw", "temperature") == 0
+    assert call.results.with_suffix(".png").exists()
+
+
+def test_failure_that_is_not_told_is_an_error(call, capsys):
+    metric = failures.FAILURES["temperature"].metric
+
+    def start(run):
+        value = 0.002 if run.diff else 0.001 * run.seed
+        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
+
+    assert call(start, "temperature") == 1
+    out = capsys.readouterr().out
+    assert "NOT TOLD: temperature" in out and "none does" in out
+
+
+# ----------------------------------------------------------------------------- with a real vLLM
+
+
+@pytest.mark.slow
+def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
+    script, flags = failures.FAILURES["temperature"].command
+    flags = [*flags, "--total_episodes", "512", "--num_evals", "0"]
+    right, wrong, unchecked = (
+        failures.start(failures.Run(script, diff, checks, flags, 1))
+        for diff, checks in ((None, "on"), ("temperature", "on"), ("temperature", "off"))
+    )
+    assert right["error"] is None and wrong["completed_steps"] == 0
+    assert re.match("RuntimeError: vLLM's log-probabilities are off", wrong["error"])
+    assert unchecked["error"] is None and unchecked["completed_steps"] == 1
+    values = [line["metrics"]["mismatch/kl"][0] for line in (right, unchecked)]
+    assert values[0] < 1e-6 and values[1] > 1e-3
+    json.dumps(wrong)
