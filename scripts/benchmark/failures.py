@@ -2,6 +2,7 @@
 
     python scripts/benchmark/failures.py                  # all that --results lacks: 40 minutes
     python scripts/benchmark/failures.py temperature      # some, by name
+    python scripts/benchmark/failures.py temperature --show     # its commands, to run by hand
     python scripts/benchmark/failures.py --draw           # the table; the picture beside --results
 
 A bug is a diff of a few lines, scripts/failures/NAME.diff, against one of the scripts;
@@ -25,6 +26,7 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -324,6 +326,18 @@ def runs_of(name, seed):
     )
 
 
+def show(name):
+    """Writes a failure's task; prints how its fork is made and run, and the right script."""
+    if FAILURES[name].task:
+        write_task(FAILURES[name].task)
+    right, wrong, _ = runs_of(name, SEEDS[0])
+    copy = f"{right.script.partition('_')[0]}_{name}.py"
+    print(f"# {name}")
+    print(f"python scripts/fork.py {name} {copy}")
+    for script, run in ((copy, wrong), (right.script, right)):
+        print(shlex.join(["python", script, *run.flags, "--seed", str(run.seed)]))
+
+
 def write_task(name):
     import tasks
     import torch
@@ -471,6 +485,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAILURES))
     parser.add_argument("--results", type=Path, default=Path("output/failures.jsonl"))
     parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--show", action="store_true", help="print commands; run nothing")
     args = parser.parse_args()
     if unknown := set(args.names) - set(FAILURES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -480,7 +495,9 @@ def main():
         subprocess.run(debug_assets, cwd=REPO, check=True, capture_output=True)
         os.chdir(REPO)
         for name in names:
-            run_failure(name, results)
+            show(name) if args.show else run_failure(name, results)
+    if args.show:
+        return
     table, not_told = table_of(names, results)
     print("\n".join(["", *table, *(f"NOT TOLD: {name}" for name in not_told)]))
     draw(names, results, results.path.with_suffix(".png"))
