@@ -63,7 +63,7 @@ torch.set_num_threads(1)
 
 # The files that take longest, the longest first
 LONG = ["ends", "fsdp2", "inflight", "multiturn", "runs", "adapters", "preflight", "rewards"]
-LONG += ["ranks", "lag", "engine", "commands"]
+LONG += ["ranks", "lag", "engine", "commands", "soak"]
 
 
 def pytest_collection_modifyitems(items):
