@@ -222,8 +222,8 @@ def run(args, flags, folder):
                 line = look(learner, step, folder / "tmp")
                 for role in set(LASTING) - {"reward workers"}:  # which may be being replaced
                     if line["roles"][role]["processes"] != 1:
-                        output = (folder / "output.txt").read_text()
-                        raise RuntimeError(f"{describe(line)}: not one {role}\n{output}")
+                        printed = (folder / "output.txt").read_text()
+                        raise RuntimeError(f"{describe(line)}: not one {role}\n{printed}")
                 results.write(json.dumps(line) + "\n")
                 print(describe(line), flush=True)
             learner.wait()
@@ -235,8 +235,9 @@ def run(args, flags, folder):
         raise RuntimeError((folder / "output.txt").read_text())
     metrics = read_lines(folder / "run/metrics.jsonl")
     for name in ("time/training", "time/checkpoint"):
-        first, last = medians_of(metrics, name)
-        print(f"{name}, median: {first:.4f} to {last:.4f} s")
+        if any(name in line for line in metrics):  # flags may turn checkpoints off
+            first, last = medians_of(metrics, name)
+            print(f"{name}, median: {first:.4f} to {last:.4f} s")
     failures = EPISODES * sum(line["objective/reward_failures"] for line in metrics)
     print(f"rewards that failed: {failures:.0f}")
 
