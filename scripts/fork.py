@@ -31,7 +31,7 @@ def base_of(diff):
 
 
 def find_diffs():
-    """Forks and failures: {name: path of its diff}."""
+    """Forks and failures, no two of a name: {name: path of its diff}."""
     return {path.stem: path for folder in (FORKS, FAILURES) for path in folder.glob("*.diff")}
 
 

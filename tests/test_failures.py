@@ -1,8 +1,8 @@
 """scripts/failures, and the program that shows them; docs/failures.md tells of each."""
 
-import json
 import re
 import sys
+from types import SimpleNamespace
 
 import failures
 import fork
@@ -22,6 +22,7 @@ def page():
 def test_each_has_a_diff_and_a_section(page):
     diffs = sorted(path.stem for path in fork.FAILURES.glob("*.diff"))
     assert sorted(NAMES) == diffs and len(diffs) == 12
+    assert not {path.stem for path in fork.FORKS.glob("*.diff")} & {*diffs}
     sections = page.split("\n### ")[1:]
     assert [re.findall(r"failures/(\w+)\.diff", section) for section in sections] == [
         [name] for name in NAMES
@@ -42,9 +43,9 @@ def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
 
 
 def test_all_are_told_by_the_runs_in_the_docs(page):
-    """A flag of the debug commands that changes asks for new runs."""
+    """A diff, a task or a flag of the debug commands that changes asks for new runs."""
     table, not_told = failures.table_of(NAMES, failures.Results(RESULTS))
-    assert not_told == [] and "not run" not in "\n".join(table)
+    assert not_told == []
     assert "\n".join(table) in page
 
 
@@ -65,9 +66,12 @@ def call(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["failures.py", "--results", results, *words])
         monkeypatch.setattr(failures, "start", start)
         monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: None)
-        with pytest.raises(SystemExit) as end:
+        monkeypatch.chdir(REPO)  # main() does, too
+        try:
             failures.main()
-        return end.value.code
+        except SystemExit as end:
+            return end.code
+        return None
 
     call.results = tmp_path / "failures.jsonl"
     return call
@@ -79,7 +83,7 @@ def test_goes_on_where_it_was_stopped_and_runs_again_without_the_check(call, cap
     def start(run):
         ran.append((run.diff, run.checks, run.seed))
         if run.diff and run.checks == "on":
-            return line_of(run, {"objective/scores": []}, "RuntimeError: off the learner's")
+            return line_of(run, {"objective/scores": []}, failures.CAUGHT)
         value = 0.5 if run.diff else 0.001 * run.seed
         return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
 
@@ -111,6 +115,46 @@ def test_failure_that_is_not_told_is_an_error(call, capsys):
     assert "NOT TOLD: temperature" in out and "none does" in out
 
 
+def test_runs_of_another_diff_are_not_taken_for_this_one(call, monkeypatch, capsys):
+    metric = failures.FAILURES["temperature"].metric
+
+    def start(run):
+        value = 0.5 if run.diff else 0.001 * run.seed
+        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
+
+    assert call(start, "temperature") == 0
+    monkeypatch.setattr(failures, "hash_of", lambda names: str(len(names)))
+    assert call(start, "temperature", "--draw") == 1
+    assert "| temperature | not run |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("diff", "checks", "error"),
+    [
+        ("temperature", "on", "RuntimeError: Engine core initialization failed"),
+        ("temperature", "off", failures.CAUGHT),
+        (None, "on", failures.CAUGHT),
+        ("temperature", "on", ""),
+    ],
+)
+def test_run_that_fails_otherwise_has_no_line(diff, checks, error, monkeypatch):
+    ended = SimpleNamespace(returncode=1, stdout="what it said", stderr=error)
+    monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: ended)
+    monkeypatch.setattr(fork, "write_fork", lambda name, path: None)
+    with pytest.raises(RuntimeError, match="what it said"):
+        failures.start(failures.Run("grpo_vllm_async.py", diff, checks, [], 1, ""))
+
+
+def test_commands_are_shown_with_the_check_off_as_well(call, capsys):
+    assert call(None, "temperature", "--show") is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["# temperature", "python scripts/fork.py temperature grpo_temperature.py"]
+    programs = ["grpo_temperature.py", "grpo_vllm_async.py"]
+    programs.append("scripts/benchmark/failures.py --run off grpo_temperature.py")
+    for line, program in zip(lines[3:], programs, strict=True):
+        assert line.startswith(f"python {program} --dataset") and "--temperature 0.7" in line
+
+
 # ----------------------------------------------------------------------------- with a real vLLM
 
 
@@ -119,7 +163,7 @@ def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
     script, flags = failures.FAILURES["temperature"].command
     flags = [*flags, "--total_episodes", "512", "--num_evals", "0"]
     right, wrong, unchecked = (
-        failures.start(failures.Run(script, diff, checks, flags, 1))
+        failures.start(failures.Run(script, diff, checks, flags, 1, ""))
         for diff, checks in ((None, "on"), ("temperature", "on"), ("temperature", "off"))
     )
     assert right["error"] is None and wrong["completed_steps"] == 0
@@ -127,4 +171,3 @@ def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
     assert unchecked["error"] is None and unchecked["completed_steps"] == 1
     values = [line["metrics"]["mismatch/kl"][0] for line in (right, unchecked)]
     assert values[0] < 1e-6 and values[1] > 1e-3
-    json.dumps(wrong)

@@ -293,6 +293,8 @@ def test_table_and_pictures_show_every_run(call, capsys):
     assert "lag 4 95.0 (90.0 to 100.0, 2)" in out
     assert "within two points of lag 0 up to lag 1; of each seed: 1, 4\n" in out
     assert "6 runs without lag or noise" in out
+    assert "  0.8 to 0.9: 2 of 17 runs lost over two points\n" in out
+    assert "grpo, 0.0005: 0.0 to 30.0 points, 17 runs\n" in out
     for name in ("lags", "distances"):
         assert (call.results.parent / f"lag_{name}.png").stat().st_size > 0
     above, below = lag.draw_lags(lines_of_grid()).axes  # noise has one lag, and no column

@@ -2,27 +2,35 @@
 
     python scripts/benchmark/failures.py                  # all that --results lacks: 40 minutes
     python scripts/benchmark/failures.py temperature      # some, by name
-    python scripts/benchmark/failures.py temperature --show     # its commands, to run by hand
     python scripts/benchmark/failures.py --draw           # the table; the picture beside --results
+
+A bug in the hand: its task is written, and commands are printed. The last one runs a script with
+check_sampler off:
+
+    python scripts/benchmark/failures.py temperature --show
+    python scripts/benchmark/failures.py --run off grpo_temperature.py FLAGS
 
 A bug is a diff of a few lines, scripts/failures/NAME.diff, against one of the scripts;
 docs/failures.md tells where it is from. FAILURES says on which task it is seen, by which metric.
 The runs of a failure, with seeds 1, 2 and 3:
 
     right     the script as it is. Failures of one task share these
-    wrong     with the diff. If a check of the script ends it, its line says where, and it runs
-              once more with check_sampler off
+    wrong     with the diff. If check_sampler ends it, its line says where, and it runs once more
+              with the check off
 
-A failure is told from the right run if, of a metric's mean over some steps, all three values of the
-wrong runs are on the same side of all three of the right ones, by more than the right ones differ
-among each other. The exit status is 1 if one is not told.
+A failure is told from the right run by a metric's mean over some steps: all three values of the
+wrong runs are on the same side of all three of the right ones, and the gap is wider than the spread
+of the right ones. The exit status is 1 if one is not told, or not run.
 
 The runs are those of the debug commands, or of a small task where sorting digits cannot show it
 (scripts/failures/tasks.py). They go on where they were stopped. A line of --results is a run: what
-it was, what ended it, its metrics by step. On two cores a run takes half a minute.
+it was, what ended it, its metrics by step. `sources` stands for the diff and the task: with others
+it is another run. On two cores a run takes half a minute.
 """
 
 import argparse
+import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -44,6 +52,8 @@ sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "dev
 SEEDS = (1, 2, 3)
 TASKS = "output/failures"  # each task of tasks.py has a folder there
 REWARDS = "scripts/failures/rewards.py"
+# How check_sampler's message begins
+CAUGHT = "RuntimeError: vLLM's log-probabilities are off"
 
 
 def debug_task(name, **flags):
@@ -232,6 +242,7 @@ class Run:
     checks: str  # on or off
     flags: list[str] = field(hash=False)
     seed: int
+    sources: str  # a hash of the diff and the task
 
     def __str__(self):
         what = f"{self.diff}, checks {self.checks}" if self.diff else f"right {self.script}"
@@ -251,7 +262,7 @@ def metrics_to_keep():
 def start(run):
     """Runs it; returns its line of --results.
 
-    RuntimeError: it failed, but not by an error of a script with a diff.
+    RuntimeError: it failed, and that was not check_sampler ending a wrong run.
     """
     import fork
 
@@ -275,9 +286,9 @@ def start(run):
         metrics = read_lines(folder / "run/metrics.jsonl")
     error = None
     if result.returncode:
-        error = result.stderr.strip().splitlines()[-1]
-        if not run.diff or not error.startswith(("RuntimeError: ", "AssertionError: ")):
-            raise RuntimeError(f"{result.stdout}\n{result.stderr}")
+        error = (result.stderr.strip().splitlines() or [""])[-1]
+        if not run.diff or run.checks == "off" or not error.startswith(CAUGHT):
+            raise RuntimeError(f"{run} failed:\n{result.stdout}\n{result.stderr}")
     values = {
         name: [rounded(line.get(name)) for line in metrics]
         for name in metrics_to_keep()
@@ -317,25 +328,38 @@ class Results:
 
 def runs_of(name, seed):
     """The runs of a failure: right; wrong; wrong without the check."""
-    script, flags = FAILURES[name].command
-    wrong_flags = [*flags, *flags_of(FAILURES[name].wrong_flags)]
+    failure = FAILURES[name]
+    script, flags = failure.command
+    wrong_flags = [*flags, *flags_of(failure.wrong_flags)]
+    sources = ["tasks.py", "rewards.py"] if failure.task else []
+    right = hash_of(sources)
+    if "reward_fn" in failure.wrong_flags:
+        sources = ["rewards.py"]
+    wrong = hash_of([*sources, f"{name}.diff"])
     return (
-        Run(script, None, "on", flags, seed),
-        Run(script, name, "on", wrong_flags, seed),
-        Run(script, name, "off", wrong_flags, seed),
+        Run(script, None, "on", flags, seed, right),
+        Run(script, name, "on", wrong_flags, seed, wrong),
+        Run(script, name, "off", wrong_flags, seed, wrong),
     )
 
 
+def hash_of(names):
+    """A hash of some files of scripts/failures."""
+    texts = [(REPO / "scripts/failures" / name).read_text() for name in names]
+    return hashlib.blake2b(repr(texts).encode(), digest_size=4).hexdigest()
+
+
 def show(name):
-    """Writes a failure's task; prints how its fork is made and run, and the right script."""
-    if FAILURES[name].task:
-        write_task(FAILURES[name].task)
-    right, wrong, _ = runs_of(name, SEEDS[0])
+    """Prints how a failure's fork is made and run, and the right script."""
+    right, wrong, unchecked = runs_of(name, SEEDS[0])
     copy = f"{right.script.partition('_')[0]}_{name}.py"
-    print(f"# {name}")
-    print(f"python scripts/fork.py {name} {copy}")
-    for script, run in ((copy, wrong), (right.script, right)):
-        print(shlex.join(["python", script, *run.flags, "--seed", str(run.seed)]))
+    print(f"\n# {name}\npython scripts/fork.py {name} {copy}")
+    for program, run in (
+        (copy, wrong),
+        (right.script, right),
+        (f"scripts/benchmark/failures.py --run off {copy}", unchecked),
+    ):
+        print(f"python {program} {shlex.join(run.flags)} --seed {run.seed}")
 
 
 def write_task(name):
@@ -343,18 +367,19 @@ def write_task(name):
     import torch
     import transformers
 
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the same bits on any machine
+    torch.set_num_threads(1)  # the same bits for any number of cores
     torch.manual_seed(1)
     folder = REPO / TASKS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    getattr(tasks, name)(folder)
+    print(f"Writing {folder.relative_to(REPO)} ...", flush=True)
+    with contextlib.redirect_stdout(None):
+        getattr(tasks, name)(folder)
 
 
 def run_failure(name, results):
-    if FAILURES[name].task:
-        write_task(FAILURES[name].task)
     for seed in SEEDS:
         right, wrong, unchecked = runs_of(name, seed)
         results.get(right)
@@ -414,7 +439,7 @@ def in_short(values):
 
 
 def table_of(names, results):
-    """A table in Markdown, by lines; and the names of those that are not told."""
+    """A table in Markdown, by lines; and the names of those that are not told, or not run."""
     lines = [
         "| failure | told by | right | wrong | last scores, right | wrong | a check ends it |",
         "|---|---|---|---|---|---|---|",
@@ -423,6 +448,7 @@ def table_of(names, results):
     for name in names:
         failure, sides = FAILURES[name], lines_of(name, results)
         if sides is None:
+            not_told.append(name)
             lines.append(f"| {name} | not run | | | | | |")
             continue
         right, wrong, ended = sides
@@ -447,10 +473,12 @@ def draw(names, results, path):
     from matplotlib.figure import Figure
 
     drawn = {name: lines for name in names if (lines := lines_of(name, results))}
+    if not drawn:
+        return
     rows = -(-len(drawn) // 2)
     figure = Figure(figsize=(17, 2.6 * rows), layout="constrained")
     panels = iter(figure.subplots(rows, 4, squeeze=False).flatten())
-    for (name, (right, wrong, _)), *_ in zip(drawn.items()):
+    for name, (right, wrong, _) in drawn.items():
         failure = FAILURES[name]
         for metric in (failure.metric, failure.effect):
             axes = next(panels)
@@ -485,7 +513,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAILURES))
     parser.add_argument("--results", type=Path, default=Path("output/failures.jsonl"))
     parser.add_argument("--draw", action="store_true", help="run nothing")
-    parser.add_argument("--show", action="store_true", help="print commands; run nothing")
+    parser.add_argument("--show", action="store_true", help="print commands, write the task")
     args = parser.parse_args()
     if unknown := set(args.names) - set(FAILURES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -495,6 +523,8 @@ def main():
         subprocess.run(debug_assets, cwd=REPO, check=True, capture_output=True)
         os.chdir(REPO)
         for name in names:
+            if FAILURES[name].task:
+                write_task(FAILURES[name].task)
             show(name) if args.show else run_failure(name, results)
     if args.show:
         return

@@ -94,6 +94,7 @@ OWN_FLAGS |= {"output_dir", "run_name"}
 RIGHT = 0.9  # of held-out prompts, which is to be reached
 TOLERANCE = 0.02  # a lag whose final rate is this far below lag 0's is too large
 SMALLEST_KL = 1e-7  # in pictures: below is float32's rounding
+ESS_EDGES = (0, 0.4, 0.6, 0.7, 0.8, 0.9, 1)  # of the second table
 
 
 # -------------------------------------------------------------------------- in the run's process
@@ -410,6 +411,39 @@ def print_table(lines):
                 )
 
 
+def losses_of(lines):
+    """(line, loss) of each run that had a lag or noise: what it ended below the mean of lag 0.
+
+    Lag 0 is that of the same task and learning rate, without noise.
+    """
+    for _, same in group(
+        lines, lambda line: (line["task"], tuple(line["flags"]), line["rate"])
+    ).items():
+        exact = [line["final"] for line in same if line["lag"] == 0 == line["noise"]]
+        others = [line for line in same if line["lag"] or line["noise"]]
+        for line in others if exact else []:
+            yield line, statistics.fmean(exact) - line["final"]
+
+
+def print_thresholds(lines):
+    """How many runs lost over two points, by effective sample size; and what they lost."""
+    print("\nlosses by the effective sample size (mean over the steps), against lag 0:")
+    losses = list(losses_of(lines))
+    for low, high in itertools.pairwise(ESS_EDGES):
+        of_size = [(line, loss) for line, loss in losses if low < line["ess"] <= high]
+        if not of_size:
+            continue
+        hurt = sum(loss > TOLERANCE + 1e-9 for _, loss in of_size)
+        print(f"  {low:g} to {high:g}: {hurt} of {len(of_size)} runs lost over two points")
+        keys = group(of_size, lambda pair: (pair[0]["task"], pair[0]["rate"]))
+        for (task, rate), pairs in keys.items():
+            of_rate = [100 * loss for _, loss in pairs]
+            print(
+                f"{'':10}{task}, {rate:g}: {min(of_rate):.1f} to {max(of_rate):.1f} points, "
+                f"{len(of_rate)} runs"
+            )
+
+
 def check_controls(lines):
     """Without lag or noise masks take nothing away: those runs must be equal to truncate's."""
     exact = [line for line in lines if line["lag"] == 0 == line["noise"]]
@@ -520,6 +554,7 @@ def draw(path):
     lines = read_lines(path)
     check_controls(lines)
     print_table(lines)
+    print_thresholds(lines)
     for name, figure in (("lags", draw_lags(lines)), ("distances", draw_distances(lines))):
         if figure is None:
             print(f"No picture of lags: {path} has one lag of each setting")
