@@ -289,9 +289,9 @@ def test_table_and_pictures_show_every_run(call, capsys):
     call.results.write_text("".join(json.dumps(line) + "\n" for line in lines_of_grid()))
     assert call(None, "--draw") == 0
     out = capsys.readouterr().out
-    assert "  none:     lag 0 100.0 (100.0 to 100.0, 2); lag 1 99.0 (99.0 to 99.0, 2); " in out
-    assert "lag 4 95.0 (90.0 to 100.0, 2)" in out
-    assert "within two points of lag 0 up to lag 1; of each seed: 1, 4\n" in out
+    row = "| 100.0 (100.0 to 100.0, 2 seeds) | 99.0 (99.0 to 99.0, 2 seeds)"
+    assert f"| grpo, rate 0.0005 | none {row} | 95.0 (90.0 to 100.0, 2 seeds) | 1 | 1, 4 |\n" in out
+    assert "| grpo, rate 0.0005, noise 0.01 | none |  |  | 70.0 (1 seed) |  |  |\n" in out
     assert "6 runs without lag or noise" in out
     assert "  0.8 to 0.9: 2 of 17 runs lost over two points\n" in out
     assert "grpo, 0.0005: 0.0 to 30.0 points, 17 runs\n" in out

@@ -51,7 +51,8 @@ lag 0, until with a seed less than 90% are right at the end.
 
 Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; token and sequence are
 --mismatch_mask on top of that, as a user would add it. Without lag or noise they mask nothing, and
-must be equal to truncate; --draw checks that. Other flags go to the script, and make another cell.
+must be equal to truncate; --draw checks that, and takes truncate's for those that were not run.
+Other flags go to the script, and make another cell.
 
 A line of --results is a cell: its settings, the final held-out rate, the steps to 90%, means over
 the steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the
@@ -350,7 +351,7 @@ def setting_of(line):
 
 def title_of(setting):
     task, flags, rate, noise = setting
-    title = f"{task}, learning rate {rate:g}" + f", noise {noise:g}" * (noise > 0)
+    title = f"{task}, rate {rate:g}" + f", noise {noise:g}" * (noise > 0)
     return " ".join([title, *flags])
 
 
@@ -382,33 +383,59 @@ def largest_lag(rates):
     return max(itertools.takewhile(lambda lag: rates[lag] >= least, sorted(rates)))
 
 
-def print_table(lines):
-    """The final rate by lag: its mean and range over the seeds. And the largest lag without harm.
+def is_compared(rates):
+    """Whether there are a lag 0 and another; rates: {lag: rate}."""
+    return 0 in rates and len(rates) > 1
 
-    It is given for the means, and for each seed that has a lag 0.
+
+def cell_text(finals):
+    """The mean of some rates, in %, and the least and the greatest; their number unless it is 3.
+
+    >>> cell_text([0.99, 0.98, 1.0]), cell_text([0.5])
+    ('99.0 (98.0 to 100.0)', '50.0 (1 seed)')
     """
+    mean, least, most = (100 * of(finals) for of in (statistics.fmean, min, max))
+    if len(finals) == 1:
+        return f"{mean:.1f} (1 seed)"
+    number = "" if len(finals) == 3 else f", {len(finals)} seeds"
+    return f"{mean:.1f} ({least:.1f} to {most:.1f}{number})"
+
+
+def equal_runs(own, of_setting):
+    """Runs of truncate that a mask's missing ones would be equal to: without lag or noise."""
+    if own[0]["correction"] in ("none", "truncate") or own[0]["noise"]:
+        return []
+    seeds = {line["seed"] for line in own if line["lag"] == 0}
+    return [
+        line
+        for line in of_setting
+        if line["correction"] == "truncate" and line["lag"] == 0 and line["seed"] not in seeds
+    ]
+
+
+def print_table(lines):
+    """The final rate by lag, in Markdown; and up to which lag it is within two points of lag 0's.
+
+    That is given for the means, and for each seed that has a lag 0.
+    """
+    lags = sorted({line["lag"] for line in lines})
+    print(f"| | correction | {' | '.join(f'lag {lag}' for lag in lags)} | to lag | of each seed |")
+    print("|---|---|" + "---|" * (len(lags) + 2))
     for setting, of_setting in group(lines, setting_of).items():
-        print(f"\n{title_of(setting)}: % right at the end, mean (least to most, seeds)")
         for _, name, own in corrections_in(of_setting):
-            means, texts = {}, []
-            for lag, same in group(own, lambda line: line["lag"]).items():
-                finals = [100 * line["final"] for line in same]
-                means[lag] = statistics.fmean(finals) / 100
-                texts.append(
-                    f"lag {lag} {statistics.fmean(finals):.1f} "
-                    f"({min(finals):.1f} to {max(finals):.1f}, {len(finals)})"
-                )
-            print(f"  {name + ':':10}{'; '.join(texts)}")
+            own = own + equal_runs(own, of_setting)
+            by_lag = group(own, lambda line: line["lag"])
+            finals = {lag: [line["final"] for line in same] for lag, same in by_lag.items()}
+            means = {lag: statistics.fmean(rates) for lag, rates in finals.items()}
             seeds = [
                 str(largest_lag(rates))
                 for _, same in group(own, lambda line: line["seed"]).items()
-                if 0 in (rates := {line["lag"]: line["final"] for line in same})
+                if is_compared(rates := {line["lag"]: line["final"] for line in same})
             ]
-            if 0 in means:
-                print(
-                    f"{'':12}within two points of lag 0 up to lag {largest_lag(means)}; "
-                    f"of each seed: {', '.join(seeds)}"
-                )
+            largest = largest_lag(means) if is_compared(means) else ""
+            cells = [cell_text(finals[lag]) if lag in finals else "" for lag in lags]
+            cells = [title_of(setting), name, *cells, largest, ", ".join(seeds)]
+            print(f"| {' | '.join(map(str, cells))} |")
 
 
 def losses_of(lines):
@@ -466,17 +493,17 @@ def draw_steps(axes, x, line, **look):
 
 
 def draw_lags(lines):
-    """Held-out rate at the end, and steps to 90%, against lag: a column for each setting."""
+    """Held-out rate at the end, and steps to 90%, against lag: a column for each rate, no noise."""
     from matplotlib.figure import Figure
 
     columns = {
         setting: own
         for setting, own in group(lines, setting_of).items()
-        if len({line["lag"] for line in own}) > 1
+        if len({line["lag"] for line in own}) > 1 and not own[0]["noise"]
     }
     if not columns:
         return None
-    figure = Figure(figsize=(4.5 * len(columns), 7), layout="constrained")
+    figure = Figure(figsize=(4 * len(columns), 6.5), layout="constrained")
     grid = figure.subplots(2, len(columns), squeeze=False, sharey="row")
     for (above, below), (setting, of_setting) in zip(grid.T, columns.items(), strict=True):
         lags, seeds = (sorted({line[name] for line in of_setting}) for name in ("lag", "seed"))
