@@ -22,7 +22,7 @@ Which file.
     test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
     test_inflight, test_multiturn       scripts/forks: rounds, turns; whole runs of the forks
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
-    test_lag, test_soak                 benchmarks: old weights in the sampler; memory of long runs
+    test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
 The others are about a program of scripts/ each.
@@ -63,7 +63,7 @@ torch.set_num_threads(1)
 
 # The files that take longest, the longest first
 LONG = ["ends", "fsdp2", "inflight", "multiturn", "runs", "adapters", "preflight", "rewards"]
-LONG += ["ranks", "lag", "engine", "commands", "soak"]
+LONG += ["ranks", "lag", "engine", "commands", "soak", "failures"]
 
 
 def pytest_collection_modifyitems(items):

@@ -305,6 +305,14 @@ def test_table_and_pictures_show_every_run(call, capsys):
     assert len(by_ess.get_lines()) == len(by_kl.get_lines()) == 25
 
 
+def test_table_of_the_page_is_that_of_its_runs(capsys):
+    lines = read_json_lines(REPO / "docs/lag.jsonl")
+    lag.check_controls(lines)
+    capsys.readouterr()
+    lag.print_table(lines)
+    assert capsys.readouterr().out in (REPO / "docs/async.md").read_text()
+
+
 def test_masks_that_take_something_away_without_a_lag_are_an_error():
     lines = lines_of_grid()
     lag.check_controls(lines)
