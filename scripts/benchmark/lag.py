@@ -1,19 +1,28 @@
-"""What old weights in the sampler cost: runs in turns whose vLLM is k training steps behind.
+r"""What old weights in the sampler cost: runs in turns whose vLLM is k training steps behind.
 
 One cell, which a reader compares with its line:
 
     python scripts/benchmark/lag.py --lags 4 --corrections none --seeds 1
 
-The whole grid. It goes on where it was stopped, and what is in --results is not run again:
+The grid. It goes on where it was stopped, and what is in --results is not run again:
 
-    python scripts/benchmark/lag.py --find_rate     # says the highest rate at which lag 0 learns: H
-    python scripts/benchmark/lag.py --rates 5e-4 H
-    python scripts/benchmark/lag.py --rates 5e-4 H --lags 2 8
-    python scripts/benchmark/lag.py --rates 5e-4 H --lags 0 4 --noises 0.001 0.01
-    python scripts/benchmark/lag.py --task ppo --rates H --lags 0 4 16 --corrections none truncate
-    python scripts/benchmark/lag.py --task smollm2 --model PATH --lags 0 4 --seeds 1 \
+    python scripts/benchmark/lag.py --find_rate     # the highest rate at which lag 0 learns: 2e-3
+    python scripts/benchmark/lag.py --rates 5e-4 1e-3 2e-3
+    python scripts/benchmark/lag.py --lags 2 8
+    python scripts/benchmark/lag.py --lags 4 16 --seeds 4 5
+    python scripts/benchmark/lag.py --lags 0 1 --seeds 4 5 --corrections none truncate
+    python scripts/benchmark/lag.py --rates 1e-3 --lags 4 16 --seeds 4 5 \
+        --corrections truncate sequence
+    python scripts/benchmark/lag.py --lags 0 4 --noises 0.001 0.01 --corrections none truncate
+    python scripts/benchmark/lag.py --task ppo --find_rate     # 8e-4
+    python scripts/benchmark/lag.py --task ppo --rates 8e-4 1.6e-3 --lags 0 4 16 \
         --corrections none truncate
     python scripts/benchmark/lag.py --draw          # tables, and two pictures beside --results
+
+docs/lag.jsonl has what was run of it; not this, an hour:
+
+    python scripts/benchmark/lag.py --task smollm2 --model PATH --lags 0 4 --seeds 1 \
+        --corrections none truncate
 
 A script with its own flags, but for a lag of 4 and a noise of 0.1%:
 
