@@ -448,7 +448,7 @@ def print_table(lines):
 
 
 def losses_of(lines):
-    """(line, loss) of each run that had a lag or noise: what it ended below the mean of lag 0.
+    """(line, loss) of each run that had a lag: what it ended below the mean of lag 0.
 
     Lag 0 is that of the same task and learning rate, without noise.
     """
@@ -456,7 +456,7 @@ def losses_of(lines):
         lines, lambda line: (line["task"], tuple(line["flags"]), line["rate"])
     ).items():
         exact = [line["final"] for line in same if line["lag"] == 0 == line["noise"]]
-        others = [line for line in same if line["lag"] or line["noise"]]
+        others = [line for line in same if line["lag"]]
         for line in others if exact else []:
             yield line, statistics.fmean(exact) - line["final"]
 
