@@ -161,7 +161,7 @@ def test_commands_are_shown_with_the_check_off_as_well(call, capsys):
 @pytest.mark.slow
 def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
     script, flags = failures.FAILURES["temperature"].command
-    flags = [*flags, "--total_episodes", "512", "--num_evals", "0"]
+    flags = [*flags, "--total_episodes", "512", "--num_evals", "0", "--warm_up_steps", "0"]
     right, wrong, unchecked = (
         failures.start(failures.Run(script, diff, checks, flags, 1, ""))
         for diff, checks in ((None, "on"), ("temperature", "on"), ("temperature", "off"))
