@@ -1,4 +1,4 @@
-"""Twelve bugs that people really had: what each does to a run, and which metric tells.
+"""Twelve mistakes, most of them bugs that people had: what each does to a run, and which metric tells.
 
     python scripts/benchmark/failures.py                  # all that --results lacks: 40 minutes
     python scripts/benchmark/failures.py temperature      # some, by name
@@ -333,7 +333,7 @@ def runs_of(name, seed):
     wrong_flags = [*flags, *flags_of(failure.wrong_flags)]
     sources = ["tasks.py", "rewards.py"] if failure.task else []
     right = hash_of(sources)
-    if "reward_fn" in failure.wrong_flags:
+    if "reward_fn" in failure.wrong_flags and not failure.task:
         sources = ["rewards.py"]
     wrong = hash_of([*sources, f"{name}.diff"])
     return (
