@@ -1,4 +1,4 @@
-"""Twelve mistakes, most of them bugs that people had: what each does to a run, and which metric tells.
+"""Twelve mistakes, most of them bugs of others: what each does to a run, and which metric tells.
 
     python scripts/benchmark/failures.py                  # all that --results lacks: 40 minutes
     python scripts/benchmark/failures.py temperature      # some, by name
