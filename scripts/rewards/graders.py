@@ -1,6 +1,7 @@
-"""Rewards by rule for the data that scripts/data_preprocess writes: GSM8K, MATH and HellaSwag.
+r"""Rewards by rule for the data that scripts/data_preprocess writes: GSM8K, MATH and HellaSwag.
 
-    accelerate launch ppo_vllm_async.py --reward_fn scripts/rewards/graders.py:compute_score ...
+    accelerate launch --config_file scripts/accelerate/one_gpu.yaml ppo_vllm_async.py \
+        --reward_fn scripts/rewards/graders.py:compute_score ...
 
 `compute_score` grades every source that the project knows. Sorting and GSM8K are in the scripts as
 well, in the same words; MATH needs math-verify, and HellaSwag's answers take some reading.

@@ -28,5 +28,6 @@ flags=(
   --num_evals 3 --num_eval_prompts 96
 )
 run=(ppo_vllm_async.py --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
-.venv/bin/python scripts/preflight.py "${run[@]}"  # what is wrong, in a line each; and the plan
-exec .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "${run[@]}"
+launch=(--config_file scripts/accelerate/one_gpu.yaml)  # without a GPU a process on the CPU
+.venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
+exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
