@@ -1,11 +1,13 @@
 r"""Checks a run before it is launched, and prints its plan; also on a laptop without the GPUs.
 
-    python scripts/preflight.py [--num_processes 8] [--num_gpus 8] [--gpu_memory 80] SCRIPT FLAGS...
-    python scripts/preflight.py --config_file scripts/accelerate/fsdp2.yaml ... SCRIPT FLAGS...
+    python scripts/preflight.py --config_file scripts/accelerate/one_gpu.yaml SCRIPT FLAGS...
+    python scripts/preflight.py --config_file scripts/accelerate/ddp.yaml [--num_processes 6] \
+        [--num_gpus 8] [--gpu_memory 80] SCRIPT FLAGS...
 
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
-fork of one; FLAGS are those that it is to be launched with. It is loaded as a module. Where it has
-a function that refuses something, that one is called and quoted, so a fork is checked as it is.
+fork of one; FLAGS are those that it is to be launched with, as --config_file and --num_processes
+are those for accelerate launch. It is loaded as a module. Where it has a function that refuses
+something, that one is called and quoted, so a fork is checked as it is.
 
 The checks are in parts: arguments, tokenizer, data, models, reward, the output folder and the
 checkpoint in it, disk, accounts, memory. Each part tells its first mistake in one line, and the
@@ -43,6 +45,7 @@ import torch
 import transformers
 import tyro
 import yaml
+from accelerate.commands.config import config_args
 from plan import GIB, with_changes
 from preprocessing import hub_answers, printable
 from provenance import repo_of
@@ -65,7 +68,7 @@ class Options:
     """Where the run is to be launched."""
 
     config_file: str | None = None
-    """as for accelerate launch, such as scripts/accelerate/fsdp2.yaml"""
+    """as for accelerate launch; None: the default file that accelerate config wrote, if any"""
     num_processes: int | None = None
     """learner processes on all machines, as for accelerate launch; None: by config_file, or 1"""
     num_machines: int | None = None
@@ -201,14 +204,21 @@ def parse_flags(script, words):
 
 
 def read_config_file(options):
-    """Fills in the numbers and variables that accelerate's launcher gives to a run."""
+    """Fills in the numbers and variables that accelerate's launcher gives to a run.
+
+    As the launcher does, it takes accelerate's default file where it is told of no other.
+    """
+    if options.config_file is None and os.path.isfile(config_args.default_config_file):
+        options.config_file = config_args.default_config_file
     path, config = options.config_file, {}
     try:
         if path:
-            config = yaml.safe_load(Path(path).read_text())
+            config = yaml.safe_load(Path(path).expanduser().read_text())
             fsdp = {"fsdp_cpu_ram_efficient_loading": True} | (config.get("fsdp_config") or {})
             options.variables |= {name.upper(): value for name, value in fsdp.items()}
-            options.variables[f"ACCELERATE_USE_{config['distributed_type']}"] = True
+            options.variables[f"ACCELERATE_USE_{config['distributed_type']}".upper()] = True
+            if options.is_set("ACCELERATE_USE_NO"):
+                config["num_processes"] = 1  # whatever is in the file
         options.num_processes = options.num_processes or int(config.get("num_processes", 1))
         options.num_machines = options.num_machines or int(config.get("num_machines", 1))
     except Exception as error:
@@ -216,16 +226,25 @@ def read_config_file(options):
 
 
 def check_sharding(run):
-    """Refuses ways to share a model among ranks that the script does not know."""
+    """Refuses launches that start what the script does not know, or fewer ranks than are asked."""
+    path = run.options.config_file
+    if run.options.is_set("ACCELERATE_USE_NO") and run.options.num_processes > 1:
+        raise Mistake(
+            f"--num_processes {run.options.num_processes}: {path} starts one, so launch with "
+            f"--config_file scripts/accelerate/ddp.yaml"
+        )
     variables, is_trainer = run.options.variables, run.trains_reward_model()
     is_known = str(variables.get("FSDP_VERSION")) == "2" and not is_trainer
     if run.options.is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         is_known = False
     is_sharded = run.options.is_set("ACCELERATE_USE_FSDP")
-    if run.options.is_set("ACCELERATE_USE_DEEPSPEED") or (is_sharded and not is_known):
+    others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_XLA")
+    if any(map(run.options.is_set, others)) or (is_sharded and not is_known):
         raise Mistake(
-            f"launch as scripts/accelerate/{'ddp' if is_trainer else 'fsdp2'}.yaml does: without "
-            f"DeepSpeed, a reward model without FSDP, all else by fsdp_version 2 and with "
+            f"accelerate launch reads {path or 'the environment'}: launch with --config_file "
+            f"scripts/accelerate/one_gpu.yaml, or as "
+            f"scripts/accelerate/{'ddp' if is_trainer else 'fsdp2'}.yaml does: without DeepSpeed, "
+            f"a reward model without FSDP, all else by fsdp_version 2 and with "
             f"fsdp_cpu_ram_efficient_loading false"
         )
 

@@ -316,7 +316,11 @@ CASES = {
 }
 
 SHARDED = REPO / "scripts" / "accelerate" / "fsdp2.yaml"
+ONE_GPU = SHARDED.with_name("one_gpu.yaml")
 FSDP2 = "scripts/accelerate/fsdp2.yaml | fsdp_version 2"
+ONE_PROCESS = (
+    "--num_processes 8 | one_gpu.yaml starts one | --config_file scripts/accelerate/ddp.yaml"
+)
 
 
 def launch_file(**changes):
@@ -357,6 +361,7 @@ LAUNCHES = {
     "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
     "RAM-efficient loading": (launch_file(fsdp_config={"fsdp_version": 2}), {}, FSDP2),
     "DeepSpeed": (launch_file(distributed_type="DEEPSPEED"), {}, FSDP2),
+    "ranks of one process": (gpus(8, num_processes=8, config_file=ONE_GPU), {}, ONE_PROCESS),
     "sharded pairs": (given(config_file=SHARDED), PAIRS_OF_FSDP, "accelerate/ddp.yaml", TRAINER),
 }
 

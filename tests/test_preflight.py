@@ -19,6 +19,7 @@ import preflight_cases as cases
 import pytest
 import torch
 import transformers
+import yaml
 from helpers import ASYNC, REPO, SCRIPTS, modules
 from helpers.files import write_text
 from helpers.loops import options_of
@@ -103,6 +104,55 @@ def test_machines_that_do_not_fit_are_told_after_the_plan(name, script, ask, fol
     answer = ask(script, cases.good_options(folder, script) | options, **launch(folder))
     check_mistake(answer, words)
     assert "memory" not in name or "memory" in answer[1]
+
+
+@pytest.fixture
+def accelerate_config(folder, monkeypatch):
+    """accelerate_config(distributed_type="NO"): what `accelerate config` wrote on this machine."""
+
+    def write(**content):
+        path = write_text(folder / "default_config.yaml", yaml.dump(content))
+        monkeypatch.setattr(preflight.config_args, "default_config_file", str(path))
+
+    return write
+
+
+FSDP_1 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}
+BY_DEFAULT = "reads {folder}/default_config.yaml | --config_file scripts/accelerate/one_gpu.yaml"
+
+
+@pytest.mark.parametrize("script", cases.EVERY)
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_default_file_of_accelerate_is_read_as_by_its_launcher(
+    kind, script, ask, folder, accelerate_config
+):
+    """Where no other is named. It has started what the preflight had not looked at."""
+    accelerate_config(**FSDP_1 | {"distributed_type": kind})
+    options = cases.good_options(folder, script)
+    check_mistake(ask(script, options), BY_DEFAULT.format(folder=folder))
+    check_plan(ask(script, options, config_file=cases.ONE_GPU), "learners 1")
+
+
+@pytest.mark.parametrize(
+    ("content", "learners"),
+    [
+        ({"distributed_type": "NO", "num_processes": 2, "use_cpu": True}, 1),
+        ({"distributed_type": "NO", "mixed_precision": "fp16", "dynamo_backend": "EAGER"}, 1),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, 2),
+    ],
+)
+def test_default_file_that_does_no_harm_is_let_be(
+    content, learners, ask, folder, accelerate_config
+):
+    accelerate_config(**content)
+    options = cases.good_options(folder, "ppo_sync.py")
+    check_plan(ask("ppo_sync.py", options, num_gpus=2), f"learners {learners} ")
+
+
+def test_home_in_config_file_is_expanded(ask, folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(cases.SHARDED.parent))
+    options = cases.good_options(folder, "ppo_sync.py")
+    check_plan(ask("ppo_sync.py", options, config_file="~/fsdp2.yaml"), "gathered by FSDP2")
 
 
 @pytest.mark.parametrize("name", cases.FORKS)
@@ -299,12 +349,17 @@ def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
 
     def answer(*words):
         command = [sys.executable, "scripts/preflight.py", *words]
-        done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True)
+        env = environment({"HF_HOME": str(folder)})
+        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
-    check_plan(answer("grpo_vllm_async.py"), "learners 1")
-    check_plan(answer(*cases.TRAINER), "learners 1")
-    status, said, mistakes = answer("ppo_sync.py", "--seed=-1", "--eval_dataset", "no.jsonl")
+    write_text(folder / "accelerate" / "default_config.yaml", yaml.dump(FSDP_1))
+    one_gpu = ["--config_file", "scripts/accelerate/one_gpu.yaml"]
+    check_plan(answer(*one_gpu, "grpo_vllm_async.py"), "learners 1")
+    check_plan(answer(*one_gpu, *cases.TRAINER), "learners 1")
+    check_mistake(answer("grpo_vllm_async.py"), f"reads {folder}/accelerate/default_config.yaml")
+    wrong = ["--seed=-1", "--eval_dataset", "no.jsonl"]
+    status, said, mistakes = answer(*one_gpu, "ppo_sync.py", *wrong)
     assert status == 2 and said.startswith("Plan of ppo_sync.py")
     first, second = mistakes.splitlines()
     assert "--seed is -1" in first and "no.jsonl" in second

@@ -223,7 +223,8 @@ def plan(command: list[str]) -> dict:
 
     plan_gib is None where there is none.
     """
-    words = [sys.executable, str(REPO / "scripts" / "preflight.py"), "--num_gpus", "1", *command]
+    words = [sys.executable, "scripts/preflight.py", "--num_gpus", "1"]
+    words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
     try:
         done = subprocess.run(
             words, cwd=REPO, capture_output=True, text=True, timeout=PROGRAM_LIMIT

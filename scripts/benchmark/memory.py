@@ -98,8 +98,8 @@ def planned(path, flags, ranks, is_fsdp2):
     """Bytes by the preflight: of all learners together, of all engines together."""
     sys.path[:0] = [str(REPO), str(REPO / "scripts")]
     preflight, plan = map(importlib.import_module, ("preflight", "plan"))
-    file = str(REPO / "scripts/accelerate/fsdp2.yaml") if is_fsdp2 else None
-    options = preflight.Options(num_processes=ranks, num_gpus=0, config_file=file)
+    file = REPO / "scripts/accelerate" / f"{'fsdp2' if is_fsdp2 else 'ddp'}.yaml"
+    options = preflight.Options(num_processes=ranks, num_gpus=0, config_file=str(file))
     preflight.read_config_file(options)
     script = preflight.load_script(path)
     args, _ = preflight.parse_flags(script, flags)
@@ -114,7 +114,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--fsdp2", action="store_true", help="shard the models")
-    parser.add_argument("script")
+    parser.add_argument("script", type=os.path.expanduser)
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     of_learners, of_engines = planned(options.script, options.flags, options.ranks, options.fsdp2)
