@@ -357,19 +357,22 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run", type=Path, help="folder of the run")
+    add("run", type=lambda path: Path(path).expanduser(), help="folder of the run")
     add("--samples", type=int, default=1, help="answers to each prompt (default 1)")
     temperature = "default: the run's --eval_temperature; where that is 0 and there are several "
     temperature += "samples, the run's --temperature"
     add("--temperature", dest="eval_temperature", type=float, help=temperature)
-    add("--dataset", dest="eval_dataset", help="held-out prompts; default: the run's")
+    dataset = "held-out prompts; default: the run's"
+    add("--dataset", dest="eval_dataset", type=os.path.expanduser, help=dataset)
     split = "their split, when they are on the hub; default: the run's"
     add("--dataset_split", dest="eval_dataset_split", help=split)
     prompts = "how many of them, 0: all; default: the run's --num_eval_prompts, the same ones"
     add("--prompts", dest="num_eval_prompts", type=int, help=prompts)
-    add("--reward_fn", metavar="FILE:FUNCTION", help="in place of the run's rule")
+    rule = "in place of the run's rule"
+    add("--reward_fn", type=os.path.expanduser, metavar="FILE:FUNCTION", help=rule)
     add("--response_length", type=int, help="most tokens; default: the run's")
-    add("--model", type=Path, help="folder of a model with the run's tokens; default: RUN/model")
+    model = "folder of a model with the run's tokens; default: RUN/model"
+    add("--model", type=lambda path: Path(path).expanduser(), help=model)
     add("--seed", type=int, help="seed of the sampling; default: the run's")
     options = parser.parse_args()
 

@@ -66,7 +66,7 @@ def main():
     parser.add_argument("name", choices=sorted(find_diffs()), help="which fork")
     parser.add_argument("output", type=Path, help="the file to write")
     args = parser.parse_args()
-    write_fork(args.name, args.output)
+    write_fork(args.name, args.output.expanduser())
     print(f"wrote {args.output}")
 
 

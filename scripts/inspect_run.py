@@ -445,7 +445,7 @@ def main():
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     parser.add_argument("--tokens", type=int, default=120, metavar="N", help=tokens)
     options = parser.parse_args()
-    run_dir = options.run
+    run_dir = options.run.expanduser()
     if not (run_dir / "args.json").is_file():
         parser.error(f"{run_dir} holds no args.json: it is not the folder of a run")
     if options.summary:

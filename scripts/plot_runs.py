@@ -465,11 +465,13 @@ def main():
     metrics = "metrics of the scripts that have no panel otherwise, with a panel each"
     add("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
     output = "the picture, .png, .svg or .pdf; default: of one run its curves.png, of several "
-    add("--output", type=Path, metavar="FILE", help=output + "comparison.png in this folder")
+    output += "comparison.png in this folder"
+    add("--output", type=lambda path: Path(path).expanduser(), metavar="FILE", help=output)
     overwrite = "replace the picture if it exists; a run's own curves.png always is"
     add("--overwrite", action="store_true", help=overwrite)
     add("--quiet", action="store_true", help="do not name the pictures that were written")
     args = parser.parse_args()
+    args.runs = [run.expanduser() for run in args.runs]
     if len(args.runs) > 1 and args.output is None:
         args.output = Path("comparison.png")
     check(args, parser)

@@ -166,7 +166,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="the run's folder")
-    path = parser.parse_args().run / "args.json"
+    path = parser.parse_args().run.expanduser() / "args.json"
     if not path.is_file():
         parser.error(f"there is no {path}")
     process = psutil.Process().parent()

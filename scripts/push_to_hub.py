@@ -253,7 +253,7 @@ def main():
     hidden = "a new repo is seen by its owner alone; one that exists stays what it is"
     parser.add_argument("--private", action="store_true", help=hidden)
     options = parser.parse_args()
-    run_dir = options.run
+    run_dir = options.run.expanduser()
     for name in ("args.json", "metrics.jsonl", "model/config.json"):
         if not (run_dir / name).is_file():
             parser.error(f"{run_dir} has no {name}: it is no finished run")

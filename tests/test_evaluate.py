@@ -171,11 +171,14 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
         (["--model", "tests"], "tests holds no config.json"),
         (["--reward_fn", "no.py:score"], "--reward_fn no.py:score: there is no such file"),
         (["--dataset", "no.jsonl"], "No such file or directory: 'no.jsonl'"),
+        (["--dataset=~/no.jsonl"], "No such file or directory: '{tmp_path}/no.jsonl'"),
+        (["--reward_fn=~/no.py:score"], "--reward_fn {tmp_path}/no.py:score: there is no such"),
         (["--dataset", "{tmp_path}/rows.jsonl"], "row 0 has no `ground_truth`"),
         (["--model", "{tmp_path}/other"], "has other tokens than the run's model"),
     ],
 )
-def test_mistake_is_one_line(flags, message, faked_run, call, capsys, tmp_path):
+def test_mistake_is_one_line(flags, message, faked_run, call, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     write_text(tmp_path / "rows.jsonl", '{"prompt": "12="}\n')
     other = shutil.copytree(faked_run / "model", tmp_path / "other")
     tokenizer = script.AutoTokenizer.from_pretrained(other)
@@ -185,7 +188,7 @@ def test_mistake_is_one_line(flags, message, faked_run, call, capsys, tmp_path):
         call(faked_run, *[str(flag).format(tmp_path=tmp_path) for flag in flags])
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("evaluate.py: error: ")
-    assert message in last
+    assert message.format(tmp_path=tmp_path) in last
     assert FakeVLLM.asked == []
 
 

@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
+    parser.add_argument("model", type=os.path.expanduser)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--lora_rank", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")

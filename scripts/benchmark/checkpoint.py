@@ -58,9 +58,10 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--model_name_or_path", type=os.path.expanduser, required=True)
     parser.add_argument("--output_dir", default="output", help="on the disk that is measured")
     given = parser.parse_args()
+    given.output_dir = os.path.expanduser(given.output_dir)
     args = script.Args(
         model_name_or_path=given.model_name_or_path, dtype="float32", keep_last_n=1, save_freq=1
     )

@@ -517,7 +517,7 @@ def main():
     args = parser.parse_args()
     if unknown := set(args.names) - set(FAILURES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    names, results = args.names or list(FAILURES), Results(args.results.absolute())
+    names, results = args.names or list(FAILURES), Results(args.results.expanduser().absolute())
     if not args.draw:
         debug_assets = [sys.executable, "scripts/dev/make_debug_assets.py"]
         subprocess.run(debug_assets, cwd=REPO, check=True, capture_output=True)

@@ -99,6 +99,7 @@ def main():
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.script = args.script.expanduser()
     if args.side:
         found = measure(args.side, args.script, args.positions[0], args.dtype, args.tied)
         print(json.dumps(found))

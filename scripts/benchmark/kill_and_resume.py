@@ -14,6 +14,7 @@ less than half of them were killed while they saved.
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -136,7 +137,7 @@ def main():
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8, help="of a run")
-    parser.add_argument("--script", default="ppo_vllm_async.py")
+    parser.add_argument("--script", type=os.path.expanduser, default="ppo_vllm_async.py")
     args, flags = parser.parse_known_args()
     subprocess.run(
         [sys.executable, "scripts/dev/make_debug_assets.py"],

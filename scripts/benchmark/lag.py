@@ -631,13 +631,15 @@ def main():
     add("--find_rate", action="store_true", help="find the highest rate at which lag 0 learns")
     add("--draw", action="store_true", help="run nothing: print the table, draw the pictures")
     args, flags = parser.parse_known_args()
+    args.results = args.results.expanduser()
     if args.draw:
         draw(args.results)
         return
     if own := OWN_FLAGS & {flag.removeprefix("--").partition("=")[0] for flag in flags}:
         parser.error(f"--{own.pop()} is a setting of the cells")
     prepare(args.task)
-    model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
+    model = os.path.expanduser(args.model)
+    model = str(Path(model).resolve()) if os.path.isdir(model) else model
     if args.find_rate:
         highest = find_rate(args.task, args.seeds, tuple(flags), args.results, model)
         print(f"The highest learning rate at which lag 0 still learns: {highest}")

@@ -357,10 +357,11 @@ def main():
     add("--every", type=int, default=100, help="steps between looks")
     add("--from", type=int, default=500, dest="start", help="step from which growth counts")
     add("--worker_calls", type=int, default=0, help="a reward worker dies in this call; 0: none")
-    add("--script", default="grpo_vllm_async.py", help="or a copy of it")
+    add("--script", type=os.path.expanduser, default="grpo_vllm_async.py", help="or a copy of it")
     add("--results", type=Path, default=Path("output/soak.jsonl"))
     add("--draw", action="store_true", help="run nothing: print the table, draw the picture")
     args, flags = parser.parse_known_args()
+    args.results = args.results.expanduser()
     if not args.draw:
         program = ["scripts/dev/make_debug_assets.py"]
         subprocess.run([sys.executable, *program], cwd=REPO, check=True, capture_output=True)

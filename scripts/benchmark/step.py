@@ -161,7 +161,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("scripts", type=Path, nargs="+")
+    parser.add_argument("scripts", type=lambda path: Path(path).expanduser(), nargs="+")
     parser.add_argument("--updates", type=int, nargs="+", default=[1, 2, 4], help="in a step")
     parser.add_argument("--prompts", type=int, nargs=2, default=[50, 250], help="least and most")
     parser.add_argument("--steps", type=int, default=1, help="of a run")

@@ -400,7 +400,7 @@ def compare_learning(args):
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(args.output, dpi=120, bbox_inches="tight")
+    figure.savefig(args.output.expanduser(), dpi=120, bbox_inches="tight")
     print(f"Picture: {args.output}")
 
 

@@ -104,7 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--local_save_dir", type=Path, default=Path("data/instructions"))
-    folder = parser.parse_args().local_save_dir
+    folder = parser.parse_args().local_save_dir.expanduser()
     datasets.disable_progress_bars()
     folder.mkdir(parents=True, exist_ok=True)
     for split, topics in {"train": TRAIN_TOPICS, "test": TEST_TOPICS}.items():

@@ -261,6 +261,7 @@ def main():
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args()
+    args.output_dir = args.output_dir.expanduser()
     settings = {name: getattr(args, name) for name in SETTINGS}
     # The script itself is one of the settings: an edit rebuilds the assets.
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -151,7 +151,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", type=Path, default=Path("debug_assets_calculator"))
-    folder = parser.parse_args().output_dir
+    folder = parser.parse_args().output_dir.expanduser()
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = json.dumps({**SETTINGS, "script": script}, indent=2)
     settings_path = folder / "settings.json"
