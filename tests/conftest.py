@@ -24,6 +24,7 @@ Which file.
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
+    test_launch                         accelerate's launcher; paths that begin with ~
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
 The others are about a program of scripts/ each.
 
@@ -70,6 +71,14 @@ def pytest_collection_modifyitems(items):
     """Long files first: with a long one last, one of the two processes would wait for the other."""
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_default_of_accelerate():
+    """The one who tests may have called `accelerate config`."""
+    from accelerate.commands.config import config_args
+
+    config_args.default_config_file = os.devnull
 
 
 @pytest.fixture(scope="session")

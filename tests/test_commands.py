@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 # What the others begin with. Benchmarks take minutes: they are run by hand
 TESTED_ELSEWHERE = (
     "accelerate launch",  # by itself
+    "accelerate config",  # asks
     "bash scripts/test.sh",
     "bash scripts/setup.sh",
     "bash scripts/gpu_check.sh",

@@ -10,7 +10,7 @@ import shutil
 import overlap
 import pytest
 import torch
-from helpers import ASYNC, SCRIPTS
+from helpers import ASYNC, REPO, SCRIPTS
 from helpers.endings import new_mark, processes_with
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 
 STEPS = range(1, 5)
 # As in README.md
-LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1")
+LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
+LAUNCHER += (str(REPO / "scripts" / "accelerate" / "one_gpu.yaml"),)
 # Each version is far from the next
 ASYNC_OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
 OF_GRPO = {
