@@ -4,14 +4,15 @@ No GPU needed, sets itself up, learns in minutes:
 
     bash scripts/train/debug/grpo.sh
 
-One GPU, shared by the learner and a vLLM engine (--num_processes 8: eight GPUs, each shared so):
+One GPU, shared by the learner and a vLLM engine (ddp.yaml: eight GPUs, each shared so):
 
-    accelerate launch --quiet --num_processes 1 grpo_vllm_async.py \
+    accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_vllm_async.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
 
 Eight GPUs, of which six train and two generate, each with an engine of its own:
 
-    accelerate launch --quiet --num_processes 6 grpo_vllm_async.py --vllm_gpus 6 7 ...
+    accelerate launch --quiet --config_file scripts/accelerate/ddp.yaml --num_processes 6 \
+        grpo_vllm_async.py --vllm_gpus 6 7 ...
 
 Two nodes of eight GPUs, for models of which no GPU can hold a copy: all sixteen share weights,
 gradients and optimizer states (FSDP2). The same command on each node but for the rank:
@@ -116,6 +117,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -146,6 +148,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
 FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
@@ -176,11 +179,15 @@ class Args:
 
     # -- Data
     dataset: str = "debug_assets/train.parquet"
-    """training prompts: a .parquet or .jsonl file, or a dataset on the hub"""
+    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    dataset_config: str | None = None
+    """its configuration, of which some datasets have several"""
     dataset_split: str = "train"
     """its split on the hub"""
     eval_dataset: str | None = None
     """held-out prompts, in the same form; None: no evaluation"""
+    eval_dataset_config: str | None = None
+    """its configuration, of which some datasets have several"""
     eval_dataset_split: str = "test"
     """its split on the hub"""
     max_prompt_token_length: int = 256
@@ -366,6 +373,11 @@ class Args:
     data_hash: FilledIn[int] = 0
     """hash of all prompts"""
 
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, str):  # a shell leaves a quoted ~ as it is
+                setattr(self, name, os.path.expanduser(value))
+
 
 @dataclass
 class Prompt:
@@ -491,27 +503,73 @@ def end_at_once(error):
 # ------------------------------------------------------------------------------------------- data
 
 
-def load_rows(path, split):
-    """Rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
+@contextlib.contextmanager
+def naming_row(path, index):
+    """Makes a ValueError that names file and row of what goes wrong inside."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+
+
+def load_rows(path, config, split):
+    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
+        rows = []
         with open(path) as file:
-            return [json.loads(line) for line in file]
+            for line in file:
+                with naming_row(path, len(rows)):
+                    rows.append(json.loads(line))
+        return rows
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    return datasets.load_dataset(path, split=split).to_list()
+    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
+        return datasets.load_from_disk(path).to_list()
+    return datasets.load_dataset(path, config, split=split).to_list()
 
 
-def tokenize_prompt(prompt, tokenizer):
-    """The text of a prompt (a string, or messages for the chat template) and its token ids.
+def drop_nulls(value):
+    """A value without the null entries of its dictionaries. Arrow adds them, and templates ask.
 
-    An answer that ends the messages is left out.
+    >>> drop_nulls([{"role": "user", "tool_calls": None}])
+    [{'role': 'user'}]
+    """
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def tokenize_prompt(prompt, row, tokenizer):
+    """The text of a prompt and its token ids.
+
+    prompt: a string; or messages, which the chat template renders with the row's `tools` and
+    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
+    template passes over what a user or a system wrote.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
-    if prompt[-1]["role"] == "assistant":
-        prompt = prompt[:-1]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    messages = drop_nulls(prompt)
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError("it has no prompt")
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=drop_nulls(row.get("tools")),
+        tokenize=False,
+        add_generation_prompt=True,
+        **drop_nulls(row.get("chat_template_kwargs") or {}),
+    )
+    for message in messages:
+        content = message.get("content")
+        # Of older answers and of tools' a template may leave something out
+        is_asked = isinstance(content, str) and message["role"] not in ("assistant", "tool")
+        if is_asked and content.strip() not in text:
+            raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -523,35 +581,35 @@ def uses_reward_model(args):
 def read_prompt(row, origin, tokenizer, args, is_eval):
     """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
 
-    It has verl's columns `prompt` (a string, or messages), `data_source`, `reward_model: {style,
-    ground_truth}`, `extra_info`; or open-instruct's `messages`, `dataset`, `ground_truth`.
+    Its columns are verl's, `prompt` (a string, or messages), `data_source`, `reward_model: {style,
+    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`.
     """
-    content, data_source = row.get("messages"), row.get("dataset")
+    content = row.get("messages") or row.get("prompt")
+    data_source = row.get("data_source") or row.get("dataset")
     ground_truth = row.get("ground_truth")
-    if not content:
-        content, data_source = row["prompt"], row.get("data_source")
-        rule = row.get("reward_model") or {}
-        # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
-        if rule.get("style") != "model" or rule.get("eval"):
-            ground_truth = rule.get("ground_truth")
+    rule = row.get("reward_model") or {}
+    # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
+    if ground_truth is None and (rule.get("style") != "model" or rule.get("eval")):
+        ground_truth = rule.get("ground_truth")
     # Without a ground truth a row may be scored by the reward model
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError(f"{origin} has no `ground_truth`, which the reward needs")
+        raise ValueError("it has no `ground_truth`, which the reward needs")
     # Held-out prompts are scored by a rule where they can be
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
-    text, token_ids = tokenize_prompt(content, tokenizer)
+    text, token_ids = tokenize_prompt(content, row, tokenizer)
     return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
 
 
-def load_prompts(path, split, tokenizer, args, is_eval):
-    """The prompts of a dataset. ValueError: all are empty, or too long."""
-    rows = load_rows(path, split)
+def load_prompts(path, config, split, tokenizer, args, is_eval):
+    """The prompts of a dataset. ValueError: a row has none; all are empty, or too long."""
+    rows = load_rows(path, config, split)
     prompts, lost = [], set()
     for index, row in enumerate(rows):
-        prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
+        with naming_row(path, index):
+            prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
             lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
@@ -596,13 +654,20 @@ def make_request(training_step, train_prompts, eval_prompts, args):
         stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
         for i in range(len(prompts))
     ]
-    # Two steps apart at least: an async script's steps 1 and 2 have the same weights. The last
-    # step's metrics have the last evaluation
-    num_evals = min(args.num_evals, num_steps // 2)
-    due = [i * num_steps // num_evals for i in range(num_evals)]
-    if steps_before not in (*due, num_steps):
+    if not evaluation_is_due(steps_before, args):
         eval_prompts = []
     return Request(prompts, seeds, eval_prompts)
+
+
+def evaluation_is_due(steps, args):
+    """Whether the policy is evaluated after this number of training steps.
+
+    Two steps apart at least: an async script's steps 1 and 2 have the same weights. The last step's
+    metrics have the last evaluation.
+    """
+    num_steps = args.num_training_steps
+    num_evals = min(args.num_evals, num_steps // 2)
+    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
 
 
 # ---------------------------------------------------------------------------------------- rewards
@@ -630,7 +695,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     """The verifiable reward of a response."""
     if data_source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
-    if "gsm8k" in data_source:
+    if "gsm8k" in str(data_source):
         return grade_gsm8k(response, ground_truth)
     raise NotImplementedError(
         f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math* and *hellaswag* use "
@@ -774,19 +839,24 @@ def has_r1_format(response):
     return R1_FORMAT.fullmatch(text) is not None
 
 
-def score_responses(accelerator, reward_model, responses, args):
-    """Collective. Copies of the responses with their scores."""
+def score_responses(accelerator, reward_model, responses, args, is_eval=False):
+    """Collective. Copies of the responses with their scores.
+
+    In an evaluation the rule scores what has a ground truth, and the reward model the rest.
+    """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
+        has_rule = response.prompt.ground_truth is not None
+        uses_rule = has_rule and (args.apply_verifiable_reward or is_eval)
         score = 0.0
-        if model_score is not None:
+        if model_score is not None and not (has_rule and is_eval):
             score += model_score * args.reward_model_multiplier
-        if args.apply_verifiable_reward and response.verifiable is not None:
+        if uses_rule and response.verifiable is not None:
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if args.apply_verifiable_reward and response.failure:
+        if uses_rule and response.failure:
             score = None  # not known, which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
         if args.non_stop_penalty and not is_complete:
@@ -981,8 +1051,8 @@ class PolicyModel(nn.Module):
         self.args = args
         # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
         config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        self.scale = scale / args.temperature
+        scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
+        self.scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
         # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
         self.soft_cap = getattr(config, "final_logit_softcapping", None)
         if self.soft_cap:
@@ -1008,6 +1078,31 @@ class PolicyModel(nn.Module):
             self.args.dtype == "bfloat16",
         )
         return to_rows(logprobs, mask), to_rows(entropies, mask)
+
+
+@torch.no_grad()
+def check_head(policy):
+    """ValueError: a PolicyModel makes other log-probabilities of hidden states than its model.
+
+    Hidden states of 0 show a bias of the head, and those of a logit of -30 a multiplier or a cap.
+    """
+    model = policy.model
+    head = model.get_output_embeddings().weight
+    label = head.norm(dim=1).argmax()
+    hidden = torch.zeros(2, 2, head.shape[1], dtype=head.dtype)
+    hidden[1] = -30 * head[label] / head[label].norm() ** 2
+    input_ids = label.repeat(2, 2)
+    outputs = BaseModelOutputWithPast(last_hidden_state=hidden)
+    with mock.patch.object(model.base_model, "forward", lambda *_, **__: outputs):
+        logits = model(input_ids).logits[:, 0].float()  # (2, vocabulary)
+        logprobs, _ = policy(input_ids, torch.tensor([[0, 1], [0, 1]]))
+    expected, _ = token_logprobs(logits / policy.args.temperature, input_ids[:, 1])
+    difference = (logprobs[1, 1] - expected[1]).abs()
+    if logits[0].any() or difference > -0.01 * expected[1]:
+        raise ValueError(
+            f"a {type(model).__name__} has a head with a bias or a multiplier that PolicyModel does "
+            f"not know: log-probabilities would be wrong (by {difference:.2g} at a logit of -30)"
+        )
 
 
 class ValueModel(nn.Module):
@@ -1769,6 +1864,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         if args.loss_aggregation == "sequence":
             scale = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
         loss = (token_loss * scale).sum() / normalizer
+        sums["objective/loss"] += loss.detach()
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
         ratio = log_ratio.exp()
@@ -1865,12 +1961,13 @@ def check_adapter(vllm, policy, model, prompt, args):
 # ------------------------------------------------------------------------------ metrics and files
 
 
-def update_metrics(accelerator, sums):
+def update_metrics(accelerator, sums, args):
     """Collective. Metrics of a step's updates, from each rank's sums."""
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
+    loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
     tokens = max(1, totals.pop("tokens"))
-    return {name: total / tokens for name, total in totals.items()}
+    return {name: total / tokens for name, total in totals.items()} | {"objective/loss": loss}
 
 
 def batch_metrics(batch, beta, args):
@@ -1956,14 +2053,20 @@ def describe(response, policy_version):
     }
 
 
+def log_samples(accelerator, samples):
+    for tracker in accelerator.trackers:
+        tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
+
+
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     """Collective. Scores answers to held-out prompts, writes them, returns eval/*."""
-    responses = score_responses(accelerator, reward_model, rollout.eval_responses, args)
+    responses = score_responses(
+        accelerator, reward_model, rollout.eval_responses, args, is_eval=True
+    )
     samples = [describe(response, rollout.policy_version) for response in responses]
     for sample in samples:
         append_line(run_dir / "samples.jsonl", sample)
-    for tracker in accelerator.trackers:
-        tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
+    log_samples(accelerator, samples)
     return score_metrics("eval", responses) | {"eval/policy_version": rollout.policy_version}
 
 
@@ -1975,6 +2078,17 @@ def run_program(name, run_dir, *options):
 
 
 drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on
+
+
+def report_prompt_lengths(accelerator, prompts, run_dir):
+    """Histograms of the prompts' token counts: token_length.png, and in the trackers."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
+    drawing.submit(run_program, "plot_lengths.py", run_dir)
+    for tracker in accelerator.trackers:
+        import wandb
+
+        tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
 
 
 def write_metrics(accelerator, metrics, run_dir):
@@ -2112,7 +2226,7 @@ def find_run(args):
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
     if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint)
+        checkpoint_dir = Path(args.resume_from_checkpoint).absolute()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
@@ -2141,6 +2255,8 @@ def fill_in(args, world_size):
         )
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
+    if args.min_response_length and not args.non_stop_penalty:
+        raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
     if not args.run_name:
@@ -2182,23 +2298,32 @@ def fill_in(args, world_size):
 
 
 def load_tokenizer(args):
-    """The tokenizer. ValueError: the reward model's has other tokens."""
+    """The tokenizer. ValueError: a reward or value model has other tokens, or fewer."""
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-    path = args.reward_model_path
-    if path:
-        reward_tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-        if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
-            raise ValueError(f"--reward_model_path {path} must have the policy's tokenizer")
+    vocabulary = tokenizer.get_vocab()
+    # GRPO has no value model
+    for flag in ("reward_model_path", "value_model_path"):
+        path = getattr(args, flag, None)
+        if not path:
+            continue
+        revision = revision_of(path, args)
+        if AutoTokenizer.from_pretrained(path, revision=revision).get_vocab() != vocabulary:
+            raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
+        # Within a family sizes may differ, by rows that stand for no token
+        config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
+        if config.vocab_size <= max(vocabulary.values()):
+            raise ValueError(f"--{flag} {path}: its vocab_size is {config.vocab_size}, too small")
     return tokenizer
 
 
 def find_stop_tokens(args, tokenizer, model):
-    """The ids that end a response: the model's end tokens, and those of the flags."""
+    """The ids that end a response: the model's end tokens, the tokenizer's, and the flags'."""
     eos = model.generation_config.eos_token_id
-    stop_ids = {args.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
+    stop_ids = {args.stop_token_id, tokenizer.eos_token_id}
+    stop_ids |= set(eos if isinstance(eos, list) else [eos])
     if args.stop_token:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
         # inf: not in the vocabulary, and refused below
@@ -2230,6 +2355,7 @@ def main(args):
     # ---- Ranks and arguments
     timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
     accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[
@@ -2268,11 +2394,18 @@ def main(args):
 
     # ---- Data and models
     tokenizer = load_tokenizer(args)
-    train_prompts = load_prompts(args.dataset, args.dataset_split, tokenizer, args, is_eval=False)
+    train_prompts = load_prompts(
+        args.dataset, args.dataset_config, args.dataset_split, tokenizer, args, is_eval=False
+    )
     eval_prompts = []
     if args.eval_dataset:
         eval_prompts = load_prompts(
-            args.eval_dataset, args.eval_dataset_split, tokenizer, args, is_eval=True
+            args.eval_dataset,
+            args.eval_dataset_config,
+            args.eval_dataset_split,
+            tokenizer,
+            args,
+            is_eval=True,
         )
         if 0 < args.num_eval_prompts < len(eval_prompts):
             drawn = draw_prompts(len(eval_prompts), 0, args.num_eval_prompts, seed=0)
@@ -2281,11 +2414,12 @@ def main(args):
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
     first_step = 1
-    state = {"wandb_id": os.urandom(8).hex()}
+    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
     if checkpoint_dir:
         first_step = step_of(checkpoint_dir) + 1
         accelerator.print(f"Resumed after step {first_step - 1}; what came later is made again")
         state = json.loads((checkpoint_dir / "state.json").read_text())
+        start_time -= state["seconds"]
         # What defines the run's batches and models must not change
         saved_args = json.loads((run_dir / "args.json").read_text())
         for name in (
@@ -2314,7 +2448,9 @@ def main(args):
     # The model inside of `policy`, without the wrappers' prefixes in its names
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
-    policy = place_model(accelerator, PolicyModel(model, args), args)
+    policy = PolicyModel(model, args)
+    check_head(policy)
+    policy = place_model(accelerator, policy, args)
     ref_policy = policy  # with LoRA: the adapters are turned off for it
     if args.beta > 0 and not args.lora_rank:
         ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
@@ -2379,6 +2515,7 @@ def main(args):
             json.loads((run_dir / "args.json").read_text()),
             {"wandb": wandb_run},
         )
+        report_prompt_lengths(accelerator, train_prompts, run_dir)
     if not checkpoint_dir:
         sync_and_request(version=0, training_step=1)
     else:
@@ -2408,6 +2545,7 @@ def main(args):
         # first step, which would be what it began with.
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
             state["policy_version"] = rollout.policy_version
+            state["seconds"] = time.time() - start_time
             with timed(metrics, "checkpoint"):
                 for part, folder in checkpoint_parts(trained, run_dir / "checkpoints/unfinished"):
                     checkpoint.save(part, checkpoint_id=folder)
@@ -2513,7 +2651,7 @@ def main(args):
         # 9. Metrics
         memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
         seconds = time.perf_counter() - step_start
-        metrics |= update_metrics(accelerator, sums)
+        metrics |= update_metrics(accelerator, sums, args)
         metrics |= batch_metrics(batch, args.beta, args)
         metrics |= score_metrics("objective", responses)
         metrics |= rollout.times
@@ -2525,19 +2663,24 @@ def main(args):
             "lr": lr,
             "policy/version": version,
             "policy/staleness": version - rollout.policy_version,
+            "val/sequence_lengths": metrics["objective/sequence_lengths"],
+            "val/num_stop_token_ids": sum(response.stopped for response in responses),
             "time/training": seconds,
             "time/from_scratch": time.time() - start_time,
             "perf/memory_gib": memory / 2**30,
             "perf/episodes_per_second": len(responses) / seconds,
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        for response, row, is_response in zip(responses[:8], advantages, mask.bool(), strict=False):
-            sample = describe(response, rollout.policy_version) | {
+        samples = [describe(response, rollout.policy_version) for response in responses[:8]]
+        for i, sample in enumerate(samples):
+            tokens = {
                 "training_step": training_step,
-                "token_ids": response.token_ids.tolist(),
-                "advantages": row[is_response].tolist(),
+                "token_ids": responses[i].token_ids.tolist(),
+                "advantages": advantages[i][mask[i].bool()].tolist(),
             }
-            append_line(run_dir / "rollouts.jsonl", sample)
+            append_line(run_dir / "rollouts.jsonl", sample | tokens)
+        if not args.eval_dataset and evaluation_is_due(version, args):
+            log_samples(accelerator, samples)
 
         # 10. After the last update the model is saved, and then comes the last evaluation
         if is_last:

@@ -226,7 +226,12 @@ def load_held_out(script, args, options):
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{options.model} has other tokens than the run's model")
     prompts = script.load_prompts(
-        args.eval_dataset, args.eval_dataset_split, tokenizer, args, is_eval=True
+        args.eval_dataset,
+        args.eval_dataset_config,
+        args.eval_dataset_split,
+        tokenizer,
+        args,
+        is_eval=True,
     )
     if 0 < args.num_eval_prompts < len(prompts):
         drawn = script.draw_prompts(len(prompts), 0, args.num_eval_prompts, seed=0)

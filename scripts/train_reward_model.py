@@ -4,15 +4,16 @@ No GPU needed, sets itself up, learns in a minute:
 
     bash scripts/train/debug/reward_model.sh
 
-One GPU (--num_processes 8: eight GPUs):
+One GPU (ddp.yaml: eight GPUs):
 
-    accelerate launch --quiet --num_processes 1 scripts/train_reward_model.py \
+    accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml \
+        scripts/train_reward_model.py \
         --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset rm_train.parquet --eval_dataset rm_test.parquet --save_freq 50
 
 Two ranks without GPUs:
 
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_reward_model.py ...
+    torchrun --nproc_per_node 2 scripts/train_reward_model.py ...
 
 A row is scored as PPO and GRPO will score it: prompt, response and stop token, each tokenized on
 its own, read at the last token. That one is found by length: where the pad token is also the stop
@@ -35,6 +36,7 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 1706.04599.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -79,11 +81,15 @@ class Args:
 
     # -- Data
     dataset: str = "debug_assets/preference_train.parquet"
-    """pairs: a .parquet or .jsonl file, or a dataset on the hub"""
+    """pairs: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    dataset_config: str | None = None
+    """configuration of the pairs, of which some datasets have several"""
     dataset_split: str = "train"
     """split of the pairs, when they are on the hub"""
     eval_dataset: str | None = None
     """held-out pairs, in the same form; None: no evaluation"""
+    eval_dataset_config: str | None = None
+    """configuration of the held-out pairs"""
     eval_dataset_split: str = "test"
     """split of the held-out pairs, when they are on the hub"""
     max_token_length: int = 1024
@@ -157,6 +163,11 @@ class Args:
     data_hash: FilledIn[str] = ""
     """of the pairs to train on"""
 
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, str):  # a shell leaves a quoted ~ as it is
+                setattr(self, name, os.path.expanduser(value))
+
 
 @dataclass
 class Pair:
@@ -170,27 +181,73 @@ class Pair:
 # ------------------------------------------------------------------------------------------- data
 
 
-def load_rows(path, split):
-    """Rows of a .parquet or .jsonl file, or of a dataset on the hub, as dictionaries."""
+@contextlib.contextmanager
+def naming_row(path, index):
+    """Makes a ValueError that names file and row of what goes wrong inside."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+
+
+def load_rows(path, config, split):
+    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
+        rows = []
         with open(path) as file:
-            return [json.loads(line) for line in file]
+            for line in file:
+                with naming_row(path, len(rows)):
+                    rows.append(json.loads(line))
+        return rows
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    return datasets.load_dataset(path, split=split).to_list()
+    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
+        return datasets.load_from_disk(path).to_list()
+    return datasets.load_dataset(path, config, split=split).to_list()
 
 
-def tokenize_prompt(prompt, tokenizer):
-    """The text of a prompt (a string, or messages for the chat template) and its token ids.
+def drop_nulls(value):
+    """A value without the null entries of its dictionaries. Arrow adds them, and templates ask.
 
-    An answer that ends the messages is left out.
+    >>> drop_nulls([{"role": "user", "tool_calls": None}])
+    [{'role': 'user'}]
+    """
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def tokenize_prompt(prompt, row, tokenizer):
+    """The text of a prompt and its token ids.
+
+    prompt: a string; or messages, which the chat template renders with the row's `tools` and
+    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
+    template passes over what a user or a system wrote.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
-    if prompt[-1]["role"] == "assistant":
-        prompt = prompt[:-1]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    messages = drop_nulls(prompt)
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError("it has no prompt")
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=drop_nulls(row.get("tools")),
+        tokenize=False,
+        add_generation_prompt=True,
+        **drop_nulls(row.get("chat_template_kwargs") or {}),
+    )
+    for message in messages:
+        content = message.get("content")
+        # Of older answers and of tools' a template may leave something out
+        is_asked = isinstance(content, str) and message["role"] not in ("assistant", "tool")
+        if is_asked and content.strip() not in text:
+            raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -220,25 +277,22 @@ def split_row(prompt, response):
     return context or prompt, answer["content"]
 
 
-def load_pairs(accelerator, path, split, tokenizer, args):
+def load_pairs(accelerator, path, config, split, tokenizer, args):
     """The Pairs of a dataset. ValueError: none is left of them.
 
     Its columns are `chosen`, `rejected`, and `prompt` unless they hold it. Responses come without
     the stop token.
     """
-    rows = load_rows(path, split)
+    rows = load_rows(path, config, split)
     pairs = []
     for index, row in enumerate(rows):
-        try:
+        with naming_row(path, index):
             token_ids = []
             for column in ("chosen", "rejected"):
                 context, response = split_row(row.get("prompt"), row[column])
-                _, context_ids = tokenize_prompt(context, tokenizer)
+                _, context_ids = tokenize_prompt(context, row, tokenizer)
                 response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
                 token_ids.append([*context_ids, *response_ids, args.stop_token_id])
-        except Exception as error:
-            error.add_note(f"in {path}, row {index}, whose columns are {', '.join(row)}")
-            raise
         pair = Pair(*token_ids, length=max(map(len, token_ids)))
         if pair.length <= args.max_token_length and pair.chosen_ids != pair.rejected_ids:
             pairs.append(pair)
@@ -517,7 +571,7 @@ def find_run(args):
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
     if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint)
+        checkpoint_dir = Path(args.resume_from_checkpoint).absolute()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
@@ -547,6 +601,7 @@ def main(args):
 
     # ---- Ranks and arguments
     accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
         mixed_precision="no",  # autocast is ours
         log_with="wandb" if args.with_tracking else None,
         # Gradients are in DDP's buckets alone
@@ -557,8 +612,6 @@ def main(args):
     is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if is_sharded or accelerator.gradient_accumulation_steps != 1:
         raise ValueError("FSDP, DeepSpeed and accelerate's gradient accumulation do not work here")
-    if accelerator.num_processes < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        raise ValueError("processes do not find each other; without GPUs: ACCELERATE_USE_CPU=true")
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
     if args.run_name is None:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
@@ -577,11 +630,18 @@ def main(args):
     # which is the last one, must be another
     if tokenizer.pad_token_id in (None, args.stop_token_id):
         tokenizer.pad_token_id = (args.stop_token_id + 1) % len(tokenizer)
-    train_pairs = load_pairs(accelerator, args.dataset, args.dataset_split, tokenizer, args)
+    train_pairs = load_pairs(
+        accelerator, args.dataset, args.dataset_config, args.dataset_split, tokenizer, args
+    )
     eval_pairs = []
     if args.eval_dataset:
         eval_pairs = load_pairs(
-            accelerator, args.eval_dataset, args.eval_dataset_split, tokenizer, args
+            accelerator,
+            args.eval_dataset,
+            args.eval_dataset_config,
+            args.eval_dataset_split,
+            tokenizer,
+            args,
         )
     args.num_updates = len(train_pairs) * args.num_train_epochs // args.mini_batch_size
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)

@@ -285,7 +285,7 @@ def test_ppo_loads_what_is_written(any_script, convert, tmp_path, assets):
         reward_fn="scripts/rewards/graders.py:compute_score",
     )
     written = str(tmp_path / "out" / "train.parquet")
-    prompts = ppo_vllm_async.load_prompts(str(written), "train", tokenizer, args, False)
+    prompts = ppo_vllm_async.load_prompts(str(written), None, "train", tokenizer, args, False)
     assert len(prompts) == len(rows) > 0
     for prompt, row in zip(prompts, rows, strict=True):
         assert prompt.ground_truth == (row["reward_model"]["ground_truth"] if rule else None)

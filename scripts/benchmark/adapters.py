@@ -32,7 +32,7 @@ def make_prompts(tokenizer):
     prompts = []
     for task in TASKS:
         messages = [{"role": "user", "content": task}]
-        text, token_ids = script.tokenize_prompt(messages, tokenizer)
+        text, token_ids = script.tokenize_prompt(messages, {}, tokenizer)
         prompts.append(script.Prompt(task, text, token_ids, None, None, None))
     return prompts
 
