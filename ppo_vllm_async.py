@@ -1108,7 +1108,7 @@ def check_head(policy):
     difference = (logprobs[1, 1] - expected[1]).abs()
     if logits[0].any() or difference > -0.01 * expected[1]:
         raise ValueError(
-            f"a {type(model).__name__} has a head with a bias or a multiplier that PolicyModel does "
+            f"a {type(model).__name__} has a head with a bias or multiplier that PolicyModel does "
             f"not know: log-probabilities would be wrong (by {difference:.2g} at a logit of -30)"
         )
 

@@ -43,7 +43,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 # Flags of the scripts that this program may replace
-REPLACED = ("eval_dataset", "eval_dataset_split", "num_eval_prompts", "eval_temperature")
+REPLACED = (
+    "eval_dataset",
+    "eval_dataset_config",
+    "eval_dataset_split",
+    "num_eval_prompts",
+    "eval_temperature",
+)
 REPLACED += ("response_length", "reward_fn", "seed")
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
 

@@ -15,7 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display is needed
 
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 def draw(run_dir):
