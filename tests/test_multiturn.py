@@ -147,7 +147,7 @@ def test_what_cannot_have_turns_is_refused(fork, assets):
         fork.fill_in(replace(args, reward_fn="mine/environment.py:score"), world_size=1)
     row = {"prompt": "21543=", "data_source": "debug/sorting"}
     row["reward_model"] = {"ground_truth": "12345"}
-    with pytest.raises(ValueError, match="row 3 is a string"):
+    with pytest.raises(ValueError, match="it is a string"):
         fork.read_prompt(row, "row 3", byte_tokenizer(CHATML), args, is_eval=False)
 
     model = tiny_language_model()
@@ -540,7 +540,7 @@ def test_preflight_asks_the_fork(folder, few_prompts, assets, capsys):
         words = [str(word) for word in (folder / NAME, *flags, dataset)]
         with modules.put_back(["grpo_multiturn"]):
             assert preflight.main(words) == status, capsys.readouterr().err
-    assert "row 0: is a string: --env_fn needs messages" in capsys.readouterr().err
+    assert "row 0: it is a string: --env_fn needs messages" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------- with vLLM
