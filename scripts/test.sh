@@ -6,6 +6,18 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
+# What some tests want beyond Python: bubblewrap for the sandbox, git for the forks
+missing=""
+command -v bwrap >/dev/null || missing="bubblewrap"
+command -v git >/dev/null || missing="$missing git"
+if [ -n "$missing" ]; then
+  install="apt-get update && apt-get install -y --no-install-recommends $missing"
+  if [ "$(id -u)" = 0 ] && timeout 60 sh -c "$install" >/dev/null 2>&1; then
+    echo "Tests: installed $missing"
+  else
+    echo "Tests: not installed, so tests of them are skipped: $missing (as root: apt-get install $missing)"
+  fi
+fi
 .venv/bin/python scripts/dev/make_debug_assets.py
 if [ "${1:-}" = fast ]; then
   shift
