@@ -68,8 +68,8 @@ PANELS = [
 UNDRAWN = """
     training_step episode epoch lr objective/scores_std objective/reward_failures objective/kl_coef
     objective/non_score_reward objective/rlhf_reward objective/entropy objective/stop_rate
-    loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version policy/staleness
-    val/ratio val/ratio_var val/clipfrac_avg val/computed_responses val/zero_variance_groups
+    objective/loss loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version
+    policy/staleness val/sequence_lengths val/num_stop_token_ids val/ratio val/ratio_var val/clipfrac_avg val/computed_responses val/zero_variance_groups
     eval/verifiable_score eval/reward_model_score eval/reward_failures
     eval/stop_rate eval/policy_version eval/calibration_error eval/scores_mean eval/scores_std
 """
@@ -129,17 +129,8 @@ def read_lines(path):
 
 
 def read_metrics(run_dir):
-    """The lines of metrics.jsonl. A resumed run counts its seconds anew: here they go on."""
-    lines, earlier, last = read_lines(run_dir / "metrics.jsonl"), 0.0, 0.0
-    for line in lines:
-        seconds = line.get("time/from_scratch")
-        if seconds is None:
-            continue
-        if seconds < last:
-            earlier += last
-        last = seconds
-        line["time/from_scratch"] = earlier + seconds
-    return lines
+    """The lines of metrics.jsonl."""
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def own_metrics(metrics: list[dict]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import REPO, SCRIPTS, TRAINER
+from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
 
@@ -44,10 +44,6 @@ def test_default_file_does_not_rule_a_launch_that_names_another(tmp_path):
     assert runs[0].stdout == runs[1].stdout
 
 
-# Their heads are still to be changed
-PENDING = {*SCRIPTS, TRAINER, "scripts/forks/inflight.diff", "scripts/forks/multiturn.diff"}
-
-
 def launches_of(text):
     """What follows the launcher, or the preflight, in the commands of a text."""
     text = re.sub(r"\\\n[+-]?", " ", text)
@@ -64,8 +60,7 @@ def documents():
     forks = {f"grpo_{path.stem}.py" for path in (REPO / "scripts" / "forks").glob("*.diff")}
     for name, text in texts.items():
         if launches_of(text) and name not in forks:  # which a debug script may have written
-            late = pytest.mark.xfail(name in PENDING, reason="its head", strict=True)
-            yield pytest.param(text, marks=late, id=name)
+            yield pytest.param(text, id=name)
 
 
 @pytest.mark.parametrize("text", documents())

@@ -117,12 +117,6 @@ def test_run_of_one_step_is_visible_and_has_ticks_at_whole_steps():
     assert [tick for tick in axes.get_xticks() if 0 <= tick <= 1] == [0, 1]
 
 
-def test_seconds_go_on_where_a_run_was_resumed(make_run):
-    run_dir = make_run("resumed", steps(time__from_scratch=[5.0, 9.0, 3.0, 4.0, 1.0]))
-    found = [line["time/from_scratch"] for line in plot_runs.read_metrics(run_dir)]
-    assert found == [5.0, 9.0, 12.0, 13.0, 14.0]
-
-
 def test_seconds_leave_out_the_first_step_of_each_process():
     lines = steps(
         time__training=[60.0, 2.0, 50.0, 3.0],
