@@ -294,7 +294,7 @@ def answer_prompts(script, tokenizer, prompts, args, options):
         reward_model = script.load_value_or_reward_model(
             accelerator, args.reward_model_path, args, trained=False
         )
-    return script.score_responses(accelerator, reward_model, responses, args)
+    return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)
 
 
 def describe(response, number, num_samples):
@@ -377,6 +377,7 @@ def main():
     add("--dataset", dest="eval_dataset", type=os.path.expanduser, help=dataset)
     split = "their split, when they are on the hub; default: the run's"
     add("--dataset_split", dest="eval_dataset_split", help=split)
+    add("--dataset_config", dest="eval_dataset_config", help="their configuration, likewise")
     prompts = "how many of them, 0: all; default: the run's --num_eval_prompts, the same ones"
     add("--prompts", dest="num_eval_prompts", type=int, help=prompts)
     rule = "in place of the run's rule"

@@ -20,7 +20,7 @@ def tokenizer(assets):
 
 
 def load(path, tokenizer, is_eval=False, **changes):
-    return script.load_prompts(str(path), "train", tokenizer, Args(**changes), is_eval)
+    return script.load_prompts(str(path), None, "train", tokenizer, Args(**changes), is_eval)
 
 
 RULE = {"reward_model": {"style": "rule", "ground_truth": "1"}, "data_source": "debug/sorting"}
@@ -66,7 +66,7 @@ def test_values_of_json_lines_are_as_they_stand_there(tmp_path):
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     path.write_text(path.read_text().replace("\\u2028", "\u2028").replace("\\u0085", "\u0085"))
-    assert script.load_rows(str(path), "train") == rows
+    assert script.load_rows(str(path), None, "train") == rows
 
 
 def test_long_and_empty_prompts_are_dropped_and_counted(tokenizer, tmp_path, capsys):

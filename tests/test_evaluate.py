@@ -215,7 +215,7 @@ def greedy_answers(model_dir, prompts):
 @pytest.mark.slow
 def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
     args = json.loads((faked_run / "args.json").read_text())
-    rows = script.load_rows(args["eval_dataset"], "test")
+    rows = script.load_rows(args["eval_dataset"], None, "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
     args |= {"reward_timeout": 1.0, "num_eval_prompts": 0, "reward_fn": f"{reward}:score"}

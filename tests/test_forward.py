@@ -288,7 +288,9 @@ def reference_gradient(policy, value_model, batch, args):
         of_row |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": squares[1] > squares[0]}
         sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
     parameters = [*policy.parameters(), *value_model.parameters()]
-    found = torch.autograd.grad(loss / sums["tokens"], parameters, allow_unused=True)
+    loss = loss / sums["tokens"]
+    sums["objective/loss"] = loss.item()
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cat([gradient.flatten() for gradient in found if gradient is not None]), sums
 
 
@@ -347,6 +349,8 @@ def test_policy_that_does_not_train_costs_nothing(size, accelerator):
     found, sums = gradients(accelerator, (policy, value_model), batch, args, flag=False)
     assert expected.norm() > 0.1 and torch.equal(found, expected)
     names = {"loss/value_avg", "val/clipfrac_avg", "tokens"}
+    value_loss = sums.pop("objective/loss")
+    assert value_loss == pytest.approx(sums["loss/value_avg"] / sums["tokens"], rel=1e-5)
     assert sums == {name: with_policy[name] for name in names}
 
 
@@ -370,7 +374,9 @@ def test_metrics_of_the_updates_are_means_over_the_tokens_of_all_ranks():
         device="cpu", reduce=lambda tensor: tensor + torch.arange(len(tensor))
     )
     sums = {"tokens": torch.tensor(4.0), "loss/value_avg": torch.tensor(5.0)}
-    assert script.update_metrics(accelerator, sums) == {"loss/value_avg": 1.5}
+    sums["objective/loss"] = torch.tensor(1.0)  # of two updates together
+    expected = {"loss/value_avg": 1.5, "objective/loss": 1.5}
+    assert script.update_metrics(accelerator, sums, Args(updates_per_step=2)) == expected
 
 
 # ------------------------------------------------------------------------------------------ main()

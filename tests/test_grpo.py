@@ -94,7 +94,9 @@ def reference_gradient(policy, batch, args):
             of_row["loss/kl_avg"] = kl
         sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
     counts = {"token": sums["tokens"], "sequence": kept, "constant": kept * args.response_length}
-    found = torch.autograd.grad(total / counts[args.loss_aggregation], list(policy.parameters()))
+    loss = total / counts[args.loss_aggregation]
+    sums["objective/loss"] = loss.item()
+    found = torch.autograd.grad(loss, list(policy.parameters()))
     return torch.cat([gradient.flatten() for gradient in found]), sums
 
 
@@ -211,13 +213,15 @@ def test_responses_without_advantage_need_not_be_computed(aggregation, level, ac
     batch = grpo_rollout(policy, 0.4)
     batch.advantages[[1, 2, 4, 7]] = 0
     batch.loss_mask[5] = 0
-    expected, _ = gradients(accelerator, [policy], batch, args)
+    expected, sums = gradients(accelerator, [policy], batch, args)
+    expected_loss = sums["objective/loss"]
     rows = [0, 3, 6]  # of two ranks one has another row besides
     _, expected_sums = gradients(accelerator, [policy], batch, args, rows)
     batch.computed[[1, 2, 4, 5, 7]] = 0
     for found, sums in rollouts.cut_in_every_way([policy], batch, args):
         assert (found - expected).norm() < 1e-10 * expected.norm()
         assert sums["tokens"] == batch.mask[rows].sum()
+        expected_sums["objective/loss"] = expected_loss  # of all of them, computed or not
         for name in sums:
             assert sums[name] == pytest.approx(expected_sums[name], rel=1e-9, abs=1e-12), name
 

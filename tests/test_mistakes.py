@@ -159,7 +159,7 @@ def stop_tokens(tokenizer, eos=None, **changes):
 
 def test_end_token_of_a_tokenizer_that_has_none_is_refused():
     """Responses would end at the model's own, and the flag would say nothing."""
-    tokenizer = SimpleNamespace(eos_token=None, get_vocab=lambda: {"a": 0})
+    tokenizer = SimpleNamespace(eos_token=None, eos_token_id=None, get_vocab=lambda: {"a": 0})
     with pytest.raises(ValueError, match="--stop_token eos"):
         stop_tokens(tokenizer, eos=1, stop_token="eos")
 
@@ -167,7 +167,6 @@ def test_end_token_of_a_tokenizer_that_has_none_is_refused():
 @pytest.mark.parametrize(
     ("eos", "changes", "message"),
     [
-        (None, {}, "--stop_token"),
         (1, {"stop_token": "<end>"}, "--stop_token <end>"),
         (1, {"stop_token_id": 20}, "--stop_token_id"),
         (20, {}, "model"),
@@ -178,11 +177,20 @@ def test_stop_tokens_that_no_response_can_end_with_are_refused(eos, changes, mes
         stop_tokens(tokenizer, eos, **changes)
 
 
-def test_stop_tokens_are_the_models_and_the_users(tokenizer):
-    nine = tokenizer.convert_tokens_to_ids("9")
+def test_model_without_any_end_token_is_refused():
+    tokenizer = SimpleNamespace(eos_token=None, eos_token_id=None, get_vocab=lambda: {"a": 0})
+    with pytest.raises(ValueError, match="--stop_token"):
+        stop_tokens(tokenizer)
+
+
+def test_stop_tokens_are_the_models_the_tokenizers_and_the_users(tokenizer):
+    """A tuned base model's generation config may name another token than its turns end with."""
+    nine, eos = tokenizer.convert_tokens_to_ids("9"), tokenizer.eos_token_id
+    assert eos == 1
     assert stop_tokens(tokenizer, eos=[3, 1]) == (1, 3)
-    assert stop_tokens(tokenizer, eos=3, stop_token="9", stop_token_id=19) == (3, nine, 19)
-    assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (tokenizer.eos_token_id,)
+    assert stop_tokens(tokenizer, eos=3, stop_token="9", stop_token_id=19) == (1, 3, nine, 19)
+    assert stop_tokens(tokenizer, eos=None) == (1,)
+    assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (1,)
 
 
 # -------------------------------------------------------------------------------------------- rows
@@ -190,29 +198,42 @@ def test_stop_tokens_are_the_models_and_the_users(tokenizer):
 
 def load(folder, rows, tokenizer, is_eval=False, **changes):
     path = write_rows(folder / "data.jsonl", rows)
-    return script.load_prompts(str(path), "train", tokenizer, Args(**changes), is_eval)
+    return script.load_prompts(str(path), None, "train", tokenizer, Args(**changes), is_eval)
 
 
 HH = {"style": "model", "ground_truth": "the chosen answer"}
 TWELVE = {"data_source": "gsm8k", "reward_model": {"ground_truth": "twelve"}}
 SOURCES = ["'mine'", "debug/sorting", "gsm8k", "--reward_fn"]
-NO_TRUTH = ["data.jsonl, row 1", "ground_truth"]
-# name: (a row, arguments, the exception, fragments of its message)
+TRUTH = {"reward_model": {"ground_truth": "12345"}}
+ANSWER = {"role": "assistant", "content": "12345"}
+# name: (a row, arguments, fragments of the message)
 BAD_ROWS = {
-    "no ground truth": (ROW | {"reward_model": None}, {}, ValueError, NO_TRUTH),
-    "one for a reward model": (ROW | {"reward_model": HH}, {}, ValueError, NO_TRUTH),
-    "no prompt": ({"data_source": "debug/sorting"}, {"reward_fn": "f"}, KeyError, ["prompt"]),
-    "unknown source": (ROW | {"data_source": "mine"}, {}, NotImplementedError, SOURCES),
-    "no number": (ROW | TWELVE, {}, ValueError, ["twelve"]),
+    "no ground truth": (ROW | {"reward_model": None}, {}, ["ground_truth"]),
+    "one for a reward model": (ROW | {"reward_model": HH}, {}, ["ground_truth"]),
+    "no prompt": ({"data_source": "debug/sorting"} | TRUTH, {}, ["no prompt"]),
+    "no messages": (ROW | {"prompt": []}, {}, ["no prompt"]),
+    "an answer alone": (ROW | {"prompt": [ANSWER]}, {}, ["no prompt"]),
+    "a number": (ROW | {"prompt": 5}, {}, ["'int' object"]),
+    "no source": (ROW | {"data_source": None}, {}, ["None", *SOURCES[1:]]),
+    "unknown source": (ROW | {"data_source": "mine"}, {}, SOURCES),
+    "no number": (ROW | TWELVE, {}, ["twelve"]),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tmp_path):
-    row, changes, kind, fragments = BAD_ROWS[name]
-    with pytest.raises(kind) as refused:
+    row, changes, fragments = BAD_ROWS[name]
+    with pytest.raises(ValueError, match=r"/data\.jsonl, row 1: ") as refused:
         load(tmp_path, [ROW, row, row], tokenizer, **changes)
     assert [part for part in fragments if part not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("line", ["", "{'prompt': 5}", "5"])
+def test_line_that_is_no_row_is_named(line, tokenizer, tmp_path):
+    path = write_rows(tmp_path / "data.jsonl", [ROW])
+    path.write_text(path.read_text() + f"{line}\n")
+    with pytest.raises(ValueError, match=r"/data\.jsonl, row 1: "):
+        script.load_prompts(str(path), None, "train", tokenizer, Args(), False)
 
 
 @pytest.mark.parametrize(("prompt", "longest"), [("53812=", 5), ("", 256)])

@@ -93,7 +93,7 @@ def tokenizer(assets):
 
 def load_pairs(path, tokenizer):
     args = rm.Args(stop_token_id=STOP, max_token_length=18)
-    return rm.load_pairs(SimpleNamespace(print=print), str(path), "train", tokenizer, args)
+    return rm.load_pairs(SimpleNamespace(print=print), str(path), None, "train", tokenizer, args)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def load_pairs(path, tokenizer):
 )
 def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tmp_path):
     (pair,) = load_pairs(write_rows(tmp_path / "pairs.jsonl", [row]), tokenizer)
-    _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, tokenizer)
+    _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, {}, tokenizer)
     assert pair.chosen_ids == [*prompt_ids, *tokenizer("35")["input_ids"], STOP]
     assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
 
@@ -125,16 +125,15 @@ def test_long_and_equal_pairs_are_dropped_and_counted(tokenizer, tmp_path, capsy
 )
 def test_row_that_cannot_be_read_is_named(row, tokenizer, tmp_path):
     path = write_rows(tmp_path / "pairs.jsonl", [ROW, row, ROW])
-    with pytest.raises((KeyError, TypeError, ValueError)) as raised:
+    with pytest.raises(ValueError, match=f"^{path}, row 1: "):
         load_pairs(path, tokenizer)
-    assert raised.value.__notes__ == [f"in {path}, row 1, whose columns are {', '.join(row)}"]
 
 
 @pytest.fixture(scope="module")
 def options(assets, accelerator, tmp_path_factory):
     """Two passes of three updates each. The pad token is the stop token: its id says nothing."""
     folder = tmp_path_factory.mktemp("files")
-    rows = rm.load_rows(str(assets / "preference_train.parquet"), None)[:192]
+    rows = rm.load_rows(str(assets / "preference_train.parquet"), None, None)[:192]
     path = str(write_rows(folder / "pairs.jsonl", [EQUAL, *rows]))
     AutoTokenizer.from_pretrained(assets / "model", pad_token="<|end|>").save_pretrained(folder)
     options = {"dataset": path, "eval_dataset": path, "tokenizer_name_or_path": str(folder)}
@@ -239,7 +238,7 @@ def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_two_ranks_learn(options, assets, tmp_path):
-    rows = rm.load_rows(str(assets / "preference_train.parquet"), None)[:3200]
+    rows = rm.load_rows(str(assets / "preference_train.parquet"), None, None)[:3200]
     options = options | {"dataset": str(write_rows(tmp_path / "pairs.jsonl", rows))}
     options |= {"eval_dataset": str(assets / "preference_test.parquet")}
     options |= {"output_dir": tmp_path}

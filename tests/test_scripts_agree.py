@@ -97,8 +97,8 @@ def test_graders_that_stand_twice_are_one_text():
 
 def test_reward_models_training_has_ppos_functions():
     texts = [functions_of(script) for script in (TRAINER, "ppo_vllm_async.py")]
-    shared = "hidden_states load_rows tokenize_prompt lr_multiplier list_checkpoints step_of"
-    shared += " remove_checkpoints finish_checkpoint find_run rewind_run"
+    shared = "naming_row drop_nulls load_rows tokenize_prompt hidden_states lr_multiplier"
+    shared += " list_checkpoints step_of remove_checkpoints finish_checkpoint find_run rewind_run"
     # What these do is another thing
     others = {"main", "accumulate_gradients"}
     assert texts[0].keys() & texts[1].keys() == {*shared.split(), *others}

@@ -158,6 +158,8 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     script = importlib.import_module(name.removesuffix(".py"))
     stub = make_stub(script)
     options = options_of(name, files, folder) | changes
+    if not options["non_stop_penalty"]:  # which it is a part of
+        options["min_response_length"] = 0
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the updates of each model
