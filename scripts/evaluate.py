@@ -121,11 +121,12 @@ def summarize(rows: list[dict]) -> dict:
 
     def known(name):
         """The values of each prompt's responses, without those that have none."""
-        values = [[row[name] for row in group if row[name] is not None] for group in groups]
+        found = [[row.get(name) for row in group] for group in groups]
+        values = [[value for value in group if value is not None] for group in found]
         return [group for group in values if group]
 
     values = {}
-    for name in ("score", "verifiable_score"):
+    for name in ("score", "verifiable_score", "reward_model_score"):
         values[name] = [statistics.fmean(group) for group in known(name)]
     right = [[score >= 1 for score in group] for group in known("verifiable_score")]
     k = 1
@@ -307,6 +308,7 @@ def describe(response, number, num_samples):
         "response": response.text,
         "score": response.score,
         "verifiable_score": response.verifiable,
+        "reward_model_score": response.model_score,
         "failure": response.failure,
         "ground_truth": response.prompt.ground_truth,
         "data_source": response.prompt.data_source,

@@ -160,8 +160,9 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
     said = call(faked_run)
     _, rows = evaluation_in(faked_run)
     assert {row["verifiable_score"] for row in rows} == {1.0}
-    assert len({row["score"] for row in rows}) > 1
-    assert "score " in said and "verifiable_score " in said
+    assert {row["score"] for row in rows} == {1.0}  # the rule's, where there is one
+    assert len({row["reward_model_score"] for row in rows}) > 1
+    assert "score " in said and "reward_model_score " in said
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
         (["--dataset", "no.jsonl"], "No such file or directory: 'no.jsonl'"),
         (["--dataset=~/no.jsonl"], "No such file or directory: '{tmp_path}/no.jsonl'"),
         (["--reward_fn=~/no.py:score"], "--reward_fn {tmp_path}/no.py:score: there is no such"),
-        (["--dataset", "{tmp_path}/rows.jsonl"], "row 0 has no `ground_truth`"),
+        (["--dataset", "{tmp_path}/rows.jsonl"], "row 0: it has no `ground_truth`"),
         (["--model", "{tmp_path}/other"], "has other tokens than the run's model"),
     ],
 )
