@@ -3,10 +3,6 @@
 import shutil
 import subprocess
 
-import pytest
-
-needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
-
 
 def why_no_sandbox():
     """Why bubblewrap cannot work on this machine; None: it can.
