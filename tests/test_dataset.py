@@ -34,6 +34,9 @@ OPEN_INSTRUCT = {"messages": CHAT, "ground_truth": "72", "dataset": "gsm8k"}
 AGAINST_A_MODEL = {"reward_model_path": "m"}
 WITHOUT_RULES = {"reward_model_path": "m", "apply_verifiable_reward": False}
 
+SORTING = "debug/sorting"
+AT_THE_TOP = {"ground_truth": "7", "data_source": SORTING}
+
 # A row, arguments, whether it is held out, its ground truth and its data source
 ROWS = {
     "verl's": ({"prompt": "5="} | RULE, {}, False, "1", "debug/sorting"),
@@ -43,6 +46,11 @@ ROWS = {
     "a rule beside it": ({"prompt": "5="} | RULE, AGAINST_A_MODEL, False, "1", "debug/sorting"),
     "no rule is asked": ({"prompt": "5="} | RULE, WITHOUT_RULES, False, None, "debug/sorting"),
     "but of held-out rows": ({"prompt": "5="} | RULE, WITHOUT_RULES, True, "1", "debug/sorting"),
+    # Half of one convention, half of another
+    "messages beside verl's": ({"messages": CHAT} | RULE, {}, False, "1", "debug/sorting"),
+    "a truth at the top": ({"prompt": "5="} | AT_THE_TOP, {}, False, "7", "debug/sorting"),
+    "and a reward model": ({"prompt": "5="} | AT_THE_TOP, AGAINST_A_MODEL, False, "7", SORTING),
+    "the top counts": ({"prompt": "5="} | RULE | AT_THE_TOP, {}, False, "7", "debug/sorting"),
 }
 
 
@@ -109,6 +117,101 @@ def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, tmp_path):
     path = write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE])
     (row,) = load(path, tokenizer)
     assert row.token_ids == token_ids
+
+
+# A template that writes all that it is given; whoever is not asked about is passed over
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}
+{%- if m.role in ('user', 'system', 'assistant', 'tool') %}<{{ m.role }}
+{%- if 'name' in m %} {{ m.name }}{% endif %}
+{%- if 'tool_calls' in m %} {{ m.tool_calls | length }} calls{% endif %}>
+{%- if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}
+{%- elif 'content' in m %}{{ m.content }}{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+{%- if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
+
+
+def render(row, tmp_path, suffix):
+    """The prompt that the model reads, of a row in a file beside another one."""
+    letters = {letter: i for i, letter in enumerate(map(chr, range(32, 127)))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    # Of which Arrow takes the keys: in the other row they are null
+    message = {"role": "user", "content": "a", "name": "me", "tool_calls": [{"id": "1"}]}
+    other = {"prompt": [message], "chat_template_kwargs": {"enable_thinking": True, "other": 1}}
+    other["tools"] = [{"type": "f", "function": {"name": "g", "parameters": {"y": {"type": "s"}}}}]
+    path = write_rows(tmp_path / f"data.{suffix}", [row | RULE, other | RULE])
+    prompt, _ = load(path, tokenizer)
+    return prompt.text
+
+
+USER_SAYS = {"role": "user", "content": " 5= "}
+RENDERED = {
+    "keys that Arrow adds": ({"prompt": [USER_SAYS]}, "<user> 5= <assistant>"),
+    "nulls of one's own": (
+        {"prompt": [USER_SAYS | {"name": None, "tool_calls": None}]},
+        "<user> 5= <assistant>",
+    ),
+    "tools": (
+        {"prompt": [USER_SAYS], "tools": [TOOL]},
+        '[{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]'
+        "<user> 5= <assistant>",
+    ),
+    "a switch of the template": (
+        {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
+        "<user> 5= <assistant><no thinking>",
+    ),
+    "an older answer may lose its thoughts": (
+        {"prompt": [{"role": "assistant", "content": "<think>so</think>b"}, USER_SAYS]},
+        "<assistant>b<user> 5= <assistant>",
+    ),
+    "a prefill is left out": (
+        {"prompt": [USER_SAYS, {"role": "assistant", "content": "<think>"}]},
+        "<user> 5= <assistant>",
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize("name", RENDERED)
+def test_model_reads_what_the_row_says(name, suffix, tmp_path):
+    row, text = RENDERED[name]
+    assert render(row, tmp_path, suffix) == text
+
+
+@pytest.mark.parametrize("role", ["human", "developer"])
+def test_message_that_the_template_passes_over_is_refused(role, tmp_path):
+    """Every prompt would be the same, or without its instruction."""
+    for messages in (
+        [{"role": role, "content": "5="}],
+        [{"role": role, "content": "b"}, USER_SAYS],
+    ):
+        message = f"/data.jsonl, row 0: .*leaves out the message of the '{role}'"
+        with pytest.raises(ValueError, match=message):
+            render({"prompt": messages}, tmp_path, "jsonl")
+
+
+def test_folders_are_read_of_configurations_and_of_save_to_disk(tokenizer, tmp_path):
+    import datasets
+
+    names = ("main", "socratic")
+    lines = ["---", "configs:"]
+    for number, name in enumerate(names):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        path = tmp_path / "both" / name / "train.jsonl"
+        write_rows(path, [{"prompt": f"{number}="} | RULE])
+        lines += [f"- config_name: {name}", "  data_files:"]
+        lines += ["  - split: train", f"    path: {name}/train.jsonl"]
+    (tmp_path / "both" / "README.md").write_text("\n".join([*lines, "---"]))
+    for number, name in enumerate(names):
+        (prompt,) = script.load_prompts(
+            str(tmp_path / "both"), name, "train", tokenizer, Args(), False
+        )
+        assert prompt.text == f"{number}="
+    saved = datasets.Dataset.from_list([{"prompt": "8="} | RULE])
+    saved.save_to_disk(tmp_path / "saved")
+    (prompt,) = load(tmp_path / "saved", tokenizer)
+    assert prompt.text == "8="
 
 
 # --------------------------------------------------------------------------- the prompts of a step

@@ -4,6 +4,7 @@ All else is left to the libraries, or to scripts/preflight.py, which test_prefli
 test_loop.py has what is only seen while a run trains.
 """
 
+import importlib
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,6 +123,46 @@ def test_run_that_would_be_for_nothing_is_refused_before_it_begins(
     with pytest.raises(ValueError, match=message):
         run_main(name, **changes, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "grpo_vllm_async.py",
+            {"min_response_length": 4},
+            "--min_response_length needs --non_stop",
+        ),
+        ("ppo_sync.py", {"kl_target": 1.0, "beta": 0.0}, "--kl_target needs a --beta"),
+        ("ppo_vllm_async.py", {"kl_target": 1.0, "beta": 0.0}, "--kl_target needs a --beta"),
+    ],
+)
+def test_flag_that_would_do_nothing_is_refused(name, changes, message, tmp_path):
+    module = importlib.import_module(name.removesuffix(".py"))
+    with pytest.raises(ValueError, match=message):
+        module.main(module.Args(**changes, output_dir=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", [script, train_reward_model])
+def test_home_is_expanded_in_every_text(module, monkeypatch):
+    """No shell does it in quotes; the run was written to a folder named ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    args = module.Args(output_dir="~/runs", dataset="~/a.jsonl", chat_template="~")
+    assert (args.output_dir, args.dataset) == ("/home/me/runs", "/home/me/a.jsonl")
+    assert args.chat_template == "/home/me"
+    assert replace(args, eval_dataset="~/b").eval_dataset == "/home/me/b"
+    assert args.model_name_or_path == "debug_assets/model" and args.eval_dataset is None
+
+
+def test_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
+    step = tmp_path / "output" / "mine" / "checkpoints" / "step_5"
+    step.mkdir(parents=True)
+    for folder, path in ((step.parent, "step_5"), (step, "."), (tmp_path, f"{step}/")):
+        monkeypatch.chdir(folder)
+        args = Args(run_name="another", resume_from_checkpoint=path)
+        for module in (script, train_reward_model):
+            assert module.find_run(args) == (step.parents[1], step)
 
 
 def test_deepspeed_is_refused(run_main, tmp_path, monkeypatch):

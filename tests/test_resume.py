@@ -100,8 +100,13 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     assert [line["training_step"] for line in before.metrics] == [1, 2, 3, 4]
     assert checkpoints_of(before.run_dir) == ["step_3"]
     shutil.copytree(before.run_dir, tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step_3" / "state.json"
+    saved = json.loads(state.read_text())
+    assert 0 < saved["seconds"] < before.metrics[-1]["time/from_scratch"]
+    state.write_text(json.dumps(saved | {"seconds": 1000.0}))
     resumed = six_steps(name, output_dir=tmp_path, resume_from_checkpoint="latest", **changes)
     assert len(resumed.batches) == 3
+    assert 1000 < resumed.metrics[3]["time/from_scratch"] < 1100  # they go on
     assert "eval/scores" in resumed.metrics[3]
     check_equal_to_the_bit(resumed, whole(name, **changes))
     if name in PPO and not changes:

@@ -1,0 +1,226 @@
+"""What the project's two documents name is there: open-instruct's page on PPO, and verl's.
+
+Nothing of it may go for the sake of something else.
+"""
+
+import ast
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import plot_lengths
+import pytest
+from accelerate import Accelerator
+from helpers import REPO, SCRIPTS
+from helpers.files import read_json_lines
+
+import ppo_sync as script
+
+# open-instruct, docs/algorithms/ppo.md, "Training Metrics"
+METRICS = [
+    "episode",
+    "lr",
+    "epoch",
+    "objective/kl",
+    "objective/scores",
+    "objective/rlhf_reward",
+    "objective/non_score_reward",
+    "objective/entropy",
+    "objective/loss",
+    "objective/verifiable_correct_rate",
+    "loss/policy_avg",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "time/from_scratch",
+    "time/training",
+    "val/sequence_lengths",
+    "val/num_stop_token_ids",
+]
+
+# A feature, and a test or a file that shows it
+FEATURES = {
+    # open-instruct
+    "training and generation side by side": "test_runs.py::test_generation_and_training_overlap_"
+    "and_only_then_are_responses_a_step_old",
+    "the sampling policy is a step old": "test_loop.py::test_weights_go_out_before_the_"
+    "request_that_they_answer",
+    "a debug command": "scripts/train/debug/ppo.sh",
+    "the recipe of Tulu 3 by PPO on two nodes": "scripts/train/tulu3/ppo_8b.sh",
+    "the upload is linked with the tracked run": "test_hub.py::test_card_has_the_address_of_the_"
+    "tracked_run",
+    "lengths of prompts in wandb": "test_seeds.py::test_trackers_get_lengths_and_samples",
+    "and as a picture": "test_seeds.py::test_lengths_of_prompts_are_drawn_or_told",
+    "samples": "test_runs.py::test_wandb_gets_the_metrics_the_samples_and_the_config",
+    "samples without held-out prompts": "test_seeds.py::test_trackers_get_lengths_and_samples",
+    "dropout is off": "test_forward.py::test_dropout_of_the_checkpoint_is_off_and_gradient_"
+    "checkpointing_on",
+    "the head of a new reward model": "test_reward_model.py::test_new_head_is_small_and_the_body_"
+    "the_policys_without_dropout",
+    "other vocabularies are refused": "test_seeds.py::test_models_of_other_tokens_are_refused",
+    "prompts are shuffled and come again": "test_dataset.py::test_every_prompt_comes_once_per_pass_"
+    "whatever_the_batch_size",
+    "responses end at the stop token": "test_engine.py::test_responses_are_cut_at_a_stop_token_and_"
+    "nowhere_else",
+    "a penalty without stop token": "test_rewards.py::test_score_is_the_sum_of_the_rewards_or_the_"
+    "penalty",
+    "the format reward": "test_rewards.py::test_format_is_one_thought_and_one_answer",
+    # verl
+    "parquet in verl's columns": "test_dataset.py::test_row_has_the_ground_truth_that_its_columns_"
+    "say",
+    "GSM8K": "scripts/data_preprocess/gsm8k.py",
+    "MATH": "scripts/data_preprocess/math.py",
+    "HellaSwag": "scripts/data_preprocess/hellaswag.py",
+    "full_hh_rlhf": "scripts/data_preprocess/full_hh_rlhf.py",
+    "rules by data source": "test_graders.py::test_unknown_source_names_the_known_ones_and_the_way_"
+    "out",
+    "a reward of one's own": "test_rewards.py::test_reward_gets_what_belongs_to_a_response_"
+    "and_has_its_neighbours",
+    "a reward model": "test_loop.py::test_reward_model_scores_times_its_multiplier_and_starts_the_"
+    "value_model",
+    "code goes to a sandbox": "scripts/rewards/code_sandbox.py",
+    "validation is by the rule": "test_seeds.py::test_evaluation_is_by_the_rule_where_there_is_a_"
+    "truth",
+    "where roles are placed": "test_ranks.py::test_engines_belong_to_the_first_ranks_of_each_node",
+    "FSDP": "test_fsdp2.py",
+    "generalized advantages": "test_losses.py::test_advantages_are_those_of_the_definition",
+}
+
+
+def functions_of(name):
+    tree = ast.parse((REPO / "tests" / name).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_has_what_shows_it(name):
+    file, _, test = FEATURES[name].partition("::")
+    if test:
+        assert test in functions_of(file)
+    else:
+        assert (REPO / file).exists() or (REPO / "tests" / file).exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_metrics_of_the_seed_are_logged_under_its_names(name, run_main):
+    assert len(METRICS) == 18
+    run = run_main(name, beta=0.1)
+    for line in run.metrics:
+        assert [metric for metric in METRICS if metric not in line] == []
+    (batch,), (line,) = run.batches[-1:], run.metrics[-1:]
+    assert line["val/num_stop_token_ids"] == sum(ids[-1] == 1 for ids in batch.responses)
+    assert line["val/sequence_lengths"] == batch.mask.sum(1).mean().item()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_loss_is_the_mean_of_what_updates_minimize(name, run_main):
+    options = {"beta": 0.1, "local_mini_batch_size": 16}  # one update a step, of all responses
+    for line in run_main(name, **options).metrics:
+        expected = line["loss/policy_avg"] + line.get("loss/value_avg", 0.0)
+        expected += 0.1 * line.get("loss/kl_avg", 0.0)
+        assert line["objective/loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 5, 5, 40]])
+def test_lengths_of_prompts_are_drawn_or_told(lengths, tmp_path, capsys):
+    (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
+    (tmp_path / "args.json").write_text(json.dumps({"max_prompt_token_length": 64}))
+    plot_lengths.draw(tmp_path)
+    picture = tmp_path / "token_length.png"
+    if len(set(lengths)) == 1:
+        assert capsys.readouterr().out == "All 3 prompts have 3 tokens\n"
+        assert not picture.exists()
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class FakeTracker:
+    """In place of accelerate's for Weights & Biases."""
+
+    name = "wandb"
+
+    def __init__(self):
+        self.logged, self.tables = [], []
+
+    def log(self, values, **_):
+        self.logged.append(values)
+
+    def log_table(self, name, dataframe, commit):
+        assert not commit  # the step's metrics come after it
+        self.tables.append((name, dataframe))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("with_evaluation", [False, True])
+def test_trackers_get_lengths_and_samples(
+    with_evaluation, name, run_main, few_prompts, monkeypatch
+):
+    tracker = FakeTracker()
+
+    def init_trackers(self, *_):
+        self.trackers = [tracker]
+
+    monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
+    monkeypatch.setattr(Accelerator, "log", lambda *_: None)
+    monkeypatch.setattr(Accelerator, "end_training", lambda *_: None)
+    options = {"num_evals": 1}
+    if with_evaluation:
+        options |= {"eval_dataset": few_prompts / "test.parquet", "num_eval_prompts": 3}
+    run = run_main(name, **options)
+    (values,) = tracker.logged
+    histogram = values["prompt_lengths"]
+    assert sum(histogram.histogram) == 64
+    assert {name for name, _ in tracker.tables} == {"sample_completions"}
+    tables = [table for _, table in tracker.tables]
+    if with_evaluation:
+        assert [len(table) for table in tables] == [3, 3]  # before the first update, and the last
+    else:
+        (table,) = tables  # in step 1, where an evaluation would have been
+        assert len(table) == 8 and set(table["policy_version"]) == {0}
+        rollouts = read_json_lines(run.run_dir / "rollouts.jsonl")
+        assert list(table["response"]) == [sample["response"] for sample in rollouts[:8]]
+
+
+@pytest.mark.parametrize("flag", ["reward_model_path", "value_model_path"])
+def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
+    """One that reads other words, silently; or an id that its embedding does not have."""
+    for folder in ("swapped", "small", "padded"):
+        shutil.copytree(assets / "model", tmp_path / folder)
+    tokens = json.loads((tmp_path / "swapped/tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (tmp_path / "swapped/tokenizer.json").write_text(json.dumps(tokens))
+    for folder, size in (("small", len(vocabulary) - 1), ("padded", 64)):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+
+    def load(folder):
+        path = {flag: str(tmp_path / folder)}
+        return script.load_tokenizer(script.Args(model_name_or_path=str(assets / "model"), **path))
+
+    with pytest.raises(ValueError, match=f"--{flag} .*swapped must have the policy's tokenizer"):
+        load("swapped")
+    with pytest.raises(ValueError, match=f"--{flag} .*small: its vocab_size"):
+        load("small")
+    assert load("padded").get_vocab()  # sizes differ within a family
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_evaluation_is_by_the_rule_where_there_is_a_truth(applied, monkeypatch):
+    """The reward model's score has a name of its own there."""
+    prompt = script.Prompt("row 0", "5=", [5], "debug/sorting", "5", None)
+    right = script.Response(prompt, np.array([5]), np.array([0.0]), True, text="5", verifiable=1.0)
+    failed = replace(right, verifiable=None, failure="OSError()")
+    open_ended = replace(right, prompt=replace(prompt, ground_truth=None), verifiable=None)
+    monkeypatch.setattr(script, "reward_model_scores", lambda *_: [7.0, 7.0, 7.0])
+    args = script.Args(apply_verifiable_reward=applied, verification_reward=2.0)
+    responses = [right, failed, open_ended]
+    scored = script.score_responses(None, "a model", responses, args, is_eval=True)
+    assert [response.score for response in scored] == [2.0, None, 7.0]
+    assert [response.model_score for response in scored] == [7.0] * 3
+    metrics = script.score_metrics("eval", scored)
+    assert metrics["eval/verifiable_score"] == 1.0 and metrics["eval/reward_model_score"] == 7.0
+    trained = script.score_responses(None, "a model", responses, args)
+    expected = [9.0, None, 7.0] if applied else [7.0, 7.0, 7.0]
+    assert [response.score for response in trained] == expected
