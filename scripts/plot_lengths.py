@@ -9,6 +9,7 @@ nothing to draw, and a sentence says so.
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -26,9 +27,10 @@ def draw(run_dir):
         return
     limit = json.loads((run_dir / "args.json").read_text())["max_prompt_token_length"]
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    # A bar for each length as long as there are few
-    count = min(50, max(lengths) - min(lengths) + 1)
-    axes.hist(lengths, bins=count, range=(min(lengths) - 0.5, max(lengths) + 0.5))
+    # At most 50 bars, each of as many lengths as the others
+    width = math.ceil((max(lengths) - min(lengths) + 1) / 50)
+    edges = range(min(lengths), max(lengths) + 1 + width, width)
+    axes.hist(lengths, bins=[edge - 0.5 for edge in edges])
     axes.set_xlabel("tokens of a prompt")
     axes.set_ylabel("prompts")
     axes.set_title(

@@ -125,7 +125,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- if 'name' in m %} {{ m.name }}{% endif %}
 {%- if 'tool_calls' in m %} {{ m.tool_calls | length }} calls{% endif %}>
 {%- if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}
-{%- elif 'content' in m %}{{ m.content }}{% endif %}{% endif %}{% endfor %}
+{%- elif 'content' in m %}{{ m.content | trim }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}
 {%- if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
@@ -147,27 +147,27 @@ def render(row, tmp_path, suffix):
 
 USER_SAYS = {"role": "user", "content": " 5= "}
 RENDERED = {
-    "keys that Arrow adds": ({"prompt": [USER_SAYS]}, "<user> 5= <assistant>"),
+    "keys that Arrow adds": ({"prompt": [USER_SAYS]}, "<user>5=<assistant>"),
     "nulls of one's own": (
         {"prompt": [USER_SAYS | {"name": None, "tool_calls": None}]},
-        "<user> 5= <assistant>",
+        "<user>5=<assistant>",
     ),
     "tools": (
         {"prompt": [USER_SAYS], "tools": [TOOL]},
         '[{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]'
-        "<user> 5= <assistant>",
+        "<user>5=<assistant>",
     ),
     "a switch of the template": (
         {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
-        "<user> 5= <assistant><no thinking>",
+        "<user>5=<assistant><no thinking>",
     ),
     "an older answer may lose its thoughts": (
         {"prompt": [{"role": "assistant", "content": "<think>so</think>b"}, USER_SAYS]},
-        "<assistant>b<user> 5= <assistant>",
+        "<assistant>b<user>5=<assistant>",
     ),
     "a prefill is left out": (
         {"prompt": [USER_SAYS, {"role": "assistant", "content": "<think>"}]},
-        "<user> 5= <assistant>",
+        "<user>5=<assistant>",
     ),
 }
 
