@@ -48,6 +48,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import fork
@@ -60,6 +61,9 @@ from helpers.runs import VLLM_OPTIONS
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What datasets made of a folder in another session it would take for another folder of that name
+CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # What a machine without git cannot do, in every test that begins with it
 if not shutil.which("git"):
     fork.write_fork = lambda *_: pytest.skip("git is not installed, which applies a fork's diff")

@@ -11,9 +11,9 @@ import torch
 import train_reward_model as rm
 from accelerate import Accelerator
 from helpers import REPO, hooks, rollouts
-from helpers.files import read_json_lines, write_rows
+from helpers.files import read_json_lines, write_configurations, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
-from helpers.processes import CPU, TWO_RANKS, environment, flags_of, gradient_of_ranks
+from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_ranks
 from helpers.rollouts import PAD, STOP
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -111,6 +111,33 @@ def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tm
     _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, {}, tokenizer)
     assert pair.chosen_ids == [*prompt_ids, *tokenizer("35")["input_ids"], STOP]
     assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
+
+
+def test_template_gets_the_tools_and_switches_of_a_pair(tokenizer, tmp_path):
+    """As in the scripts, and without the keys that Arrow adds for another row's sake."""
+    template = "{{ tools | length }}{{ 1 if more }}{% for m in messages %}{{ m.content }}"
+    template += "{{ 2 if 'name' in m }}{% endfor %}="
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=template)
+    rows = [
+        ROW | {"tools": [{"name": "a"}], "chat_template_kwargs": {"more": True}},
+        ROW | {"prompt": [ASK | {"name": "me"}], "tools": [{"name": "b"}] * 3},
+    ]
+    for suffix in ("jsonl", "parquet"):
+        pairs = load_pairs(write_rows(tmp_path / f"pairs.{suffix}", rows), tokenizer)
+        texts = [tokenizer.decode(pair.chosen_ids[:-1]) for pair in pairs]
+        assert texts == ["1153==35", "353=2=35"]
+
+
+def test_pairs_are_of_the_configuration_that_is_named(options, tmp_path):
+    rows = [ROW | {"prompt": [ASK | {"content": f"{i}="}]} for i in range(100, 164)]
+    folder = write_configurations(tmp_path / "two_of_pairs", {"main": rows, "socratic": rows[:32]})
+    names = {"dataset": str(folder), "dataset_config": "main", "num_train_epochs": 1}
+    names |= {"eval_dataset": str(folder), "eval_dataset_split": "train"}
+    changes = {"local_mini_batch_size": 32, "save_freq": 0, "warmup_ratio": 0.0}
+    lines = run(tmp_path, options | changes | names | {"eval_dataset_config": "socratic"})
+    assert len(lines) == 2
+    with pytest.raises(ValueError, match="socratic"):
+        run(tmp_path / "other", options | changes | names)
 
 
 def test_long_and_equal_pairs_are_dropped_and_counted(tokenizer, tmp_path, capsys):
@@ -243,6 +270,6 @@ def test_two_ranks_learn(options, assets, tmp_path):
     options |= {"eval_dataset": str(assets / "preference_test.parquet")}
     options |= {"output_dir": tmp_path}
     command = [sys.executable, *TWO_RANKS, "scripts/train_reward_model.py", *flags_of(options)]
-    subprocess.run(command, cwd=REPO, env=environment(CPU), check=True, timeout=280)
+    subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=280)
     metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
     assert metrics[0]["objective/accuracy"] < 0.7 and metrics[-1]["eval/accuracy"] > 0.8
