@@ -163,6 +163,10 @@ RENDERED = {
         {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
         "<user>5=<assistant><no thinking>",
     ),
+    "another row's switch": (
+        {"prompt": [USER_SAYS], "chat_template_kwargs": {"other": 2}},
+        "<user>5=<assistant>",
+    ),
     "an older answer may lose its thoughts": (
         {"prompt": [{"role": "assistant", "content": "<think>so</think>b"}, USER_SAYS]},
         "<assistant>b<user>5=<assistant>",

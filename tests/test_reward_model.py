@@ -1,5 +1,6 @@
 """scripts/train_reward_model.py: its gradient, its scores, its data, and runs in this process."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -236,7 +237,14 @@ def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
 def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     shutil.copytree(whole.folder / "run", tmp_path / "run")
     (tmp_path / "run/model/model.safetensors").write_bytes(b"")
+    state = tmp_path / "run/checkpoints/step_3/state.json"
+    saved = json.loads(state.read_text())
+    before = read_json_lines(whole.folder / "run/metrics.jsonl")
+    assert 0 < saved["seconds"] < before[3]["time/from_scratch"]
+    state.write_text(json.dumps(saved | {"seconds": 1000.0}))
     assert run(tmp_path, options | {"resume_from_checkpoint": "latest"}) == whole.metrics
+    after = read_json_lines(tmp_path / "run/metrics.jsonl")
+    assert 1000 < after[3]["time/from_scratch"] < 1100  # they go on
     one, other = (folder / "run/model/model.safetensors" for folder in (whole.folder, tmp_path))
     assert one.read_bytes() == other.read_bytes()
 
