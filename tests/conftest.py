@@ -25,6 +25,8 @@ Which file.
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
     test_launch                         accelerate's launcher; paths that begin with ~
+    test_heads          architectures whose log-probabilities are right, or which are refused
+    test_seeds          what the two documents name that the project began with
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
 The others are about a program of scripts/ each.
 
