@@ -20,6 +20,7 @@ the kernels of GPUs are others. What PyTorch's allocator holds and does not use 
 """
 
 import contextlib
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -31,7 +32,6 @@ import queue
 import re
 import shutil
 import sys
-import traceback
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,6 +40,7 @@ from unittest import mock
 
 import datasets
 import huggingface_hub
+import odd_data
 import plan
 import torch
 import transformers
@@ -107,6 +108,7 @@ class Run:
     options: Options
     args: Any  # as they were given, then as the script fills them in: num_updates is 0 until then
     tokenizer: Any = None
+    raw_rows: list = field(default_factory=list)  # the dictionaries that the next are made of
     train_rows: list | None = None  # the script's Prompts, or its Pairs
     eval_rows: list = field(default_factory=list)  # those that are evaluated
     of_data: list = field(default_factory=list)  # what the script says of both
@@ -367,55 +369,75 @@ def revision_of(run, path):
     return run.script.revision_of(path, run.args)
 
 
-def load_rows(run, path, split, is_eval):
+def load_rows(run, path, config, split, is_eval):
     """The script's Prompts or Pairs of a dataset. What it prints meanwhile is noted."""
-    script, printed = run.script, io.StringIO()
+    script, printed, raw_rows = run.script, io.StringIO(), []
+    read = getattr(script, "load_rows", None)
+
+    def reading(*words, **options):
+        """The script's load_rows, whose rows are kept."""
+        raw_rows.append(read(*words, **options))
+        return raw_rows[-1]
+
     try:
-        with contextlib.redirect_stdout(printed):
+        with (
+            contextlib.redirect_stdout(printed),
+            mock.patch.object(script, "load_rows", reading, create=True),
+        ):
+            given = path, config, split
             if run.trains_reward_model():
                 accelerator = SimpleNamespace(print=print)
-                loaded = script.load_pairs(accelerator, path, split, run.tokenizer, run.args)
+                loaded = script.load_pairs(accelerator, *given, run.tokenizer, run.args)
             else:
-                loaded = script.load_prompts(path, split, run.tokenizer, run.args, is_eval)
+                loaded = script.load_prompts(*given, run.tokenizer, run.args, is_eval)
     except Exception as error:
-        raise Mistake(what_is_wrong_with_data(run, path, error)) from error
+        raise Mistake(what_is_wrong_with_data(run, path, raw_rows, error)) from error
     run.of_data += printed.getvalue().splitlines()
+    for rows in raw_rows:
+        run.raw_rows += rows
+        run.notes += odd_data.notes_on_columns(run, path, rows)
+        run.notes += odd_data.notes_on_messages(run, path, rows)
+    if not run.trains_reward_model():
+        run.notes += odd_data.notes_on_repeats(run, path, loaded)
     return loaded
 
 
 COLUMNS = (
-    "`prompt` is a text, or messages as the chat template takes them; `data_source` chooses the "
-    'reward, or name a --reward_fn; `reward_model` is {"ground_truth": ...}, or use '
+    "`prompt` is a text, or messages for the chat template; `data_source` chooses the reward, or "
+    "name a --reward_fn; "
+    '`reward_model` is {"ground_truth": ...}, or use '
     "--no-apply_verifiable_reward --reward_model_path MODEL"
 )
 COLUMNS_OF_PAIRS = "`prompt`, `chosen`, `rejected` are texts, or messages for the chat template"
 
 
-def what_is_wrong_with_data(run, path, error):
-    """File, row, and what the script says of it; what a row must have."""
-    # The variables of the function that goes through the rows say where it was
-    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    loop = next((variables for variables in frames if "rows" in variables), None)
-    if loop is None:
-        line = f" in {error.doc[:60]!r}" if isinstance(error, json.JSONDecodeError) else ""
+def what_is_wrong_with_data(run, path, raw_rows, error):
+    """What the script says, which names file and row; what the row has, and must have."""
+    text, cause = describe(error).replace("NotImplementedError: ", ""), error.__cause__
+    if isinstance(cause, json.JSONDecodeError):
+        return f"{text} in {cause.doc[:60]!r}"
+    if not raw_rows:
         advice = "is it a .parquet, a .jsonl, or a dataset on the hub?"
-        return f"{path}: {describe(error)}{line}; {advice}"
-    if not loop["rows"]:
+        if "onfig name" in text:  # as datasets says it
+            advice = "name one by --dataset_config, or --eval_dataset_config"
+        return f"{path}: {text.removeprefix(f'{path}: ')}; {advice}"
+    if not raw_rows[0]:
         return f"{path}: the dataset is empty"
-    if frames[-1] is loop and type(error) is ValueError:  # it is about all rows
-        return error
-    where = f"{path}, row {loop['index']}"
-    what = describe(error).removeprefix(where)
+    named = re.match(rf"{re.escape(path)}, row (\d+): ", text)
+    if not named:  # it is about all rows
+        return text
     needed = COLUMNS_OF_PAIRS if run.trains_reward_model() else COLUMNS
-    return f"{where}: {what}; it has {', '.join(loop['row'])}; {needed}"
+    return f"{text}; it has {', '.join(raw_rows[0][int(named[1])])}; {needed}"
 
 
 def check_data(run):
     """Reads the rows to train on, and those that are held out."""
     args, rows = run.args, []
-    run.train_rows = load_rows(run, args.dataset, args.dataset_split, is_eval=False)
+    given = args.dataset, args.dataset_config, args.dataset_split
+    run.train_rows = load_rows(run, *given, is_eval=False)
     if args.eval_dataset:
-        rows = load_rows(run, args.eval_dataset, args.eval_dataset_split, is_eval=True)
+        given = args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split
+        rows = load_rows(run, *given, is_eval=True)
     if 0 < getattr(args, "num_eval_prompts", 0) < len(rows):  # as the script draws them
         drawn = run.script.draw_prompts(len(rows), 0, args.num_eval_prompts, seed=0)
         rows = [rows[index] for index in drawn]
@@ -470,6 +492,63 @@ def check_policy(run):
     run.model = model
 
 
+def shrunk(config):
+    """A copy of a config, for a model that is built in no time; sizes of attention's heads stay."""
+    config = copy.deepcopy(config.get_text_config())
+    num_layers = config.num_hidden_layers
+    head_size = config.hidden_size / config.num_attention_heads
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == num_layers:  # such as layer_types
+            setattr(config, name, value[:2])
+        elif name.endswith("_token_id"):
+            setattr(config, name, 0)
+        elif isinstance(value, int) and re.search("intermediate_size|^vocab_size", name):
+            setattr(config, name, 64)
+    # By these names also where the config has others, as GPT-J's and MPT's
+    config.num_hidden_layers = config.num_attention_heads = 2
+    config.hidden_size = 64 * math.ceil(head_size / 32)
+    config.vocab_size = 64
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 2
+    return config
+
+
+@torch.no_grad()
+def check_head(run):
+    """Compares PolicyModel's log-probabilities with those of a small model of the same kind.
+
+    Its parameters are drawn anew: biases begin at 0, and a cap changes small logits by nothing.
+    """
+    args, name = replace(run.args, dtype="float32"), type(run.model).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(
+                shrunk(run.model.config), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            for parameter in model.parameters():
+                parameter.normal_()
+            input_ids = torch.randint(64, (2, 16))
+        logits = model(input_ids, use_cache=False).logits
+    except Exception as error:
+        run.notes.append(f"{name}: not compared with PolicyModel ({describe(error)})")
+        return
+    policy = run.script.PolicyModel(model, args)
+    if hasattr(run.script, "check_head"):
+        run.script.check_head(policy)
+    mask = torch.ones_like(input_ids)
+    mask[:, 0] = 0
+    logprobs, _ = policy(input_ids, mask)  # (2, 16)
+    expected = torch.log_softmax(logits / args.temperature, dim=-1)
+    expected = expected[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (2, 15)
+    difference = (logprobs[:, 1:] - expected).abs().max()
+    if not difference <= 0.01 * expected.abs().max():
+        raise Mistake(
+            f"PolicyModel's log-probabilities of a {name} are wrong: by {difference:.2g} with "
+            f"random weights; its head has a bias, a multiplier or a cap of its own"
+        )
+
+
 def check_adapters(run):
     """Refuses what vLLM's kernels for adapters lack. Notes a learning rate as without adapters."""
     args = run.args
@@ -500,13 +579,7 @@ def build_classifier(run, flag, may_lack_head):
         is_causal = getattr(config, "is_causal", True)
         if not is_causal or getattr(config, "use_bidirectional_attention", False):
             raise Mistake("it attends to later tokens; it must be a causal model")
-        if vocabulary(model) != vocabulary(run.model or model):
-            raise Mistake(f"its vocabulary of {vocabulary(model)} tokens is not the policy's")
     return model
-
-
-def vocabulary(model):
-    return model.config.get_text_config().vocab_size
 
 
 def check_classifiers(run):
@@ -526,14 +599,17 @@ def check_classifiers(run):
 def check_tokens(run):
     """Stop tokens, vocabulary and lengths: tokenizer, model and data together."""
     tokenizer, model = run.tokenizer, run.model
-    if len(tokenizer) > vocabulary(model):
+    config = model.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
         raise Mistake(
-            f"the tokenizer has {len(tokenizer)} tokens and the model only {vocabulary(model)}; "
+            f"the tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
             f"see --tokenizer_name_or_path"
         )
-    if not run.trains_reward_model():
-        run.args.stop_token_ids = run.script.find_stop_tokens(run.args, tokenizer, model)
-    config = model.config.get_text_config()
+    if run.trains_reward_model():
+        stop_ids = [run.args.stop_token_id]
+    else:
+        stop_ids = run.args.stop_token_ids = run.script.find_stop_tokens(run.args, tokenizer, model)
+    run.notes += odd_data.notes_on_template(run, run.raw_rows, stop_ids)
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if run.train_rows is not None and run.max_length() > limit:
         flag = "--max_token_length" if run.trains_reward_model() else "--response_length"
@@ -935,6 +1011,7 @@ def check(run):
     attempt(check_updates, run.args.mini_batch_size > 0, not is_trainer or run.train_rows)
     if not is_trainer:
         attempt(check_policy)
+        attempt(check_head, run.model)
         attempt(check_adapters)
         attempt(check_reward, run.train_rows)
     attempt(check_classifiers, run.model or is_trainer)

@@ -36,6 +36,7 @@ ROW = {
     "extra_info": {"index": 0},
 }
 PAIR = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
+BOTH = ROW | PAIR
 
 
 def good_options(folder, script):
@@ -174,6 +175,21 @@ REFUSES = file("chat_template", "t.jinja", "{{ raise_exception('no system role')
 HH = ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}}
 NO_TRUTH = "`ground_truth` | --no-apply_verifiable_reward --reward_model_path"
 NO_NUMBER = ROW | {"data_source": "gsm8k", "reward_model": {"ground_truth": "many"}}
+OF_TEXT = ": the prompt is the text of a list of messages | write the list itself"
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "53812="}]}]
+
+
+def several(folder):
+    """A folder as of openai/gsm8k, which has two configurations."""
+    names = ("main", "socratic")
+    files = [{"config_name": name, "data_files": f"{name}.jsonl"} for name in names]
+    for name in names:
+        write_rows(folder / "gsm8k" / f"{name}.jsonl", [BOTH] * 70)
+    readme = f"---\n{yaml.dump({'configs': files})}---\n"
+    write_text(folder / "gsm8k" / "README.md", readme)
+    return {"dataset": folder / "gsm8k"}
+
+
 BROKEN = json.dumps(ROW) + "\n{'prompt':\n"
 DATA = {
     "no file": (missing("dataset", "no.parquet"), "no.parquet: FileNotFoundError", EVERY),
@@ -181,16 +197,24 @@ DATA = {
     "neither file nor hub": (given(dataset="no/such"), "no/such | .parquet | hub"),
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
-    "no prompt": (rows(ROW, {"data_source": "a"}), "data.jsonl, row 1 | 'prompt' | data_source"),
+    "no prompt": (rows(ROW, ROW | {"prompt": None}), "data.jsonl, row 1: it has no prompt"),
     "source null": (rows(ROW | {"data_source": None}), "row 0 | `data_source` | --reward_fn"),
     "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1 | 'no/such' | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
-    "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: has no | {NO_TRUTH}"),
+    "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: it has no | {NO_TRUTH}"),
     "number as a prompt": (rows(ROW | {"prompt": 5}), "row 0 | `prompt` is a text, or messages"),
     "held-out, no number": (rows(ROW, NO_NUMBER, flag="eval_dataset"), "row 1 | 'many'"),
     "too long": (given(max_prompt_token_length=3), "good.jsonl | --max_prompt_token_length"),
     "no template": (missing("chat_template", "no.jinja"), "no.jinja", EVERY),
     "template refuses": (REFUSES, "good.jsonl, row 0 | chat template | no system role", EVERY),
+    "messages as JSON": (
+        rows(BOTH, BOTH | {"prompt": json.dumps([ASK])}),
+        f"row 1{OF_TEXT}",
+        EVERY,
+    ),
+    "messages as Python's text": (rows(ROW | {"prompt": str([ASK, ASK])}), f"row 0{OF_TEXT}"),
+    "parts": (rows(BOTH, BOTH | {"prompt": PARTS}), "row 1: a content is a list of parts", EVERY),
+    "several configurations": (several, "Config name | 'socratic' | --dataset_config", EVERY),
     "control characters": (rows(ROW | {"data_source": "\x1b[31mx"}), r"row 0 | \x1b[31mx"),
 }
 
@@ -213,6 +237,7 @@ QUANTIZED = config(quantization_config={"quant_method": "nothing"})
 OWN_CODE = config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})
 NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 NO_END = (config(eos_token_id=None), remove("generation_config.json"))
+NO_EOS = in_json("tokenizer_config.json", lambda settings: settings.update(eos_token=None))
 EMPTY_TOKENIZER = model(in_json("tokenizer.json", empty_vocabulary), flag="tokenizer_name_or_path")
 MODELS = {
     "no folder": (missing("model_name_or_path"), "--model_name_or_path | none: no such", EVERY),
@@ -231,7 +256,8 @@ MODELS = {
     "no chat template": (model(remove("chat_template.jinja")), "row 0 | chat_template"),
     "tokenizer of another": (model(NINE), "tokenizer | 17 | 9"),
     "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
-    "no end token": (model(*NO_END), "stop token | --stop_token"),
+    "no end token": (model(*NO_END, NO_EOS), "stop token | --stop_token"),
+    "bias of the head": (model(architecture("PhiForCausalLM")), "PhiForCausalLM | bias"),
 }
 
 BERT = architecture("BertForSequenceClassification", num_labels=1)
@@ -240,7 +266,12 @@ OTHER_TOKENS = classifier(in_json("tokenizer.json", swap_digits))
 CLASSIFIERS = {
     "a tensor lacks": (classifier(without_q_proj), f"--reward_model_path | {Q_PROJ}"),
     "two labels": (TWO_LABELS, "--value_model_path | it has 2 labels", PPO),
-    "vocabulary": (classifier(vocab_size=99), "--reward_model_path | 99 tokens | policy's"),
+    "vocabulary": (classifier(vocab_size=9), "--reward_model_path | vocab_size is 9, too small"),
+    "vocabulary of values": (
+        classifier(vocab_size=16, flag="value_model_path"),
+        "--value_model_path | vocab_size is 16, too small",
+        PPO,
+    ),
     "encoder": (classifier(is_causal=False), "--reward_model_path | attends to later tokens"),
     "other head": (model(BERT, flag="value_model_path"), "no head named score", PPO),
     "no head": (given(reward_model_path=MODEL), "--reward_model_path | 0 labels"),
@@ -480,6 +511,77 @@ LENGTH = "def f(*_, extra_info): return extra_info['stopped'] / extra_info['num_
 RULE = ROW | {"reward_model": {"ground_truth": '{"N": 3}'}}
 
 
+def prompts(*contents, **columns):
+    """70 rows of these prompts in turn: texts of a user, or messages."""
+    given = [text if isinstance(text, list) else [ASK | {"content": text}] for text in contents]
+    return rows(*[ROW | columns | {"prompt": messages} for messages in given] * (70 // len(given)))
+
+
+def template(text):
+    return file("chat_template", "t.jinja", text)
+
+
+USER = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
+ENDS = "{% endif %}{% endfor %}"
+GENERATE = ENDS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+UNPROMPTED = template(USER + "{% else %}<|assistant|>{{ m.content }}<|end|>" + ENDS)
+# As Llama 2's: what asks for an answer ends the user's turn
+INSTRUCTED = template(USER + "<|assistant|>{% else %} {{ m.content }} <|end|>" + ENDS)
+ENDLESS = template(USER + "{% else %}<|assistant|>{{ m.content }}" + GENERATE)
+TEXT_ENDS = template(USER + "{% else %}<|assistant|>{{ m.content }} 7 8" + GENERATE)
+OF_PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+BY_PARTS = template("{% for m in messages %}" + OF_PARTS + "{% endfor %}")
+# A base model: its end is another than that of its template's turns
+BASE = model(
+    config(eos_token_id=0),
+    in_json("generation_config.json", lambda settings: settings.update(eos_token_id=0)),
+    in_json("tokenizer_config.json", lambda settings: settings.update(eos_token="<|pad|>")),
+)
+GOES_ON = "ends an answer with '<|end|>' | no stop token | --stop_token '<|end|>'"
+# The first message alone is none of its
+SECOND = template("{{ messages[1].content }}{{ messages[1].content | length }}")
+IMAGE = {"images": [{"path": "1.png"}]}
+RENDERED = PAIR | {"prompt": [ASK | {"content": "<|user|>1="}]}
+DIALOGUE = {"chosen": [ASK, SAYS], "rejected": [ASK, SAYS | {"content": "1"}]}
+HELD_OUT_MAIN = given(eval_dataset="gsm8k", eval_dataset_config="main", eval_dataset_split="train")
+HELD_OUT_MAIN = together(lambda folder: several(folder) and {}, HELD_OUT_MAIN)
+# name: (builder, words of the plan), for the three scripts; or with the scripts that it is for
+ODD = {
+    "images": (prompts("1=", "2=", **IMAGE), "nobody reads the column images"),
+    "videos": (rows(*[PAIR | {"videos": ["1.mp4"]}] * 70), "reads the column videos", TRAINER),
+    "all equal": (prompts("1="), "all 70 prompts are equal"),
+    "equal to the model": (prompts("5\u00e9=", "5\u00e8="), "all 70 prompts"),
+    "repeats": (prompts("1=", "2=", "3=", "1=", "1="), "of 70 prompts 3 are distinct"),
+    "begun answers": (prompts([ASK, SAYS], [ASK]), "35 of 70 prompts end with a message of the"),
+    "rendered": (prompts("1=", "<|user|>2="), "row 1, and so 35 of 70: | special token <|user|>"),
+    "rendered pairs": (rows(*[PAIR, RENDERED] * 35), "row 1, and so 35 of 70", TRAINER),
+    "no generation prompt": (UNPROMPTED, "has to begin its turn with '<|assistant|>'"),
+    "base model": (BASE, GOES_ON, EVERY),
+    "no end": (ENDLESS, "writes nothing after an answer"),
+    "text as an end": (TEXT_ENDS, "ends an answer with '7', and '7' is no stop token | see --stop"),
+    "larger reward model": (classifier(vocab_size=99), "the reward model's score"),
+    "larger value model": (classifier(vocab_size=17, flag="value_model_path"), "learners 1", PPO),
+    "configuration": (together(several, given(dataset_config="main")), "learners 1", EVERY),
+    "configuration of held-out rows": (HELD_OUT_MAIN, "evaluations of 70 prompts"),
+}
+# The same, with what must not be in the plan
+NOT_ODD = {
+    "prompts": (
+        prompts(*map(str, range(10, 80))),
+        "equal | distinct | nobody | template | left out",
+    ),
+    "images of none": (prompts("1=", images=[]), "images"),
+    "a text in brackets": (rows(*[ROW | {"prompt": '["role"]='}] * 70), "list"),
+    "tokens in a text": (rows(*[ROW | {"prompt": "<|user|>1="}] * 70), "special token"),
+    "parts": (together(prompts(PARTS), BY_PARTS), "list of parts"),
+    "instructions": (INSTRUCTED, "generation prompt | stop token"),
+    "tokenizer's end": (model(*NO_END), "stop token"),
+    "base model's flag": (together(BASE, given(stop_token="<|end|>")), "stop token", EVERY),
+    "texts": (together(BASE, rows(*[ROW | {"prompt": "1="}] * 70)), "stop token"),
+    "template of other messages": (together(prompts([ASK, ASK]), SECOND), "template"),
+    "answers of pairs": (rows(*[DIALOGUE] * 70), "left out | equal | distinct", TRAINER),
+}
+
 # name: (builder, words of the plan), for the three scripts; or with the scripts that it is for
 PLANS = {
     "debug": (given(), "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
@@ -517,4 +619,21 @@ LAUNCHED = {
     "two machines by a file": (BY_FILE, {}, "learners 16 | engines 16 of vLLM"),
     "tokens and not rows": ({}, {"micro_batch_tokens": 200}, "(--micro_batch_tokens 200)"),
     "disk": ({}, KEEPS, "for 4 checkpoints | 0.5 MiB for the final model"),
+}
+
+# architecture: (what its config has, whether PolicyModel knows its head, and not only refuses it)
+HEADS = {
+    "qwen2": ({}, True),
+    "qwen3": ({}, True),
+    "llama": ({}, True),
+    "gemma2": ({"final_logit_softcapping": 20.0}, True),
+    "gemma3_text": ({"final_logit_softcapping": 20.0}, True),
+    "phi": ({}, False),
+    "gptj": ({"n_embd": 1024}, False),
+    "gpt_neox": ({}, True),
+    "granite": ({"logits_scaling": 4.0}, True),
+    "cohere": ({"logit_scale": 0.25}, True),
+    "hyperclovax": ({"logits_scaling": 0.25}, False),
+    "mpt": ({}, True),
+    "mpt: a multiplier that transformers does not apply": ({"logit_scale": 0.5}, False),
 }

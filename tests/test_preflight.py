@@ -5,10 +5,12 @@ are the tables of preflight_cases.py. A check is the same text for all scripts: 
 with one of those that it is for, the next with the next. test_mistakes.py has what scripts refuse.
 """
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import fits
 import huggingface_hub
@@ -244,6 +246,31 @@ def test_plan_says_what_will_be_done(name, script, ask, folder):
     check_plan(ask(script, cases.good_options(folder, script) | make(folder)), words)
 
 
+@one_script_each(cases.ODD)
+def test_what_is_odd_about_data_is_noted(name, script, ask, folder):
+    make, words, *_ = cases.ODD[name]
+    check_plan(ask(script, cases.good_options(folder, script) | make(folder)), words)
+
+
+@one_script_each(cases.NOT_ODD)
+def test_what_is_not_odd_is_not_noted(name, script, ask, folder):
+    make, words, *_ = cases.NOT_ODD[name]
+    answer = ask(script, cases.good_options(folder, script) | make(folder))
+    check_plan(answer, "learners 1")
+    assert [word for word in words.split(" | ") if word in answer[1]] == [], answer[1]
+
+
+def test_column_that_a_fork_reads_is_not_said_to_be_read_by_nobody(ask, folder):
+    text = (REPO / "ppo_sync.py").read_text()
+    fork = text.replace("    rows = load_rows(", '    COLUMN = "images"\n    rows = load_rows(')
+    options = cases.good_options(folder, "ppo_sync.py")
+    options |= cases.prompts("1=", **cases.IMAGE)(folder)
+    assert "nobody reads" in ask("ppo_sync.py", options)[1]
+    answer = ask(write_text(folder / "fork.py", fork), options)
+    check_plan(answer, "all 70 prompts are equal")
+    assert "nobody reads" not in answer[1]
+
+
 @one_script_each(cases.LAUNCHED)
 def test_plan_is_of_the_machines_that_are_named(name, script, ask, folder):
     launch, options, words = cases.LAUNCHED[name]
@@ -294,6 +321,61 @@ def test_fork_without_an_argument_has_a_plan_without_it(ask, folder):
     fork = cases.rename("gradient_checkpointing")(folder)
     words = "learners 1 | no attribute 'gradient_checkpointing' | reward 1 x compute_score"
     check_plan(ask(fork, cases.good_options(folder, "ppo_sync.py")), words)
+
+
+# ------------------------------------------------------------------------------------------- heads
+
+
+def check_head(kind, script=ppo_vllm_async, temperature=1.0, **changes):
+    """preflight.check_head of an architecture with this config; returns the notes."""
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    policy = SimpleNamespace(config=config)
+    run = SimpleNamespace(script=script, model=policy, notes=[])
+    run.args = script.Args(temperature=temperature)
+    preflight.check_head(run)
+    return run.notes
+
+
+@pytest.mark.parametrize("kind", cases.HEADS)
+def test_head_is_right_or_refused(kind):
+    """With the sizes of the real models, and by PolicyModel alone, too, without check_head."""
+    changes, is_right = cases.HEADS[kind]
+    kind = kind.partition(":")[0]
+    for module in (ppo_vllm_async, without_check_head(ppo_vllm_async)):
+        right = contextlib.nullcontext()
+        wrong = pytest.raises((ValueError, preflight.Mistake), match=r"multiplier")
+        state = torch.get_rng_state()
+        with right if is_right else wrong:
+            assert check_head(kind, module, temperature=0.5, **changes) == []
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def without_check_head(module):
+    names = {name: value for name, value in vars(module).items() if name != "check_head"}
+    return SimpleNamespace(**names)
+
+
+@pytest.mark.parametrize("name", ["scale", "soft_cap"])
+def test_fork_that_forgets_what_a_config_says_of_its_head_is_refused(name):
+    """Of Cohere and of Gemma 2."""
+
+    class Forgetful(ppo_vllm_async.PolicyModel):
+        def __init__(self, model, args):
+            super().__init__(model, args)
+            setattr(self, name, 1.0 / args.temperature if name == "scale" else None)
+
+    module = without_check_head(ppo_vllm_async)
+    module.PolicyModel = Forgetful
+    changes = {"scale": {"logit_scale": 0.25}, "soft_cap": {"final_logit_softcapping": 30.0}}
+    kind = {"scale": "cohere", "soft_cap": "gemma2"}[name]
+    assert check_head("llama", module) == []
+    with pytest.raises(preflight.Mistake, match="PolicyModel's log-probabilities"):
+        check_head(kind, module, **changes[name])
+
+
+def test_model_that_cannot_be_made_small_is_noted():
+    (note,) = check_head("mamba2")
+    assert "not compared with PolicyModel (AttributeError" in note
 
 
 # ------------------------------------------------------------------------------------- checkpoints

@@ -1,0 +1,122 @@
+"""What is odd about the rows of a dataset, and about the chat template that renders them.
+
+scripts/preflight.py says it. Each function takes its Run and yields notes, a line each; a
+ValueError tells what is surely not meant. Rows are the dictionaries that the script has read.
+"""
+
+import inspect
+import re
+
+# A text that is a list of messages, as JSON or as Python writes it
+WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
+QUESTION = {"role": "user", "content": "Q"}
+ANSWER = {"role": "assistant", "content": "ANSWER"}
+
+
+def prompt_of(row):
+    """What the script renders or takes as it is. In pairs the prompt may begin the dialogues."""
+    return row.get("messages") or row.get("prompt") or row.get("chosen")
+
+
+def messages_of(row):
+    """The messages of a prompt; none: it is a text."""
+    prompt = prompt_of(row)
+    return prompt if isinstance(prompt, list) else []
+
+
+def notes_on_columns(run, path, rows):
+    """Columns that look as if the model would see them."""
+    for name in ("images", "videos"):
+        is_there = any(row.get(name) for row in rows)
+        if is_there and f'"{name}"' not in inspect.getsource(run.script):
+            yield f"{path}: nobody reads the column {name}: the model reads text alone"
+
+
+def notes_on_messages(run, path, rows):
+    """Messages that the chat template does not take as they are meant."""
+    tokens = [token for token in run.tokenizer.added_tokens_decoder.values() if token.special]
+    special = re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)")
+    rendered, prefills = [], 0
+    for index, row in enumerate(rows):
+        prompt, messages = prompt_of(row), messages_of(row)
+        if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
+            raise ValueError(
+                f"{path}, row {index}: the prompt is the text of a list of messages, brackets and "
+                f"all; write the list itself"
+            )
+        prefills += bool(messages) and messages[-1]["role"] == "assistant"
+        contents = [message.get("content") for message in messages]
+        for content in contents:
+            found = isinstance(content, str) and special.search(content)
+            if found:
+                rendered.append((index, found[0]))
+                break
+        # Parts, such as {"type": "text", "text": ...}
+        if any(isinstance(content, list) for content in contents):
+            text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
+            if any(str(content) in text for content in run.script.drop_nulls(contents) if content):
+                raise ValueError(
+                    f"{path}, row {index}: a content is a list of parts, and the chat template "
+                    f"writes it as such, brackets and all; write the text itself"
+                )
+    if prefills and not run.trains_reward_model():
+        yield (
+            f"{path}: {prefills:,} of {len(rows):,} prompts end with a message of the assistant, "
+            f"an answer or the beginning of one, which is left out"
+        )
+    if rendered:
+        index, token = rendered[0]
+        yield (
+            f"{path}, row {index}, and so {len(rendered):,} of {len(rows):,}: the content of a "
+            f"message has the special token {token}; was it rendered already? Then it is a turn "
+            f"within a turn"
+        )
+
+
+def notes_on_repeats(run, path, prompts):
+    """Prompts that the model reads more than once."""
+    count, distinct = len(prompts), len({tuple(prompt.token_ids) for prompt in prompts})
+    if distinct == 1 < count:
+        yield f"{path}: all {count:,} prompts are equal, as the model reads them"
+    elif distinct < count:
+        yield f"{path}: of {count:,} prompts {distinct:,} are distinct, as the model reads them"
+
+
+def notes_on_template(run, rows, stop_ids):
+    """What the chat template writes before and after an answer."""
+    row = next(filter(messages_of, rows), None)
+    if row is None:
+        return
+
+    def render(*messages, **options):
+        options |= row.get("chat_template_kwargs") or {}
+        return run.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    try:
+        plain, asked = (render(QUESTION, add_generation_prompt=is_on) for is_on in (False, True))
+        answered = render(QUESTION, ANSWER)
+    except Exception:  # a template may want other messages
+        return
+    before, found, after = answered.partition("ANSWER")
+    if not found:
+        return
+    # Without a generation prompt, what stands before an answer is the model's to write
+    missing = before.removeprefix(asked).strip()
+    if plain == asked != before and before.startswith(asked) and missing:
+        yield (
+            f"the chat template has no generation prompt: the model itself has to begin its turn "
+            f"with {missing!r}"
+        )
+    after = after.strip()
+    token_ids = run.tokenizer(after, add_special_tokens=False)["input_ids"]
+    if not token_ids:
+        yield "the chat template writes nothing after an answer: no token says that it ends"
+    elif token_ids[0] not in stop_ids:
+        token = run.tokenizer.convert_ids_to_tokens(token_ids[0])
+        advice = "see --stop_token, --chat_template"
+        if token_ids[0] in run.tokenizer.added_tokens_decoder:
+            advice = f"add --stop_token '{token}'"
+        yield (
+            f"the chat template ends an answer with {after.split()[0][:40]!r}, and {token!r} is no "
+            f"stop token: a response would go on; {advice}"
+        )
