@@ -40,6 +40,8 @@ def write_fork(name, output):
     diff = find_diffs()[name].read_text()
     if output.exists():
         raise SystemExit(f"{output} exists; move it away, or choose another name")
+    if not shutil.which("git"):
+        raise SystemExit("git applies the diffs, and is not installed: `apt-get install git`")
     base = base_of(diff)
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(REPO / base, folder)

@@ -25,12 +25,14 @@ Which file.
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
+    test_setup, test_fresh_machine      what machines lack
 The others are about a program of scripts/ each.
 
 Helpers, in tests/helpers; each says more in its first lines.
     formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
     loops, hooks, modules               main() with a stub of vLLM; in a function's way
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
+    machines                            what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
     saving_batches, lagging, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
                                         are programs
@@ -43,6 +45,7 @@ A new test: break what it tests once, and see it fail.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +73,13 @@ def pytest_collection_modifyitems(items):
     """Long files first: with a long one last, one of the two processes would wait for the other."""
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(scope="session")
+def git():
+    """For tests that call it, or write a fork."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed, and these tests call it or scripts/fork.py")
 
 
 @pytest.fixture(scope="session")
