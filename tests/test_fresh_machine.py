@@ -78,9 +78,10 @@ def test_vllm_loads_with_the_stub_of_libnuma(tmp_path):
     loader = (tmp_path / "libnuma_or_stub.py").read_text().replace("libnuma.so.1", "no.so.1")
     write_text(tmp_path / "libnuma_or_stub.py", loader)
     program = """
-import libnuma_or_stub, torch, vllm.platforms
+import ctypes, libnuma_or_stub, torch, vllm.platforms
 vllm.platforms.current_platform.import_kernels()
 torch.ops._C.init_cpu_memory_env([0])
+assert ctypes.CDLL("libnuma.so.1").numa_available() == -1
 print({line.split()[-1] for line in open("/proc/self/maps") if "numa" in line})"""
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", program]
