@@ -50,6 +50,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -61,6 +62,9 @@ from helpers.runs import VLLM_OPTIONS
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What datasets made of a folder in another session it would take for another folder of that name
+CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
 torch.set_num_threads(1)
 

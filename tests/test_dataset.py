@@ -4,7 +4,8 @@ import itertools
 from collections import Counter
 
 import pytest
-from helpers.files import write_rows
+from helpers import SCRIPTS
+from helpers.files import read_json_lines, write_configurations, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -125,17 +126,18 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- if 'name' in m %} {{ m.name }}{% endif %}
 {%- if 'tool_calls' in m %} {{ m.tool_calls | length }} calls{% endif %}>
 {%- if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}
+{%- elif m.role == 'tool' %}{{ m.content[0] }}
 {%- elif 'content' in m %}{{ m.content | trim }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}
 {%- if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
 
 
-def render(row, tmp_path, suffix):
+def render(row, tmp_path, suffix, template=TEMPLATE):
     """The prompt that the model reads, of a row in a file beside another one."""
     letters = {letter: i for i, letter in enumerate(map(chr, range(32, 127)))}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
     # Of which Arrow takes the keys: in the other row they are null
     message = {"role": "user", "content": "a", "name": "me", "tool_calls": [{"id": "1"}]}
     other = {"prompt": [message], "chat_template_kwargs": {"enable_thinking": True, "other": 1}}
@@ -161,9 +163,17 @@ RENDERED = {
         {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
         "<user>5=<assistant><no thinking>",
     ),
+    "another row's switch": (
+        {"prompt": [USER_SAYS], "chat_template_kwargs": {"other": 2}},
+        "<user>5=<assistant>",
+    ),
     "an older answer may lose its thoughts": (
         {"prompt": [{"role": "assistant", "content": "<think>so</think>b"}, USER_SAYS]},
         "<assistant>b<user>5=<assistant>",
+    ),
+    "and so may a tool": (
+        {"prompt": [USER_SAYS, {"role": "tool", "content": "a long page", "name": "web"}]},
+        "<user>5=<tool web>a<assistant>",
     ),
     "a prefill is left out": (
         {"prompt": [USER_SAYS, {"role": "assistant", "content": "<think>"}]},
@@ -179,39 +189,60 @@ def test_model_reads_what_the_row_says(name, suffix, tmp_path):
     assert render(row, tmp_path, suffix) == text
 
 
-@pytest.mark.parametrize("role", ["human", "developer"])
+@pytest.mark.parametrize("role", ["human", "developer", "user", "system"])
 def test_message_that_the_template_passes_over_is_refused(role, tmp_path):
     """Every prompt would be the same, or without its instruction."""
+    template = TEMPLATE.replace(f"'{role}', ", "")
+    other = {"role": "system" if role == "user" else "user", "content": "5="}
     for messages in (
-        [{"role": role, "content": "5="}],
-        [{"role": role, "content": "b"}, USER_SAYS],
+        [{"role": role, "content": "b"}],
+        [{"role": role, "content": "b"}, other],
+        [other, {"role": role, "content": "b"}],
     ):
         message = f"/data.jsonl, row 0: .*leaves out the message of the '{role}'"
         with pytest.raises(ValueError, match=message):
-            render({"prompt": messages}, tmp_path, "jsonl")
+            render({"prompt": messages}, tmp_path, "jsonl", template)
 
 
 def test_folders_are_read_of_configurations_and_of_save_to_disk(tokenizer, tmp_path):
     import datasets
 
-    names = ("main", "socratic")
-    lines = ["---", "configs:"]
-    for number, name in enumerate(names):
-        (tmp_path / "both" / name).mkdir(parents=True)
-        path = tmp_path / "both" / name / "train.jsonl"
-        write_rows(path, [{"prompt": f"{number}="} | RULE])
-        lines += [f"- config_name: {name}", "  data_files:"]
-        lines += ["  - split: train", f"    path: {name}/train.jsonl"]
-    (tmp_path / "both" / "README.md").write_text("\n".join([*lines, "---"]))
-    for number, name in enumerate(names):
-        (prompt,) = script.load_prompts(
-            str(tmp_path / "both"), name, "train", tokenizer, Args(), False
-        )
-        assert prompt.text == f"{number}="
+    rows = {name: [{"prompt": f"{i}="} | RULE] for i, name in enumerate(("main", "socratic"))}
+    folder = write_configurations(tmp_path, rows)
+    for name, (row,) in rows.items():
+        (prompt,) = script.load_prompts(str(folder), name, "train", tokenizer, Args(), False)
+        assert prompt.text == row["prompt"]
+    with pytest.raises(ValueError, match=r"main.*socratic"):
+        load(folder, tokenizer)
     saved = datasets.Dataset.from_list([{"prompt": "8="} | RULE])
     saved.save_to_disk(tmp_path / "saved")
     (prompt,) = load(tmp_path / "saved", tokenizer)
     assert prompt.text == "8="
+
+
+@pytest.mark.xfail(reason="datasets keeps what the first of them had", strict=True)
+def test_folder_is_read_as_it_is_now(tokenizer, tmp_path):
+    """Not as it was in an earlier run, nor as another folder of its name is."""
+    for text in ("1=", "2="):
+        row = {"prompt": text} | RULE
+        for folder in (tmp_path / "old" / "same", tmp_path / "new" / "same"):
+            write_configurations(folder, {"main": [row]})
+            (prompt,) = script.load_prompts(str(folder), "main", "train", tokenizer, Args(), False)
+            assert prompt.text == text
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_run_trains_on_one_configuration_and_is_evaluated_on_another(name, run_main, tmp_path):
+    rows = {"main": [{"prompt": "1="} | RULE] * 4, "socratic": [{"prompt": "12="} | RULE] * 4}
+    folder = write_configurations(tmp_path, rows)
+    options = {"dataset": folder, "dataset_config": "main", "eval_dataset": folder}
+    options |= {"eval_dataset_config": "socratic", "eval_dataset_split": "train", "num_evals": 1}
+    run = run_main(name, **options)
+    prompts = [
+        {sample["prompt"] for sample in read_json_lines(run.run_dir / f"{file}.jsonl")}
+        for file in ("rollouts", "samples")
+    ]
+    assert prompts == [{"1="}, {"12="}]
 
 
 # --------------------------------------------------------------------------- the prompts of a step

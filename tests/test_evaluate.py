@@ -11,7 +11,7 @@ from typing import ClassVar
 import evaluate
 import pytest
 from helpers import REPO
-from helpers.files import read_json_lines, write_text
+from helpers.files import read_json_lines, write_configurations, write_text
 from helpers.processes import environment
 
 import grpo_vllm_async as script
@@ -151,6 +151,25 @@ def test_what_is_there_is_not_made_again(faked_run, call):
     os.utime(faked_run / "model" / "config.json", (1e9, 1e9))  # a resumed run saves another model
     call(faked_run, "--prompts", 500)
     assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/responses.jsonl"))) == 4
+
+
+def test_configurations_of_a_dataset_are_told_apart(faked_run, small_eval, call, tmp_path):
+    """The run's; or the flag's, which is another evaluation."""
+    rows = script.load_rows(str(small_eval), None, None)
+    configurations = {"main": rows[:3], "socratic": rows[3:5]}
+    folder = write_configurations(tmp_path / "two_for_evaluate", configurations)
+    args = json.loads((faked_run / "args.json").read_text())
+    args |= {"eval_dataset": str(folder), "eval_dataset_split": "train"}
+    (faked_run / "args.json").write_text(json.dumps(args | {"eval_dataset_config": "main"}))
+    call(faked_run)
+    call(faked_run, "--dataset_config", "socratic")
+    asked = []
+    for path in (faked_run / "evaluations").glob("*/responses.jsonl"):
+        asked.append([line["ground_truth"] for line in read_json_lines(path)])
+    truths = [
+        [row["reward_model"]["ground_truth"] for row in each] for each in configurations.values()
+    ]
+    assert sorted(map(sorted, asked)) == sorted(map(sorted, truths))
 
 
 def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):

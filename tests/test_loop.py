@@ -214,6 +214,8 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
             "objective/scores_std": scores.std(correction=0),
             "objective/entropy": -flat["logprobs"].sum() / EPISODES,
             "objective/sequence_lengths": batch.mask.sum(1).mean(),
+            "val/sequence_lengths": batch.mask.sum(1).mean(),
+            "val/num_stop_token_ids": sum(ids[-1] == STOP for ids in batch.responses),
             "objective/stop_rate": sum(ids[-1] == STOP for ids in batch.responses) / EPISODES,
             "objective/reward_failures": 1 - len(scores) / EPISODES,
             "mismatch/logprob_diff_mean": log_ratio.abs().mean(),
@@ -236,11 +238,48 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
             expected["val/explained_variance"] = 1 - residuals.var() / flat["returns"].var()
         elif not rough:
             expected["loss/kl_avg"] = (kl * weights).mean()
+        if not rough:
+            parts = {"loss/policy_avg": 1.0, "loss/value_avg": 1.0, "loss/kl_avg": 0.3}
+            expected["objective/loss"] = sum(
+                weight * expected[part] for part, weight in parts.items() if part in expected
+            )
         for model, metric in NORMS.items():
             if norms := run.norms[model, step]:
                 expected[metric] = sum(norms) / len(norms)
         for metric, value in expected.items():
             assert line[metric] == pytest.approx(float(value), rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        *((name, None) for name in PPO),
+        *((SCRIPTS[2], a) for a in ("token", "sequence", "constant")),
+    ],
+)
+def test_loss_is_the_mean_over_updates_of_what_each_minimizes(name, aggregation, run_main):
+    """Not the mean over tokens: of two updates one has longer responses. No step moves a model."""
+    options = {"learning_rate": 0.0, "tis_cap": 0.0, "mismatch_mask": "none"}
+    options |= {"value_learning_rate": 0.0} if name in PPO else {"loss_aggregation": aggregation}
+    run = run_main(name, rough_score, seed=4, **options)
+    found = []
+    for step, (batch, line) in enumerate(zip(run.batches, run.metrics, strict=True)):
+        losses = -batch.advantages.double()
+        if name in PPO:
+            losses += (batch.returns - batch.values).double() ** 2 / 2
+        else:
+            losses += 0.3 * (batch.logprobs - batch.ref_logprobs).double()
+        of_updates = []
+        for rows in run.mini_batches[2 * step : 2 * step + 2]:
+            mask = batch.loss_mask[rows].double()
+            counted = mask.amax(1).sum()
+            if aggregation == "sequence":
+                mask = mask / mask.sum(1, keepdim=True).clamp(min=1)
+            count = counted * 6 if aggregation == "constant" else mask.sum()
+            of_updates.append((losses[rows] * mask).sum() / count)
+        found.append(sum(of_updates).item() / 2)
+        assert line["objective/loss"] == pytest.approx(found[-1], rel=1e-4, abs=1e-6)
+    assert max(map(abs, found)) > 1e-2
 
 
 def test_response_whose_reward_failed_has_no_score(rough_loop, tokenizer):

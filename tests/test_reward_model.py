@@ -1,5 +1,6 @@
 """scripts/train_reward_model.py: its gradient, its scores, its data, and runs in this process."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -11,9 +12,9 @@ import torch
 import train_reward_model as rm
 from accelerate import Accelerator
 from helpers import REPO, hooks, rollouts
-from helpers.files import read_json_lines, write_rows
+from helpers.files import read_json_lines, write_configurations, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
-from helpers.processes import CPU, TWO_RANKS, environment, flags_of, gradient_of_ranks
+from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_ranks
 from helpers.rollouts import PAD, STOP
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -113,6 +114,33 @@ def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tm
     assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
 
 
+def test_template_gets_the_tools_and_switches_of_a_pair(tokenizer, tmp_path):
+    """As in the scripts, and without the keys that Arrow adds for another row's sake."""
+    template = "{{ tools | length }}{{ 1 if more }}{% for m in messages %}{{ m.content }}"
+    template += "{{ 2 if 'name' in m }}{% endfor %}="
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=template)
+    rows = [
+        ROW | {"tools": [{"name": "a"}], "chat_template_kwargs": {"more": True}},
+        ROW | {"prompt": [ASK | {"name": "me"}], "tools": [{"name": "b"}] * 3},
+    ]
+    for suffix in ("jsonl", "parquet"):
+        pairs = load_pairs(write_rows(tmp_path / f"pairs.{suffix}", rows), tokenizer)
+        texts = [tokenizer.decode(pair.chosen_ids[:-1]) for pair in pairs]
+        assert texts == ["1153==35", "353=2=35"]
+
+
+def test_pairs_are_of_the_configuration_that_is_named(options, tmp_path):
+    rows = [ROW | {"prompt": [ASK | {"content": f"{i}="}]} for i in range(100, 164)]
+    folder = write_configurations(tmp_path / "two_of_pairs", {"main": rows, "socratic": rows[:32]})
+    names = {"dataset": str(folder), "dataset_config": "main", "num_train_epochs": 1}
+    names |= {"eval_dataset": str(folder), "eval_dataset_split": "train"}
+    changes = {"local_mini_batch_size": 32, "save_freq": 0, "warmup_ratio": 0.0}
+    lines = run(tmp_path, options | changes | names | {"eval_dataset_config": "socratic"})
+    assert len(lines) == 2
+    with pytest.raises(ValueError, match="socratic"):
+        run(tmp_path / "other", options | changes | names)
+
+
 def test_long_and_equal_pairs_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     rows = [ROW | {"rejected": "5" * 12}, EQUAL, ROW | {"rejected": "5" * 13}, ROW]
     pairs = load_pairs(write_rows(tmp_path / "pairs.jsonl", rows), tokenizer)
@@ -209,7 +237,14 @@ def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
 def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     shutil.copytree(whole.folder / "run", tmp_path / "run")
     (tmp_path / "run/model/model.safetensors").write_bytes(b"")
+    state = tmp_path / "run/checkpoints/step_3/state.json"
+    saved = json.loads(state.read_text())
+    before = read_json_lines(whole.folder / "run/metrics.jsonl")
+    assert 0 < saved["seconds"] < before[3]["time/from_scratch"]
+    state.write_text(json.dumps(saved | {"seconds": 1000.0}))
     assert run(tmp_path, options | {"resume_from_checkpoint": "latest"}) == whole.metrics
+    after = read_json_lines(tmp_path / "run/metrics.jsonl")
+    assert 1000 < after[3]["time/from_scratch"] < 1100  # they go on
     one, other = (folder / "run/model/model.safetensors" for folder in (whole.folder, tmp_path))
     assert one.read_bytes() == other.read_bytes()
 
@@ -243,6 +278,6 @@ def test_two_ranks_learn(options, assets, tmp_path):
     options |= {"eval_dataset": str(assets / "preference_test.parquet")}
     options |= {"output_dir": tmp_path}
     command = [sys.executable, *TWO_RANKS, "scripts/train_reward_model.py", *flags_of(options)]
-    subprocess.run(command, cwd=REPO, env=environment(CPU), check=True, timeout=280)
+    subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=280)
     metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
     assert metrics[0]["objective/accuracy"] < 0.7 and metrics[-1]["eval/accuracy"] > 0.8

@@ -20,5 +20,16 @@ def write_rows(path, rows):
     return path
 
 
+def write_configurations(folder, configurations):
+    """A dataset of several configurations, {name: rows of its split `train`}; returns its path."""
+    lines = ["---", "configs:"]
+    for name, rows in configurations.items():
+        write_rows(folder / name / "train.jsonl", rows)
+        lines += [f"- config_name: {name}", "  data_files:"]
+        lines += ["  - split: train", f"    path: {name}/train.jsonl"]
+    write_text(folder / "README.md", "\n".join([*lines, "---"]))
+    return folder
+
+
 def read_json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
