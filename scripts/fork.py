@@ -38,10 +38,10 @@ def find_diffs():
 def write_fork(name, output):
     """Writes a fork to a file, which must not exist yet."""
     diff = find_diffs()[name].read_text()
-    if not shutil.which("git"):
-        raise SystemExit("git is not installed, which applies the diff; apt-get install git")
     if output.exists():
         raise SystemExit(f"{output} exists; move it away, or choose another name")
+    if not shutil.which("git"):
+        raise SystemExit("git applies the diffs, and is not installed: `apt-get install git`")
     base = base_of(diff)
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(REPO / base, folder)

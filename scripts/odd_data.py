@@ -102,7 +102,7 @@ def notes_on_template(run, rows, stop_ids):
         return
     # Without a generation prompt, what stands before an answer is the model's to write
     missing = before.removeprefix(asked).strip()
-    if plain == asked != before and before.startswith(asked) and missing:
+    if plain == asked and before.startswith(asked) and missing:
         yield (
             f"the chat template has no generation prompt: the model itself has to begin its turn "
             f"with {missing!r}"

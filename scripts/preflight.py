@@ -403,8 +403,8 @@ def load_rows(run, path, config, split, is_eval):
 
 
 COLUMNS = (
-    "`prompt` is a text, or messages for the chat template; `data_source` chooses the reward, or "
-    "name a --reward_fn; "
+    "`data_source` chooses the reward, or name a --reward_fn; `prompt` is a text, or messages for "
+    "the chat template; "
     '`reward_model` is {"ground_truth": ...}, or use '
     "--no-apply_verifiable_reward --reward_model_path MODEL"
 )

@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
 # Set-up, then all tests, two files at a time (about 13 minutes on two cores).
+# Some need bubblewrap and git: root has apt install them, and without them these tests are skipped.
 #   bash scripts/test.sh            all of them
 #   bash scripts/test.sh fast       those that start neither vLLM nor other processes (under 2 minutes)
 #   bash scripts/test.sh -k gae     flags and paths go to pytest; -n 0: one test at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
-# What some tests want beyond Python: bubblewrap for the sandbox, git for the forks
-missing=""
-command -v bwrap >/dev/null || missing="bubblewrap"
-command -v git >/dev/null || missing="$missing git"
-if [ -n "$missing" ]; then
-  install="apt-get update && apt-get install -y --no-install-recommends $missing"
-  if [ "$(id -u)" = 0 ] && timeout 60 sh -c "$install" >/dev/null 2>&1; then
-    echo "Tests: installed $missing"
+missing=()
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v git >/dev/null || missing+=(git)
+if [ ${#missing[@]} -gt 0 ]; then
+  # A source that fails to update may be another's
+  install="apt-get update; DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ${missing[*]}"
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && timeout 60 bash -c "$install" >/dev/null 2>&1 </dev/null; then
+    echo "Tests: installed ${missing[*]}"
   else
-    echo "Tests: not installed, so tests of them are skipped: $missing (as root: apt-get install $missing)"
+    echo "Tests: without ${missing[*]}, which only root can install, by apt, within 60 s; what needs it is skipped"
   fi
 fi
+bash scripts/setup.sh
 .venv/bin/python scripts/dev/make_debug_assets.py
 if [ "${1:-}" = fast ]; then
   shift

@@ -28,12 +28,14 @@ Which file.
     test_heads          architectures whose log-probabilities are right, or which are refused
     test_seeds          what the two documents name that the project began with
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
+    test_setup, test_fresh_machine      what machines lack
 The others are about a program of scripts/ each.
 
 Helpers, in tests/helpers; each says more in its first lines.
     formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
     loops, hooks, modules               main() with a stub of vLLM; in a function's way
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
+    machines                            what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
     saving_batches, lagging, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
                                         are programs
@@ -53,7 +55,6 @@ import sys
 import tempfile
 import time
 
-import fork
 import pytest
 import torch
 from helpers import REPO
@@ -66,9 +67,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # What datasets made of a folder in another session it would take for another folder of that name
 CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
-# What a machine without git cannot do, in every test that begins with it
-if not shutil.which("git"):
-    fork.write_fork = lambda *_: pytest.skip("git is not installed, which applies a fork's diff")
 # Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
 torch.set_num_threads(1)
 
@@ -90,6 +88,13 @@ def no_default_of_accelerate():
     from accelerate.commands.config import config_args
 
     config_args.default_config_file = os.devnull
+
+
+@pytest.fixture(scope="session")
+def git():
+    """For tests that call it, or write a fork."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed, and these tests call it or scripts/fork.py")
 
 
 @pytest.fixture(scope="session")

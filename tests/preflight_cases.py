@@ -199,7 +199,7 @@ DATA = {
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
     "no prompt": (rows(ROW, ROW | {"prompt": None}), "data.jsonl, row 1: it has no prompt"),
     "source null": (rows(ROW | {"data_source": None}), "row 0 | `data_source` | --reward_fn"),
-    "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1 | 'no/such' | gsm8k"),
+    "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1: 'no/such' is | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
     "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: it has no | {NO_TRUTH}"),
     "number as a prompt": (rows(ROW | {"prompt": 5}), "row 0 | `prompt` is a text, or messages"),
@@ -527,6 +527,8 @@ GENERATE = ENDS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 UNPROMPTED = template(USER + "{% else %}<|assistant|>{{ m.content }}<|end|>" + ENDS)
 # As Llama 2's: what asks for an answer ends the user's turn
 INSTRUCTED = template(USER + "<|assistant|>{% else %} {{ m.content }} <|end|>" + ENDS)
+# As Qwen3's: before an answer it writes thoughts, of which there are none
+THINKS = template(USER + "{% else %}<|assistant|>= {{ m.content }}<|end|>" + GENERATE)
 ENDLESS = template(USER + "{% else %}<|assistant|>{{ m.content }}" + GENERATE)
 TEXT_ENDS = template(USER + "{% else %}<|assistant|>{{ m.content }} 7 8" + GENERATE)
 OF_PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
@@ -541,8 +543,8 @@ GOES_ON = "ends an answer with '<|end|>' | no stop token | --stop_token '<|end|>
 # The first message alone is none of its
 SECOND = template("{{ messages[1].content }}{{ messages[1].content | length }}")
 IMAGE = {"images": [{"path": "1.png"}]}
-RENDERED = PAIR | {"prompt": [ASK | {"content": "<|user|>1="}]}
 DIALOGUE = {"chosen": [ASK, SAYS], "rejected": [ASK, SAYS | {"content": "1"}]}
+RENDERED = DIALOGUE | {"chosen": [ASK | {"content": "<|user|>1="}, SAYS]}
 HELD_OUT_MAIN = given(eval_dataset="gsm8k", eval_dataset_config="main", eval_dataset_split="train")
 HELD_OUT_MAIN = together(lambda folder: several(folder) and {}, HELD_OUT_MAIN)
 # name: (builder, words of the plan), for the three scripts; or with the scripts that it is for
@@ -575,8 +577,10 @@ NOT_ODD = {
     "tokens in a text": (rows(*[ROW | {"prompt": "<|user|>1="}] * 70), "special token"),
     "parts": (together(prompts(PARTS), BY_PARTS), "list of parts"),
     "instructions": (INSTRUCTED, "generation prompt | stop token"),
+    "thoughts": (THINKS, "generation prompt | stop token"),
     "tokenizer's end": (model(*NO_END), "stop token"),
     "base model's flag": (together(BASE, given(stop_token="<|end|>")), "stop token", EVERY),
+    "pairs": (given(), "stop token | generation prompt | nobody", TRAINER),
     "texts": (together(BASE, rows(*[ROW | {"prompt": "1="}] * 70)), "stop token"),
     "template of other messages": (together(prompts([ASK, ASK]), SECOND), "template"),
     "answers of pairs": (rows(*[DIALOGUE] * 70), "left out | equal | distinct", TRAINER),

@@ -79,7 +79,7 @@ def block_of(page, pattern):
 
 
 @pytest.fixture(scope="module")
-def folder(assets, reward_model, tmp_path_factory):
+def folder(git, assets, reward_model, tmp_path_factory):
     """What the commands need where they are called: data, rewards, models of any name."""
     folder = tmp_path_factory.mktemp("newcomer")
     for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):

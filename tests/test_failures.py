@@ -32,6 +32,7 @@ def test_each_has_a_diff_and_a_section(page):
 
 
 @each
+@pytest.mark.usefixtures("git")
 def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
     script, _ = failures.FAILURES[name].command
     diff = (fork.FAILURES / f"{name}.diff").read_text()

@@ -137,6 +137,7 @@ def lines_of_code(text):
     ]
 
 
+@pytest.mark.usefixtures("git")
 @pytest.mark.parametrize("diff", sorted(program.FORKS.glob("*.diff")), ids=lambda path: path.stem)
 def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeypatch):
     path = tmp_path / f"tried_{diff.stem}.py"
@@ -152,6 +153,7 @@ def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeyp
         program.write_fork(diff.stem, path)
 
 
+@pytest.mark.usefixtures("git")
 def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
     diff = (program.FORKS / "inflight.diff").read_text()
     (tmp_path / "inflight.diff").write_text(diff.replace(" class Response:", " class Answer:"))
@@ -159,3 +161,9 @@ def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="does not fit grpo_vllm_async"):
         program.write_fork("inflight", tmp_path / "fork.py")
     assert not (tmp_path / "fork.py").exists()
+
+
+def test_without_git_it_is_said_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="apt-get install git"):
+        program.write_fork("inflight", tmp_path / "fork.py")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -231,7 +230,7 @@ def provenance_of(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.usefixtures("git")
 def test_what_made_a_run_is_written_down(run_dir, tmp_path):
     folder, args = tmp_path / "code", ARGS | {"push_to_hub": False}
     write_text(run_dir / "args.json", json.dumps(args))

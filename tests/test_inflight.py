@@ -30,7 +30,7 @@ IN_FLIGHT = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2
 
 
 @pytest.fixture(scope="module")
-def fork(tmp_path_factory):
+def fork(git, tmp_path_factory):
     """The forked script, a path."""
     sys.path.insert(0, str(REPO / "scripts"))
     path = tmp_path_factory.mktemp("fork") / "grpo_inflight.py"

@@ -73,7 +73,7 @@ TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(git, tmp_path_factory):
     """That of the fork and of its environment."""
     folder = tmp_path_factory.mktemp("fork")
     forks.write_fork("multiturn", folder / NAME)

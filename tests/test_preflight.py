@@ -341,9 +341,11 @@ def test_head_is_right_or_refused(kind):
     """With the sizes of the real models, and by PolicyModel alone, too, without check_head."""
     changes, is_right = cases.HEADS[kind]
     kind = kind.partition(":")[0]
-    for module in (ppo_vllm_async, without_check_head(ppo_vllm_async)):
+    says = {"PolicyModel does not know": ppo_vllm_async}
+    says["a cap of its own"] = without_check_head(ppo_vllm_async)
+    for words, module in says.items():
         right = contextlib.nullcontext()
-        wrong = pytest.raises((ValueError, preflight.Mistake), match=r"multiplier")
+        wrong = pytest.raises((ValueError, preflight.Mistake), match=words)
         state = torch.get_rng_state()
         with right if is_right else wrong:
             assert check_head(kind, module, temperature=0.5, **changes) == []

@@ -187,6 +187,19 @@ def test_what_fails_is_tried_otherwise(has_gpus, fails, status, installs, machin
         assert "no torch here" in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize(
+    ("has_gpus", "fails", "is_written"),
+    [(False, "", 0), (False, "libnuma.so", 1), (True, "libnuma.so", 0)],
+)
+def test_where_libnuma_lacks_a_stub_is_written(has_gpus, fails, is_written, machine):
+    if has_gpus:
+        machine.give_gpus()
+    result = machine.set_up(FAILS=fails)
+    assert result.returncode == 0, result.stderr
+    assert machine.calls.count("python scripts/dev/make_libnuma_stub.py") == is_written
+    assert ("apt-get install libnuma1" in result.stdout) == is_written
+
+
 def test_uv_is_told_what_pip_is_configured_for(machine, tmp_path):
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://a/simple\nextra-index-url =\n  https://b/1\n  https://b/2\n"
