@@ -524,7 +524,10 @@ def load_rows(path, config, split):
         return parquet.read_table(path).to_pylist()
     if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
         return datasets.load_from_disk(path).to_list()
-    return datasets.load_dataset(path, config, split=split).to_list()
+    with tempfile.TemporaryDirectory() as cache:
+        # datasets knows a folder by its name: it would take the rows of another one, or older ones
+        cache_dir = cache if Path(path).is_dir() else None
+        return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
 
 
 def drop_nulls(value):

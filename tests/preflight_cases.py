@@ -36,7 +36,7 @@ ROW = {
     "extra_info": {"index": 0},
 }
 PAIR = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
-BOTH = ROW | PAIR
+ROW_AND_PAIR = ROW | PAIR
 
 
 def good_options(folder, script):
@@ -184,7 +184,7 @@ def several(folder):
     names = ("main", "socratic")
     files = [{"config_name": name, "data_files": f"{name}.jsonl"} for name in names]
     for name in names:
-        write_rows(folder / "gsm8k" / f"{name}.jsonl", [BOTH] * 70)
+        write_rows(folder / "gsm8k" / f"{name}.jsonl", [ROW_AND_PAIR] * 70)
     readme = f"---\n{yaml.dump({'configs': files})}---\n"
     write_text(folder / "gsm8k" / "README.md", readme)
     return {"dataset": folder / "gsm8k"}

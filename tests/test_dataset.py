@@ -220,7 +220,6 @@ def test_folders_are_read_of_configurations_and_of_save_to_disk(tokenizer, tmp_p
     assert prompt.text == "8="
 
 
-@pytest.mark.xfail(reason="datasets keeps what the first of them had", strict=True)
 def test_folder_is_read_as_it_is_now(tokenizer, tmp_path):
     """Not as it was in an earlier run, nor as another folder of its name is."""
     for text in ("1=", "2="):
