@@ -208,12 +208,16 @@ DATA = {
     "no template": (missing("chat_template", "no.jinja"), "no.jinja", EVERY),
     "template refuses": (REFUSES, "good.jsonl, row 0 | chat template | no system role", EVERY),
     "messages as JSON": (
-        rows(BOTH, BOTH | {"prompt": json.dumps([ASK])}),
+        rows(ROW_AND_PAIR, ROW_AND_PAIR | {"prompt": json.dumps([ASK])}),
         f"row 1{OF_TEXT}",
         EVERY,
     ),
     "messages as Python's text": (rows(ROW | {"prompt": str([ASK, ASK])}), f"row 0{OF_TEXT}"),
-    "parts": (rows(BOTH, BOTH | {"prompt": PARTS}), "row 1: a content is a list of parts", EVERY),
+    "parts": (
+        rows(ROW_AND_PAIR, ROW_AND_PAIR | {"prompt": PARTS}),
+        "row 1: a content is a list of parts",
+        EVERY,
+    ),
     "several configurations": (several, "Config name | 'socratic' | --dataset_config", EVERY),
     "control characters": (rows(ROW | {"data_source": "\x1b[31mx"}), r"row 0 | \x1b[31mx"),
 }
