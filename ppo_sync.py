@@ -169,13 +169,13 @@ class Args:
     dataset: str = "debug_assets/train.parquet"
     """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
     dataset_config: str | None = None
-    """its configuration, of which some datasets have several"""
+    """its configuration, where there are several"""
     dataset_split: str = "train"
     """its split on the hub"""
     eval_dataset: str | None = None
     """held-out prompts, in the same form; None: no evaluation"""
     eval_dataset_config: str | None = None
-    """its configuration, of which some datasets have several"""
+    """its configuration, where there are several"""
     eval_dataset_split: str = "test"
     """its split on the hub"""
     max_prompt_token_length: int = 256
@@ -371,7 +371,7 @@ class Args:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, str):  # a shell leaves a quoted ~ as it is
+            if isinstance(value, str):  # no shell expands a quoted ~
                 setattr(self, name, os.path.expanduser(value))
 
 
@@ -502,7 +502,7 @@ def end_at_once(error):
 
 @contextlib.contextmanager
 def naming_row(path, index):
-    """Makes a ValueError that names file and row of what goes wrong inside."""
+    """Turns any error inside into a ValueError that names file and row."""
     try:
         yield
     except Exception as error:
@@ -531,7 +531,7 @@ def load_rows(path, config, split):
 
 
 def drop_nulls(value):
-    """A value without the null entries of its dictionaries. Arrow adds them, and templates ask.
+    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
 
     >>> drop_nulls([{"role": "user", "tool_calls": None}])
     [{'role': 'user'}]
@@ -548,7 +548,7 @@ def tokenize_prompt(prompt, row, tokenizer):
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
     `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template passes over what a user or a system wrote.
+    template omits a message of a user, a system, or a role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -566,9 +566,9 @@ def tokenize_prompt(prompt, row, tokenizer):
     )
     for message in messages:
         content = message.get("content")
-        # Of older answers and of tools' a template may leave something out
-        is_asked = isinstance(content, str) and message["role"] not in ("assistant", "tool")
-        if is_asked and content.strip() not in text:
+        # Templates may shorten older answers and tool results
+        must_appear = isinstance(content, str) and message["role"] not in ("assistant", "tool")
+        if must_appear and content.strip() not in text:
             raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -604,7 +604,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
 
 
 def load_prompts(path, config, split, tokenizer, args, is_eval):
-    """The prompts of a dataset. ValueError: a row has none; all are empty, or too long."""
+    """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
     rows = load_rows(path, config, split)
     prompts, lost = [], set()
     for index, row in enumerate(rows):
@@ -662,8 +662,8 @@ def make_request(training_step, train_prompts, eval_prompts, args):
 def evaluation_is_due(steps, args):
     """Whether the policy is evaluated after this number of training steps.
 
-    Two steps apart at least: an async script's steps 1 and 2 have the same weights. The last step's
-    metrics have the last evaluation.
+    Evaluations are two steps apart at least: an async script's steps 1 and 2 have the same weights.
+    The last step's metrics have the last evaluation.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -842,7 +842,7 @@ def has_r1_format(response):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    In an evaluation the rule scores what has a ground truth, and the reward model the rest.
+    In an evaluation the rule replaces the reward model where there is a ground truth.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
@@ -2271,7 +2271,7 @@ def fill_in(args, world_size):
 
 
 def load_tokenizer(args):
-    """The tokenizer. ValueError: a reward or value model has other tokens, or fewer."""
+    """The tokenizer. ValueError: a reward or value model has others, or too few embeddings."""
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
@@ -2285,7 +2285,7 @@ def load_tokenizer(args):
         revision = revision_of(path, args)
         if AutoTokenizer.from_pretrained(path, revision=revision).get_vocab() != vocabulary:
             raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
-        # Within a family sizes may differ, by rows that stand for no token
+        # Within a family sizes may differ, by unused rows
         config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
         if config.vocab_size <= max(vocabulary.values()):
             raise ValueError(f"--{flag} {path}: its vocab_size is {config.vocab_size}, too small")

@@ -84,7 +84,7 @@ class Args:
     dataset: str = "debug_assets/preference_train.parquet"
     """pairs: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
     dataset_config: str | None = None
-    """configuration of the pairs, of which some datasets have several"""
+    """configuration of the pairs, where there are several"""
     dataset_split: str = "train"
     """split of the pairs, when they are on the hub"""
     eval_dataset: str | None = None
@@ -166,7 +166,7 @@ class Args:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, str):  # a shell leaves a quoted ~ as it is
+            if isinstance(value, str):  # no shell expands a quoted ~
                 setattr(self, name, os.path.expanduser(value))
 
 
@@ -184,7 +184,7 @@ class Pair:
 
 @contextlib.contextmanager
 def naming_row(path, index):
-    """Makes a ValueError that names file and row of what goes wrong inside."""
+    """Turns any error inside into a ValueError that names file and row."""
     try:
         yield
     except Exception as error:
@@ -213,7 +213,7 @@ def load_rows(path, config, split):
 
 
 def drop_nulls(value):
-    """A value without the null entries of its dictionaries. Arrow adds them, and templates ask.
+    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
 
     >>> drop_nulls([{"role": "user", "tool_calls": None}])
     [{'role': 'user'}]
@@ -230,7 +230,7 @@ def tokenize_prompt(prompt, row, tokenizer):
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
     `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template passes over what a user or a system wrote.
+    template omits a message of a user, a system, or a role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -248,9 +248,9 @@ def tokenize_prompt(prompt, row, tokenizer):
     )
     for message in messages:
         content = message.get("content")
-        # Of older answers and of tools' a template may leave something out
-        is_asked = isinstance(content, str) and message["role"] not in ("assistant", "tool")
-        if is_asked and content.strip() not in text:
+        # Templates may shorten older answers and tool results
+        must_appear = isinstance(content, str) and message["role"] not in ("assistant", "tool")
+        if must_appear and content.strip() not in text:
             raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
