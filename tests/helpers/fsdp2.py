@@ -20,6 +20,9 @@ def allow_on_cpu():
     def set_device(state):
         state.device = torch.device("cpu")
 
+    initialize = PartialState.__init__
+    # The scripts ask for CPUs where there is no GPU
+    PartialState.__init__ = lambda state, cpu=False, **options: initialize(state, **options)
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = set_device
     os.environ.pop("ACCELERATE_USE_CPU", None)
