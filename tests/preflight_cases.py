@@ -198,7 +198,7 @@ DATA = {
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
     "no prompt": (rows(ROW, ROW | {"prompt": None}), "data.jsonl, row 1: it has no prompt"),
-    "source null": (rows(ROW | {"data_source": None}), "row 0 | `data_source` | --reward_fn"),
+    "source null": (rows(ROW | {"data_source": None}), "row 0: None is neither | --reward_fn"),
     "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1: 'no/such' is | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
     "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: it has no | {NO_TRUTH}"),
