@@ -64,7 +64,7 @@ from helpers.runs import VLLM_OPTIONS
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What datasets made of a folder in another session it would take for another folder of that name
+# What datasets made of a folder in an earlier run it would take for another folder of that name
 CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
