@@ -171,13 +171,13 @@ class Args:
     dataset_config: str | None = None
     """its configuration, where there are several"""
     dataset_split: str = "train"
-    """its split on the hub"""
+    """its split, unless it is a file"""
     eval_dataset: str | None = None
     """held-out prompts, in the same form; None: no evaluation"""
     eval_dataset_config: str | None = None
     """its configuration, where there are several"""
     eval_dataset_split: str = "test"
-    """its split on the hub"""
+    """its split, unless it is a file"""
     max_prompt_token_length: int = 256
     """longer prompts are dropped"""
 
@@ -515,7 +515,7 @@ def load_rows(path, config, split):
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
-        with open(path) as file:
+        with open(path, "rb") as file:
             for line in file:
                 with naming_row(path, len(rows)):
                     rows.append(json.loads(line))
@@ -548,7 +548,7 @@ def tokenize_prompt(prompt, row, tokenizer):
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
     `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template omits a message of a user, a system, or a role that it does not know.
+    template writes the same whatever a message says, as of a role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -557,18 +557,24 @@ def tokenize_prompt(prompt, row, tokenizer):
         messages = messages[:-1]
     if not messages:
         raise ValueError("it has no prompt")
-    text = tokenizer.apply_chat_template(
-        messages,
-        tools=drop_nulls(row.get("tools")),
-        tokenize=False,
-        add_generation_prompt=True,
-        **drop_nulls(row.get("chat_template_kwargs") or {}),
-    )
-    for message in messages:
-        content = message.get("content")
-        # Templates may shorten older answers and tool results
-        must_appear = isinstance(content, str) and message["role"] not in ("assistant", "tool")
-        if must_appear and content.strip() not in text:
+
+    def render(messages):
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=drop_nulls(row.get("tools")),
+            tokenize=False,
+            add_generation_prompt=True,
+            **drop_nulls(row.get("chat_template_kwargs") or {}),
+        )
+
+    text = render(messages)
+    for i, message in enumerate(messages):
+        if message["role"] in ("assistant", "tool"):  # which a template may leave out
+            continue
+        content = message.get("content", "")
+        more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
+        longer = message | {"content": content + more}
+        if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
             raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -2199,7 +2205,7 @@ def find_run(args):
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
     if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint).absolute()
+        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")

@@ -197,7 +197,7 @@ def load_rows(path, config, split):
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
-        with open(path) as file:
+        with open(path, "rb") as file:
             for line in file:
                 with naming_row(path, len(rows)):
                     rows.append(json.loads(line))
@@ -230,7 +230,7 @@ def tokenize_prompt(prompt, row, tokenizer):
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
     `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template omits a message of a user, a system, or a role that it does not know.
+    template writes the same whatever a message says, as of a role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -239,18 +239,24 @@ def tokenize_prompt(prompt, row, tokenizer):
         messages = messages[:-1]
     if not messages:
         raise ValueError("it has no prompt")
-    text = tokenizer.apply_chat_template(
-        messages,
-        tools=drop_nulls(row.get("tools")),
-        tokenize=False,
-        add_generation_prompt=True,
-        **drop_nulls(row.get("chat_template_kwargs") or {}),
-    )
-    for message in messages:
-        content = message.get("content")
-        # Templates may shorten older answers and tool results
-        must_appear = isinstance(content, str) and message["role"] not in ("assistant", "tool")
-        if must_appear and content.strip() not in text:
+
+    def render(messages):
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=drop_nulls(row.get("tools")),
+            tokenize=False,
+            add_generation_prompt=True,
+            **drop_nulls(row.get("chat_template_kwargs") or {}),
+        )
+
+    text = render(messages)
+    for i, message in enumerate(messages):
+        if message["role"] in ("assistant", "tool"):  # which a template may leave out
+            continue
+        content = message.get("content", "")
+        more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
+        longer = message | {"content": content + more}
+        if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
             raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -575,7 +581,7 @@ def find_run(args):
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
     if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint).absolute()
+        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")

@@ -204,6 +204,31 @@ def test_message_that_the_template_passes_over_is_refused(role, tmp_path):
             render({"prompt": messages}, tmp_path, "jsonl", template)
 
 
+WRITES = "{% for m in messages %}{% if m.content is string %}<user>{{ m.content | upper }}"
+WRITES += "{% endif %}{% if m.role == 'system' %}<{{ m.content.replace('/no_think', '') }}>"
+WRITES += "{% endif %}{% endfor %}<assistant>"
+
+
+def test_template_may_change_a_text_but_not_pass_over_it(tmp_path):
+    """A text that is not found in the prompt may be there in another form, and the other way."""
+    switch = {"role": "system", "content": "b /no_think"}
+    text = render({"prompt": [switch, USER_SAYS]}, tmp_path, "jsonl", WRITES)
+    assert text == "<user>B /NO_THINK<b ><user> 5= <assistant>"
+    for content in ("user", [{"type": "text", "text": "5="}]):
+        template = WRITES if isinstance(content, list) else "<user>{{ messages | length }}"
+        with pytest.raises(ValueError, match="row 0: .*leaves out the message of the 'user'"):
+            render({"prompt": [{"role": "user", "content": content}]}, tmp_path, "jsonl", template)
+
+
+def test_lines_are_in_utf_8_whatever_the_machine_thinks(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "5=\xc3\xa9"}\r\n{"prompt": "5=\xe9"}\n')
+    with pytest.raises(ValueError, match="row 1: UnicodeDecodeError"):
+        script.load_rows(str(path), None, None)
+    path.write_bytes(path.read_bytes().splitlines()[0])
+    assert script.load_rows(str(path), None, None) == [{"prompt": "5=\u00e9"}]
+
+
 def test_folders_are_read_of_configurations_and_of_save_to_disk(tokenizer, tmp_path):
     import datasets
 

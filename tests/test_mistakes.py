@@ -158,7 +158,10 @@ def test_home_is_expanded_in_every_text(module, monkeypatch):
 def test_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
     step = tmp_path / "output" / "mine" / "checkpoints" / "step_5"
     step.mkdir(parents=True)
-    for folder, path in ((step.parent, "step_5"), (step, "."), (tmp_path, f"{step}/")):
+    other = step.with_name("step_9")
+    other.mkdir()
+    places = [(step.parent, "step_5"), (step, "."), (other, "../step_5"), (tmp_path, f"{step}/")]
+    for folder, path in places:
         monkeypatch.chdir(folder)
         args = Args(run_name="another", resume_from_checkpoint=path)
         for module in (script, train_reward_model):
