@@ -216,7 +216,7 @@ def test_template_may_change_a_text_but_not_pass_over_it(tmp_path):
     assert text == "<user>B /NO_THINK<b ><user> 5= <assistant>"
     for content in ("user", [{"type": "text", "text": "5="}]):
         template = WRITES if isinstance(content, list) else "<user>{{ messages | length }}"
-        with pytest.raises(ValueError, match="row 0: .*leaves out the message of the 'user'"):
+        with pytest.raises(ValueError, match=r"row 0: .*leaves out the message of the 'user'"):
             render({"prompt": [{"role": "user", "content": content}]}, tmp_path, "jsonl", template)
 
 
