@@ -10,7 +10,6 @@ missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
 command -v git >/dev/null || missing+=(git)
 if [ ${#missing[@]} -gt 0 ]; then
-  echo "Tests: ${missing[*]} is not installed ..."
   # A source that fails to update may be another's
   install="apt-get update; DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ${missing[*]}"
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && timeout 60 bash -c "$install" >/dev/null 2>&1 </dev/null; then

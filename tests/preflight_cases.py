@@ -544,8 +544,8 @@ BASE = model(
     in_json("tokenizer_config.json", lambda settings: settings.update(eos_token="<|pad|>")),
 )
 GOES_ON = "ends an answer with '<|end|>' | no stop token | --stop_token '<|end|>'"
-# The first message alone is none of its
-SECOND = template("{{ messages[1].content }}{{ messages[1].content | length }}")
+# A message alone is none of its
+SECOND = template("{{ messages[0].content }}{{ messages[1].content }}")
 IMAGE = {"images": [{"path": "1.png"}]}
 DIALOGUE = {"chosen": [ASK, SAYS], "rejected": [ASK, SAYS | {"content": "1"}]}
 RENDERED = DIALOGUE | {"chosen": [ASK | {"content": "<|user|>1="}, SAYS]}
