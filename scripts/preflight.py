@@ -441,7 +441,7 @@ def load_rows(run, path, config, split, is_eval):
                 loaded = script.load_prompts(*given, run.tokenizer, run.args, is_eval)
     except Exception as error:
         raise Mistake(what_is_wrong_with_data(run, path, raw_rows, error)) from error
-    run.of_data += printed.getvalue().splitlines()
+    run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for rows in raw_rows:
         run.raw_rows += rows
         run.notes += odd_data.notes_on_columns(run, path, rows)
@@ -677,7 +677,7 @@ def check_reward(run):
     workers = queue.Queue()
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
     for row in prompts:
-        if run.args.reward_fn and row.extra_info and not isinstance(row.extra_info, dict):
+        if run.args.reward_fn and not isinstance(row.extra_info or {}, dict):
             raise Mistake(f"{row.origin}: extra_info is no dictionary: {row.extra_info!r:.60}")
     truths = {row.origin: row.ground_truth for row in prompts}
     texts = {row: str(truth) for row, truth in truths.items() if not odd_data.is_rule(truth)}
@@ -792,7 +792,7 @@ def score(run, workers, prompt, answer):
         failure = response.failure
     except Exception as error:
         failure = describe(error)
-    if failure is None:
+    if not failure:
         run.longest_call = max(run.longest_call, time.perf_counter() - start)
         return response.verifiable
     cause = "but a model may answer anything"

@@ -551,7 +551,7 @@ RESUMED = {
 # ------------------------------------------------------------------------------- nothing is wrong
 
 OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
-LOST = [ROW, ROW | {"prompt": "5\u00e94="}] * 35
+LOST = [ROW, ROW | {"prompt": "5\u00e9\u2028\u20ac4="}] * 35  # one of them ends a line
 UNWRITABLE = [ROW, truth("5\u00e94")] * 35
 OF_ITS_OWN = [ROW | {"data_source": f"mine/{number}"} for number in range(40)]
 WARMS_UP = "global ready; time.sleep(0 if 'ready' in globals() else 0.3); ready = True"
@@ -651,7 +651,8 @@ PLANS = {
     "rows of two forms": (rows(*[ROW, OPEN_INSTRUCT] * 35), "gsm8k scores 1"),
     "characters are lost": (
         rows(*LOST),
-        "note | row 1, and so 35 of 70: the tokenizer loses characters of the prompt | '\u00e9'",
+        "tokenizer loses: \u00e9\\u2028\u20ac | note | row 1, and so 35 of 70: the tokenizer loses "
+        "characters of the prompt, of all together '\u00e9",
     ),
     "characters of a truth are lost": (
         rows(*UNWRITABLE),

@@ -752,6 +752,29 @@ def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
     assert "--seed is -1" in first and "no.jsonl" in second
 
 
+@pytest.mark.slow
+def test_script_and_reward_import_their_own_neighbours(folder):
+    """Of names that modules beside the preflight have. Python leaves nothing beside them."""
+    text = (REPO / "ppo_sync.py").read_text()
+    first = "import contextlib"
+    text = text.replace(first, f"import provenance; assert provenance.IS_MINE\n{first}", 1)
+    write_text(folder / "mine" / "my.fork.py", text)
+    write_text(folder / "mine" / "provenance.py", "IS_MINE = True\n")
+    write_text(folder / "rewards" / "plan.py", "SCORE = 0.75\n")
+    call = "def f(solution_str, ground_truth): return plan.SCORE * (solution_str == ground_truth)\n"
+    write_text(folder / "rewards" / "random.py", f"import plan\n{call}")
+    options = cases.good_options(folder, "ppo_sync.py") | {"reward_fn": "rewards/random.py:f"}
+    launch = {"config_file": cases.ONE_GPU, "num_gpus": 0}
+    words = [*cases.words_of(launch), "mine/my.fork.py", *cases.words_of(options)]
+    command = [sys.executable, REPO / "scripts" / "preflight.py", *words]
+    env = environment({})
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    answer = done.returncode, done.stdout, done.stderr
+    check_plan(answer, "Plan of my.fork.py | scores 0.75, a wrong answer 0, an empty one 0")
+    assert [*folder.rglob("__pycache__")] == []
+
+
 # ---------------------------------------------------------------------------------- the arithmetic
 
 PPO, GRPO = "ppo_vllm_async", "grpo_vllm_async"
