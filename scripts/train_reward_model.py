@@ -312,7 +312,7 @@ def split_pair(row):
     if other != prompt:
         raise ValueError("`chosen` and `rejected` have different prompts")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with a message of the assistant")
+        raise ValueError("the prompt ends with a message of the assistant, which would be left out")
     return prompt, chosen, rejected
 
 
