@@ -541,18 +541,17 @@ def find_others(run_dir, settings, compared, fail):
     paths = sorted((compared or run_dir).glob("evaluations/*/evaluation.json"))
     if compared and (compared / "evaluation.json").is_file():
         paths = [compared / "evaluation.json"]
-    found, differing = [], set()
+    found, differing = [], []
     for path in paths:
         others = json.loads(path.read_text())["settings"]
         names = {name for name, value in settings.items() if others.get(name, ...) != value}
-        differing |= names - OF_A_MODEL
+        differing.append(sorted(names - OF_A_MODEL))
         if names <= OF_A_MODEL and names & {"model", "model_saved"}:
             found.append(path.parent)
     if compared and not found:
-        said = (
-            f"those there differ in {', '.join(sorted(differing))}" if differing else "none there"
-        )
-        fail(f"--compare {compared}: make an evaluation of the same prompts there first; {said}")
+        nearest = ", ".join(min(differing, key=len, default=()))
+        said = f"; what is there differs in {nearest}" if nearest else ""
+        fail(f"--compare {compared}: first make an evaluation of another model like this one{said}")
     return found
 
 
