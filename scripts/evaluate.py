@@ -550,8 +550,8 @@ def find_others(run_dir, settings, compared, fail):
             found.append(path.parent)
     if compared and not found:
         nearest = ", ".join(min(differing, key=len, default=()))
-        said = f"; what is there differs in {nearest}" if nearest else ""
-        fail(f"--compare {compared}: first make an evaluation of another model like this one{said}")
+        said = f" (the nearest differs in {nearest})" if nearest else ""
+        fail(f"--compare {compared} has no evaluation of another model like this one{said}")
     return found
 
 

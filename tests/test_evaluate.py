@@ -399,9 +399,9 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
     for flags, differs in (
         (
             ["--samples", 2, "--reward_fn", reward()],
-            "like this one; what is there differs in reward",
+            "like this one (the nearest differs in reward)",
         ),
-        (["--samples", 2, "--prompts", 5], "what is there differs in prompts, rows, tokens"),
+        (["--samples", 2, "--prompts", 5], "(the nearest differs in prompts, rows, tokens)"),
         (["--samples", 2, "--compare", other.parent], "of another model like this one"),
     ):
         with pytest.raises(SystemExit):
