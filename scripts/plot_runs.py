@@ -132,9 +132,9 @@ def read_lines(path):
 def read_metrics(run_dir):
     """The lines of metrics.jsonl; seconds go on where the run was resumed.
 
-    The scripts keep a run's seconds in its checkpoints since they write val/sequence_lengths. Before
-    that each process counted its own. There another one began where seconds fall, or where a step
-    has no generation, for its responses were the checkpoint's.
+    The scripts keep a run's seconds in its checkpoints since they write val/sequence_lengths.
+    Before that each process counted its own. There another one began where seconds fall, or where
+    a step has no generation, for its responses were the checkpoint's.
     """
     lines = read_lines(run_dir / "metrics.jsonl")
     generates = any("time/generation" in line for line in lines)
