@@ -267,16 +267,19 @@ def show(evaluation: dict):
             if not isinstance(figure, dict) or is_same:
                 continue
             line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
-            print(line + show_share(figure["prompts"], figures["prompts"]))
+            print((line + show_share(figure["prompts"], figures["prompts"])).rstrip())
     if results["sources"] > MOST_SOURCES:
         print(f"\nThere are {results['sources']:,} data sources, too many for figures of each")
 
 
-def show_comparison(rows: list[dict], folder: Path, worth: float):
-    """Prints how responses compare with those of another evaluation."""
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    differences = compare(rows, read_lines(folder / "responses.jsonl"), worth)
-    print(f"\nLess {evaluation['model']}, prompt by prompt ({folder})")
+def show_comparison(folder: Path, other: Path, worth: float):
+    """Prints how the responses in an evaluation's folder compare with those in another's."""
+    rows, other_rows = (read_lines(each / "responses.jsonl") for each in (folder, other))
+    models = [
+        json.loads((each / "evaluation.json").read_text())["model"] for each in (folder, other)
+    ]
+    differences = compare(rows, other_rows, worth)
+    print(f"\n{models[0]} less {models[1]}, prompt by prompt ({other.name})")
     print(f"{'':<18}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
     for name, figure in differences.items():
         if name == "pass@1" and figure == differences.get("score"):
@@ -581,7 +584,7 @@ def evaluate(options, fail):
     folder = place_of(options.run / "evaluations", settings, args.eval_dataset)
     others = find_others(options.run, settings, options.compare, fail)
 
-    path, rows_path = folder / "evaluation.json", folder / "responses.jsonl"
+    path = folder / "evaluation.json"
     was_there = path.exists()
     if not was_there:
         started_at = time.time()
@@ -589,7 +592,7 @@ def evaluate(options, fail):
         sampled_path = place_of(sampled_path, sampled, args.eval_dataset, ".jsonl")
         responses = answer_prompts(script, tokenizer, prompts, args, options, sampled_path)
         rows = [describe(script, r, i, options.samples) for i, r in enumerate(responses)]
-        write_lines(rows_path, rows)
+        write_lines(folder / "responses.jsonl", rows)
         evaluation = {
             "model": str(options.model or options.run / "model"),
             "dataset": args.eval_dataset,
@@ -603,7 +606,7 @@ def evaluate(options, fail):
     evaluation = json.loads(path.read_text())
     show(evaluation)
     for other in others:
-        show_comparison(read_lines(rows_path), other, args.verification_reward)
+        show_comparison(folder, other, args.verification_reward)
     if was_there:
         print(f"\nThis evaluation was there already: {folder}")
         print("Without this folder the responses are graded again. They are sampled again without")

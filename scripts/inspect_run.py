@@ -637,7 +637,7 @@ def show_wrong_answers(samples: list[dict], worth: float, options) -> list:
     counts = share_out([*map(len, groups.values())], options.responses)
     for (title, group), count in zip(groups.items(), counts, strict=True):
         if group:
-            said = f"{title}: {len(group):,} prompts"
+            said = f"{title}: {len(group):,} of {len(asked):,} prompts"
             said += f", of which {count} are shown" if count < len(group) else ""
             parts += ["", Text(said, "bold")]
         for answers in group[:count]:

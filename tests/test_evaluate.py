@@ -385,7 +385,7 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
     shutil.rmtree(other / "evaluations")
     script.VLLM.is_blind = True
     said = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
-    start = said.index(f"\nLess {faked_run}/model, prompt by prompt")
+    start = said.index(f"\n{other}/model less {faked_run}/model, prompt by prompt")
     assert [line.split() for line in said[start:].splitlines()[2:4]] == [
         ["mean", "95%", "interval", "better", "worse", "equal"],
         ["score", "-0.5", "-0.573", "to", "-0.2603", "0", "10", "0"],
@@ -393,7 +393,7 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
     # Beside each other, without a flag; and not where the question is another
     script.VLLM.is_blind = False
     said = call(faked_run, "--samples", 2, "--model", base)
-    assert f"Less {faked_run}/model, prompt by prompt" in said
+    assert f"{base} less {faked_run}/model, prompt by prompt" in said
     assert "score                     0 " in said
     assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
     for flags, differs in (
