@@ -258,17 +258,14 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
     versions = sorted({sample["policy_version"] for sample in samples})
     if len(versions) < 2:
         return []
-    before = [sample for sample in samples if sample["policy_version"] == versions[0]]
-    after = {s["prompt"]: s for s in samples if s["policy_version"] == versions[-1]}
+    ends = {versions[0], versions[-1]}
+    asked = [answers for answers in answers_by_prompt(samples) if ends <= answers.keys()]
     lines = []
-    for first in before[:number]:
-        last = after.get(first["prompt"])
-        if last is None:  # the run was resumed with other held-out prompts
-            continue
-        lines += ["", end_of_prompt(first["prompt"])]
-        for when, sample in (("before", first), ("after", last)):
-            response = show_turns(sample)
-            lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
+    for answers in asked[:number]:
+        lines += ["", end_of_prompt(answers[versions[0]]["prompt"])]
+        for when, version in (("before", versions[0]), ("after", versions[-1])):
+            score, response = show_score(answers[version]["score"]), show_turns(answers[version])
+            lines.append(f"  {when}, score {score}: {response}")
     return lines
 
 
@@ -502,9 +499,9 @@ def show_scores(rows: list[dict]) -> str:
 
 def show_responses(rows: list[dict], tokenizer, options) -> list:
     """What rollouts.jsonl has of a step, with a heading for each prompt."""
-    pieces = [split_response(row, tokenizer) for row in rows]
-    advantages = [advantage for response in pieces for _, advantage in response]
-    largest = max(abs(each) for each in advantages if not math.isnan(each))
+    shown = [(rows[i], split_response(rows[i], tokenizer)) for i in choose(rows, options.responses)]
+    advantages = [advantage for _, response in shown for _, advantage in response]
+    largest = max((abs(each) for each in advantages if not math.isnan(each)), default=0.0)
     step, version = rows[0]["training_step"], rows[0]["policy_version"]
     parts = [
         Text(f"Responses of step {step}, sampled by policy version {version}", "bold"),
@@ -512,7 +509,6 @@ def show_responses(rows: list[dict], tokenizer, options) -> list:
     ]
     if any(row.get("observed") for row in rows):
         parts.append("Italic: observed, not sampled")
-    shown = [(rows[i], pieces[i]) for i in choose(rows, options.responses)]
     for prompt, responses in groupby(shown, key=lambda pair: pair[0]["prompt"]):
         group = [row for row in rows if row["prompt"] == prompt]
         parts += ["", Text(end_of_prompt(prompt), "bold"), *show_truth(group[0])]
@@ -535,9 +531,9 @@ def is_right(row: dict, worth: float) -> bool | None:
     """
     if row["ground_truth"] in (None, "None"):  # a reward model alone scored
         return None
-    score, least = (
-        (row["verifiable_score"], 1) if "verifiable_score" in row else (row["score"], worth)
-    )
+    score, least = row["score"], worth
+    if "verifiable_score" in row:
+        score, least = row["verifiable_score"], 1
     return None if score is None else score >= least
 
 
@@ -545,7 +541,7 @@ def answers_by_prompt(samples: list[dict]) -> list[dict[int, dict]]:
     """Of each held-out prompt {policy version: its answer's line}. Prompts may be there twice."""
     answers, times = defaultdict(dict), Counter()
     for row in samples:
-        prompt, version = (row["prompt"], row["ground_truth"]), row["policy_version"]
+        prompt, version = (row["prompt"], row.get("ground_truth")), row["policy_version"]
         times[prompt, version] += 1
         answers[prompt, times[prompt, version]][version] = row
     return list(answers.values())
@@ -651,7 +647,7 @@ def show_wrong_responses(path: Path, worth: float, options) -> list:
     for row in read_backwards(path):
         if rows and row["training_step"] <= rows[0]["training_step"] - WRONG_STEPS:
             break
-        rows.append(row)
+        rows.append({name: row[name] for name in row.keys() - {"token_ids", "advantages"}})
     rows.reverse()
     groups = defaultdict(list)
     for row in rows:
@@ -661,7 +657,8 @@ def show_wrong_responses(path: Path, worth: float, options) -> list:
     steps = f"steps {rows[0]['training_step']} to {rows[-1]['training_step']}"
     said = f"Training responses of {steps}: {len(wrong):,} of {len(known):,} are wrong"
     first = {(row["training_step"], row["prompt"]): row for row in reversed(wrong)}
-    shown = sorted(first.values(), key=itemgetter("training_step"))[-options.responses :]
+    shown = sorted(first.values(), key=itemgetter("training_step"))
+    shown = shown[max(0, len(shown) - options.responses) :]
     if len(shown) < len(wrong):
         said += f", of which {len(shown)} are shown, one of a prompt"
     parts = [Text(said, "bold"), *show_sources(wrong, known)]
@@ -732,7 +729,7 @@ def main():
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--watch", type=float, metavar="SECONDS", help="show it again so often")
     one.add_argument("--summary", action="store_true", help="what the scripts say at its end")
-    one.add_argument("--wrong", action="store_true", help="wrong answers, by step")
+    one.add_argument("--wrong", action="store_true", help="what the model gets wrong")
     responses = "how many responses at most, shared out among the prompts (8); with --wrong how "
     responses += "many prompts, held-out ones and as many of training"
     tokens = f"of each response at most (120); with --wrong {LETTERS} characters for each of them"

@@ -428,7 +428,8 @@ def test_wrong_training_responses_are_those_of_the_last_steps(run_dir, inspect):
         "score 0.25, strict 0.5, 3 tokens, stopped",
         "  bad",
     ]
-    assert shown_answers(inspect(run_dir, "--wrong", "--responses", 1)) == ["bad"]
+    for count in (1, 0):
+        assert shown_answers(inspect(run_dir, "--wrong", "--responses", count)) == ["bad"][:count]
 
 
 def test_where_a_reward_model_alone_scores_the_lowest_are_shown(run_dir, inspect):
@@ -514,19 +515,23 @@ def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
     def sample(prompt, version, score):
-        return {"prompt": prompt, "policy_version": version, "response": "x", "score": score}
+        line = {"prompt": prompt, "ground_truth": "1", "policy_version": version}
+        return line | {"response": "x", "score": score}
 
     rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
     said = inspect_run.describe_samples(rows)
     assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
     assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
     assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone
+    twice = [sample("a", version, score) for version in (0, 7) for score in (0.25, 0.75)]
+    scores = [line.split()[2] for line in inspect_run.describe_samples(twice) if "score" in line]
+    assert scores == ["0.25:", "0.25:", "0.75:", "0.75:"]
 
 
 def test_answers_of_many_turns_and_without_spaces_are_shown():
     """From 34 turns on a turn had no room; and of one long word nothing was left."""
     turns = [f"turn {i}" for i in range(67)]
-    row = {"prompt": "a", "policy_version": 0, "response": "", "score": 0.0}
+    row = {"prompt": "a", "policy_version": 0, "response": "", "score": 0.0, "ground_truth": "1"}
     said = inspect_run.describe_samples([row | {"turns": turns}, row | {"policy_version": 7}])
     first, last = "turn 0 [turn 1] turn 2 [turn 3]", "[turn 63] turn 64 [turn 65] turn 66"
     assert said[2] == f"  before, score 0: {first} ... 59 more ... {last}"
