@@ -279,6 +279,16 @@ def test_prompts_are_known_by_what_they_say_and_not_by_their_file(faked_run, cal
     assert (len(FakeVLLM.asked), evaluations_in(faked_run)) == (2, 3)
 
 
+def test_rows_of_one_prompt_are_one_prompt_where_their_truth_is_one(faked_run, call, tmp_path):
+    args = json.loads((faked_run / "args.json").read_text())
+    rows = script.load_rows(args["eval_dataset"], None, None)[:3]
+    other = rows[0] | {"reward_model": {"style": "rule", "ground_truth": "99999"}}
+    said = call(faked_run, "--dataset", write_rows(tmp_path / "rows.jsonl", [*rows * 3, other]))
+    assert "all: 4 prompts, 10 responses" in said
+    evaluation, _ = evaluation_in(faked_run)
+    assert evaluation["results"]["pass@2"]["prompts"] == 3
+
+
 REWARD = """
 import words
 def score(data_source, response, ground_truth, extra_info=None):
@@ -295,7 +305,7 @@ def reward(monkeypatch, tmp_path):
     def call_worker(workers, response, args):
         path, _, name = args.reward_fn.rpartition(":")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(script, "load_reward_fn", lambda _: runpy.run_path(path)[name])
+        monkeypatch.setattr(script, "load_reward_fn", lambda *_: runpy.run_path(path)[name])
         return script.call_reward_fn(args.reward_fn, response)
 
     def write(score=1.0, fails="False"):
@@ -303,7 +313,7 @@ def reward(monkeypatch, tmp_path):
         path = write_text(tmp_path / "reward.py", REWARD.format(score=score, fails=fails))
         return f"{path}:score"
 
-    monkeypatch.setattr(script, "start_reward_worker", lambda _: None)
+    monkeypatch.setattr(script, "start_reward_worker", lambda *_: None)
     monkeypatch.setattr(script, "call_worker", call_worker)
     return write
 

@@ -300,7 +300,11 @@ def answer(prompt, version, score, text="x", **changes):
     parts |= {"reward_metrics": {} if failure else {"strict": score / 2}}
     line = {"prompt": prompt, "response": text, "score": score, "ground_truth": f"truth {prompt}"}
     line |= {"data_source": "a", "length": 7, "stopped": True, "policy_version": version}
-    return json.dumps(line | parts | changes) + "\n"
+    return line | parts | changes
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 # Scores of prompts before training, after 4 steps and after 9
@@ -314,7 +318,7 @@ def write_samples(run_dir, histories=HISTORIES, **changes):
         for i, version in enumerate((0, 4, 9))
         for prompt, scores in histories.items()
     ]
-    (run_dir / "samples.jsonl").write_text("".join(lines))
+    write_lines(run_dir / "samples.jsonl", lines)
 
 
 def test_held_out_prompts_that_are_wrong_now_come_with_what_they_were(run_dir, inspect):
@@ -364,7 +368,7 @@ def test_what_is_shown_of_wrong_answers_is_limited(run_dir, inspect):
             score = float(version < 19 and i == 0)
             changes = {"data_source": f"s{i % 60}", "response": f"{i}: " + "ab" * 400}
             lines.append(answer("the same prompt", version, score, **changes))
-    (run_dir / "samples.jsonl").write_text("".join(lines))
+    write_lines(run_dir / "samples.jsonl", lines)
     shown = inspect(run_dir, "--wrong", "--tokens", 5, "--responses", 4)
     assert sum(line == "the same prompt" for line in shown) == 4
     assert "Wrong now, and right before: 1 of 70 prompts" in shown
@@ -387,8 +391,7 @@ def test_lines_of_older_scripts_are_right_by_their_score(run_dir, inspect):
         for name in ("verifiable_score", "reward_model_score", "failure", "reward_metrics"):
             del row[name]
         row["score"] = row["score"] and 2 * row["score"]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (run_dir / "samples.jsonl").write_text("".join(lines))
+    write_lines(run_dir / "samples.jsonl", rows)
     shown = inspect(run_dir, "--wrong")
     assert [line.split() for line in shown[5:8]] == [
         ["0", "1", "4", "0"],
@@ -398,6 +401,15 @@ def test_lines_of_older_scripts_are_right_by_their_score(run_dir, inspect):
     assert "After 9 steps: score 1, 7 tokens, stopped" in shown
     assert "Training responses of steps 2 to 3: 3 of 3 are wrong" in shown
     assert shown[-1] == "These files have no verifiable scores: right and wrong are by the score"
+
+
+def test_penalties_and_the_reward_of_a_form_make_nothing_right_or_wrong(run_dir, inspect):
+    (run_dir / "rollouts.jsonl").unlink()
+    lines = [answer("cut", 0, 1.0) | {"score": -1.0}, answer("formal", 0, 0.0) | {"score": 1.0}]
+    write_lines(run_dir / "samples.jsonl", lines)
+    shown = inspect(run_dir, "--wrong")
+    assert "Never right: 1 of 2 prompts" in shown
+    assert "After 0 steps: score 1 (verifiable 0), strict 0, 7 tokens, stopped" in shown
 
 
 def test_wrong_training_responses_are_those_of_the_last_steps(run_dir, inspect):
