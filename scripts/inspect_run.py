@@ -35,6 +35,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 
+import psutil
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from plot_runs import draw_run, own_metrics, read_lines, read_metrics
@@ -319,6 +320,52 @@ def print_summary(run_dir: Path, metrics: list[dict]):
     sentences.append(f"Model, metrics, samples and pictures: {run_dir}")
     sentences += next_steps(run_dir)
     print(*(said for said in sentences if said is not None), sep="\n")
+
+
+# ------------------------------------------------------------------------------ reward workers
+
+
+def reward_workers_of(pid: int) -> list[psutil.Process]:
+    """The processes of --reward_fn that a script, of this id, has started.
+
+    Like vLLM's they lead a session each, but their parent is Python's fork server.
+    """
+    grandchildren = []
+    for child in psutil.Process(pid).children():
+        grandchildren += child.children()
+    return [process for process in grandchildren if os.getsid(process.pid) == process.pid]
+
+
+def advise_workers(metrics: list[dict], args: dict, cpu_seconds: float) -> str | None:
+    """How many workers it takes where --reward_fn waits, as for a network; None: it does not.
+
+    cpu_seconds: what the workers, and what they have started, have used of the cores so far. A
+    function that computes gains nothing from more workers than cores.
+    """
+    last, workers = metrics[-1], args["reward_workers"]
+    worker_seconds = workers * sum(line["time/reward"] for line in metrics)
+    if cpu_seconds > 0.2 * worker_seconds:
+        return None
+    # With so many a batch would be graded in the time that it takes to generate it
+    wanted = math.ceil(workers * last["time/reward"] / max(1.0, last["time/generation"]))
+    wanted = min(wanted, args["episodes_per_step"])
+    if wanted <= workers:
+        return None
+    waited = 1 - cpu_seconds / worker_seconds
+    return (
+        f"The reward takes {last['time/reward']:.3g} s a batch, in {waited:.0%} of which its "
+        f"{workers} processes wait, as for a network: --reward_workers {wanted} would take about "
+        f"as long as generation"
+    )
+
+
+def print_advice(run_dir: Path, metrics: list[dict]):
+    """What a script asks for after its first batches."""
+    workers = reward_workers_of(os.getppid())
+    args = json.loads((run_dir / "args.json").read_text())
+    advice = advise_workers(metrics, args, sum(sum(w.cpu_times()[:4]) for w in workers))
+    if workers and advice:
+        print(advice, flush=True)
 
 
 # ------------------------------------------------------------------------------ curves
@@ -729,6 +776,7 @@ def main():
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--watch", type=float, metavar="SECONDS", help="show it again so often")
     one.add_argument("--summary", action="store_true", help="what the scripts say at its end")
+    one.add_argument("--advice", action="store_true", help="a script's own call, in step 3")
     one.add_argument("--wrong", action="store_true", help="what the model gets wrong")
     responses = "how many responses at most, shared out among the prompts (8); with --wrong how "
     responses += "many prompts, held-out ones and as many of training"
@@ -744,6 +792,9 @@ def main():
         if not metrics:
             parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
         print_summary(run_dir, metrics)
+        return
+    if options.advice:
+        print_advice(run_dir, read_metrics(run_dir))
         return
     args = json.loads((run_dir / "args.json").read_text())
     console = Console(markup=False, emoji=False, highlight=False)

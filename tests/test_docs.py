@@ -20,7 +20,7 @@ OTHER_FLAGS = """
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
-    spreads rounds staleness script moments step_ms worker_calls draw results show
+    compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
     find_rate rates lags noises corrections task run
 """
 

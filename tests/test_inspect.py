@@ -2,15 +2,20 @@
 
 import io
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import inspect_run
 import pytest
+from helpers.files import write_text
 from inspect_run import RATE, SCORE
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import ppo_vllm_async as script
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long
 LINE = {
@@ -549,3 +554,38 @@ def test_answers_of_many_turns_and_without_spaces_are_shown():
     assert said[2] == f"  before, score 0: {first} ... 59 more ... {last}"
     after = row | {"policy_version": 7, "response": "答" * 300}
     assert inspect_run.describe_samples([row, after])[-1].endswith(f": {'答' * 196} ...")
+
+
+# ---------------------------------------------------------------------------------- reward workers
+
+
+def advice(cpu_seconds, reward=19.5, generation=0.4, episodes_per_step=128):
+    """What is said of two workers whose batches took so long three times."""
+    line = {"time/reward": reward, "time/generation": generation}
+    args = {"reward_workers": 2, "episodes_per_step": episodes_per_step}
+    return inspect_run.advise_workers([line] * 3, args, cpu_seconds)
+
+
+def test_reward_that_waits_is_told_how_many_workers_it_takes():
+    """128 calls of 0.3 s, as of a judge on the network: with two workers 19.5 s a batch."""
+    assert "19.5 s a batch, in 99% of which its 2 processes wait" in advice(cpu_seconds=1.0)
+    assert "--reward_workers 39 " in advice(cpu_seconds=1.0)
+    assert "--reward_workers 4 " in advice(cpu_seconds=1.0, generation=10.0)
+    assert "--reward_workers 16 " in advice(cpu_seconds=1.0, episodes_per_step=16)
+    # One that computes, or is faster than generation, needs no more
+    assert advice(cpu_seconds=100.0) is None
+    assert advice(cpu_seconds=1.0, generation=20.0) is None
+    assert advice(cpu_seconds=0.0, reward=0.5) is None
+
+
+@pytest.mark.slow
+def test_reward_workers_are_found_among_a_scripts_processes(tmp_path, monkeypatch):
+    path = write_text(tmp_path / "of_the_test.py", "def score(response): return 1.0")
+    monkeypatch.setattr(script, "process_groups", [])
+    groups = [script.start_reward_worker(f"{path}:score")[1] for _ in range(2)]
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as other:
+        found = inspect_run.reward_workers_of(os.getpid())
+        other.kill()
+    script.end_children()
+    assert {process.pid for process in found} >= set(groups)
+    assert other.pid not in {process.pid for process in found}
