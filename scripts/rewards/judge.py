@@ -1,7 +1,7 @@
 """Reward by a judge: another model, asked over HTTP, grades the response from 0 to 1.
 
-    vllm serve Qwen/Qwen2.5-7B-Instruct --port 8001                     # on other GPUs
-    export TANDEM_JUDGE_URL=http://localhost:8001/v1 TANDEM_JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct
+    vllm serve Qwen/Qwen2.5-7B-Instruct                                 # on other GPUs
+    export TANDEM_JUDGE_URL=http://localhost:8000/v1 TANDEM_JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct
     grpo_vllm_async.py --reward_fn scripts/rewards/judge.py:compute_score --reward_workers 32 ...
 
 The server has OpenAI's interface (chat completions), as vLLM's has. The judge is shown the row's
@@ -44,7 +44,7 @@ FIRST_PAUSE = 0.25  # seconds; each next one is twice as long
 
 if not URL or not MODEL:
     raise RuntimeError(
-        "the judge needs TANDEM_JUDGE_URL, as http://localhost:8001/v1, and TANDEM_JUDGE_MODEL, "
+        "the judge needs TANDEM_JUDGE_URL, as http://localhost:8000/v1, and TANDEM_JUDGE_MODEL, "
         "the model's name there"
     )
 
