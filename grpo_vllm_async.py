@@ -92,7 +92,8 @@ Asynchronous RLHF 2410.18252.
 import contextlib
 import ctypes
 import hashlib
-import importlib
+import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -114,6 +115,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -372,6 +374,8 @@ class Args:
     """ids that end a response"""
     data_hash: FilledIn[int] = 0
     """hash of all prompts"""
+    num_sources: FilledIn[int] = 0
+    """data sources of all prompts"""
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -682,22 +686,32 @@ def evaluation_is_due(steps, args):
 # ---------------------------------------------------------------------------------------- rewards
 
 
+# A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
+NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
+
+
+def read_number(text):
+    """A number such as -$1,200.50 as a Decimal; None: it is none as a whole."""
+    text = text.replace("\u2212", "-")  # the minus of mathematics
+    if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
+        return Decimal(re.sub(r"[$,]", "", text))
+    return None
+
+
 def grade_gsm8k(response, ground_truth):
     """1.0 if the first number after the last "####", or else the last one, is the ground truth.
 
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
-    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
-    number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
+    truth = read_number("".join(str(ground_truth).split()).rstrip("."))
+    if truth is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a number")
     _, mark, end = response.rpartition("####")
-    answers = re.findall(number, response)[-1:]
+    answers = NUMBER.findall(response)[-1:]
     if mark:
-        answers = re.findall(number, end)[:1] or answers
-    if not answers:
-        return 0.0
-    answer = float(re.sub(r"[$,]", "", answers[0]))
-    return float(answer == truth)
+        answers = NUMBER.findall(end)[:1] or answers
+    return float(bool(answers) and read_number(answers[0]) == truth)
 
 
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
@@ -728,7 +742,7 @@ def read_score(result):
     return float(result["score"]), metrics
 
 
-# The next three functions run in a reward worker's process.
+# The next four functions run in a reward worker's process.
 
 
 @cache
@@ -736,7 +750,44 @@ def load_reward_fn(reward_fn):
     """The function of path/to/file.py:function, which can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    return getattr(importlib.import_module(Path(path).stem), name)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
+    """How a reward function is called: inspect.BoundArguments.
+
+    By keyword where it needs no more than these names (solution_str is verl's for a response), else
+    by position. TypeError, ValueError: neither goes.
+
+    >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
+    <BoundArguments (solution_str='#### 4', ground_truth='4')>
+    """
+    signature = inspect.signature(reward_fn)
+    parameters = signature.parameters
+    text = "response" if "response" in parameters else "solution_str"
+    values = {
+        "data_source": data_source,
+        text: response,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = {name: value for name, value in values.items() if takes_all or name in parameters}
+    if text in known:
+        with contextlib.suppress(TypeError):  # it needs others, too
+            return signature.bind(**known)
+    known = {"extra_info": extra_info} if "extra_info" in known else {}
+    call = signature.bind(data_source, response, ground_truth, **known)
+    if any(call.arguments.get(name, value) is not value for name, value in values.items()):
+        raise ValueError(
+            f"it takes {signature}; name all of data_source, solution_str (or response), "
+            f"ground_truth and extra_info that it takes so, or take the first three in this order"
+        )
+    return call
 
 
 def start_reward_process(reward_fn):
@@ -748,7 +799,7 @@ def start_reward_process(reward_fn):
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     os.close(mp.forkserver._forkserver._forkserver_alive_fd)
-    load_reward_fn(reward_fn)
+    reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
     return os.getpid()
 
 
@@ -757,14 +808,15 @@ def call_reward_fn(reward_fn, response):
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        score, metrics = read_score(
-            load_reward_fn(reward_fn)(
-                prompt.data_source,
-                response.text,
-                prompt.ground_truth,
-                extra_info=(prompt.extra_info or {}) | about,
-            )
+        function = load_reward_fn(reward_fn)
+        call = reward_arguments(
+            function,
+            prompt.data_source,
+            response.text,
+            prompt.ground_truth,
+            about | (prompt.extra_info or {}),
         )
+        score, metrics = read_score(function(*call.args, **call.kwargs))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -2024,10 +2076,10 @@ def batch_metrics(batch, beta, args):
     return metrics
 
 
-def score_metrics(prefix, responses):
+def score_metrics(prefix, responses, args):
     """What responses earned: metrics of a prefix, "objective" or "eval".
 
-    With several data sources there is each mean for each of them, too.
+    With several data sources, not hundreds, there is each mean for each of them, too.
     """
     sources = {response.prompt.data_source for response in responses}
     collected = defaultdict(list)
@@ -2046,7 +2098,7 @@ def score_metrics(prefix, responses):
         for name, value in parts.items():
             if value is not None:
                 collected[f"{prefix}/{name}"].append(value)
-                if len(sources) > 1:
+                if len(sources) > 1 and args.num_sources <= 50:
                     collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
     return {name: sum(values) / len(values) for name, values in collected.items()}
 
@@ -2063,6 +2115,10 @@ def describe(response, policy_version):
         "prompt": response.prompt.text,
         "response": response.text,
         "score": response.score,
+        "verifiable_score": response.verifiable,
+        "reward_model_score": response.model_score,
+        "reward_metrics": response.reward_metrics,
+        "failure": response.failure,
         "ground_truth": str(response.prompt.ground_truth),
         "data_source": response.prompt.data_source,
         "length": len(response.token_ids),
@@ -2085,7 +2141,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
     for sample in samples:
         append_line(run_dir / "samples.jsonl", sample)
     log_samples(accelerator, samples)
-    return score_metrics("eval", responses) | {"eval/policy_version": rollout.policy_version}
+    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
 
 
 def run_program(name, run_dir, *options):
@@ -2430,6 +2486,7 @@ def main(args):
             eval_prompts = [eval_prompts[i] for i in drawn]
     prompts = train_prompts + eval_prompts
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    args.num_sources = len({prompt.data_source for prompt in prompts})
     args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
     first_step = 1
     state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
@@ -2579,7 +2636,7 @@ def main(args):
         # A failed reward is no wrong answer: the response is left out of the loss
         has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
         scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
-        if all(response.failure for response in responses):
+        if not has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
         # 5. One row of each prompt with its response: (episodes, length)
@@ -2671,7 +2728,7 @@ def main(args):
         seconds = time.perf_counter() - step_start
         metrics |= update_metrics(accelerator, sums, args)
         metrics |= batch_metrics(batch, args.beta, args)
-        metrics |= score_metrics("objective", responses)
+        metrics |= score_metrics("objective", responses, args)
         metrics |= rollout.times
         metrics |= grad_norms
         metrics |= {
@@ -2689,8 +2746,9 @@ def main(args):
             "perf/episodes_per_second": len(responses) / seconds,
             "perf/response_tokens_per_second": mask.sum() / seconds,
         }
-        samples = [describe(response, rollout.policy_version) for response in responses[:8]]
-        for i, sample in enumerate(samples):
+        shown = range(len(responses))[: 2 * args.number_samples_per_prompt]  # two groups
+        samples = [describe(responses[i], rollout.policy_version) for i in shown]
+        for i, sample in zip(shown, samples, strict=True):
             tokens = {
                 "training_step": training_step,
                 "token_ids": responses[i].token_ids.tolist(),
@@ -2707,6 +2765,8 @@ def main(args):
             if last.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir)
+        if args.reward_fn and training_step == 3:  # does it wait, and would more workers help?
+            drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
 
     # ---- The end: a summary and the upload, by programs beside this script
     end_children()

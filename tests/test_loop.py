@@ -103,7 +103,8 @@ def test_weights_go_out_before_the_request_that_they_answer(name, async_mode, ru
     assert run.vllm.order == [*(BESIDE_TRAINING if async_mode else IN_TURNS), *last]
     sampled = [0, 0, 1] if async_mode else [0, 1, 2]
     samples = read_json_lines(run.run_dir / "rollouts.jsonl")
-    assert [sample["policy_version"] for sample in samples[::8]] == sampled
+    found = dict.fromkeys((sample["training_step"], sample["policy_version"]) for sample in samples)
+    assert list(found) == list(enumerate(sampled, 1))
     if name in ASYNC:
         assert [line["policy/version"] for line in run.metrics] == [0, 1, 2]
         assert [2 - line["policy/staleness"] for line in run.metrics[2:]] == sampled[2:]
@@ -420,6 +421,10 @@ def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
     run = run_main(name, lambda *_: 1 / 0, non_stop_penalty=False)
     assert re.match(r"(?s)the reward failed on all responses: .*ZeroDivision", str(run.error))
     assert run.mini_batches == [] and not (run.run_dir / "model").exists()
+    # Cut ones have a score also then, the penalty
+    run = run_main(name, lambda *_: 1 / 0)
+    assert len(run.metrics) == STEPS and run.metrics[0]["objective/reward_failures"] == 1
+    assert run.metrics[0]["objective/scores"] == -1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -467,14 +472,17 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
     left = [tmp_path / "first" / f"{kind}.jsonl" for kind in ("rollouts", "samples")]
     assert all(path.stat().st_size for path in left)
     run_main(name, **options)
-    assert [len(read_json_lines(path)) for path in left] == [8, 3]
+    of_a_step = 4 if name in PPO else 8  # four prompts, or two groups
+    assert [len(read_json_lines(path)) for path in left] == [of_a_step, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_loop, tokenizer):
     samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
+    # Of GRPO two whole groups, of PPO a response to each of the four prompts
+    rows = range(0, 16, 4) if rough_loop.name in PPO else range(8)
     for i, sample in enumerate(samples):
-        step, row = divmod(i, 8)
+        step, row = i // len(rows), rows[i % len(rows)]
         batch = rough_loop.batches[step]
         response = batch.responses[row]
         assert tokenizer(sample["prompt"])["input_ids"] == batch.prompt_ids[row]
@@ -488,7 +496,8 @@ def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_l
             "stopped": response[-1] == STOP,
             "advantages": batch.advantages[row][batch.mask[row].bool()].tolist(),
         }
-    assert len(samples) == 8 * STEPS
+        assert (sample["verifiable_score"] is None) == ("out of paper" in str(sample["failure"]))
+    assert len(samples) == len(rows) * STEPS
     for name in ("score", "stopped", "advantages"):
         assert len({str(sample[name]) for sample in samples}) > 1, name
 
@@ -496,8 +505,8 @@ def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_l
 def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):
     names, steps = zip(*rough_loop.programs, strict=True)
     drawn = ("plot_lengths.py", "plot_runs.py", "plot_runs.py")
-    assert names == ("provenance.py", *drawn, "inspect_run.py")
-    assert steps[0] == 0 < steps[2] and steps[3:] == (3, 3)  # with the lines of evaluations
+    assert names == ("provenance.py", *drawn, "inspect_run.py", "inspect_run.py")
+    assert steps[0] == 0 < steps[2] and steps[3:] == (3, 3, 3)  # with the lines of evaluations
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
     assert names == ["provenance.py", "plot_lengths.py", "inspect_run.py", "push_to_hub.py"]

@@ -141,10 +141,6 @@ def test_what_cannot_have_turns_is_refused(fork, assets):
     for changes in ({"env_fn": None}, {"max_turns": None}, {"max_turns": 0}):
         with pytest.raises(ValueError, match="--env_fn and --max_turns need each other"):
             fork.fill_in(replace(args, **changes), world_size=1)
-    # Modules go by their names
-    fork.fill_in(replace(args, reward_fn="environment.py:score"), world_size=1)
-    with pytest.raises(ValueError, match="two files with one name"):
-        fork.fill_in(replace(args, reward_fn="mine/environment.py:score"), world_size=1)
     row = {"prompt": "21543=", "data_source": "debug/sorting"}
     row["reward_model"] = {"ground_truth": "12345"}
     with pytest.raises(ValueError, match="it is a string"):

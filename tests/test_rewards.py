@@ -93,10 +93,12 @@ def test_means_of_scores_leave_out_what_is_not_known():
         for name, means in parts.items()
         for source, mean in zip(("", "/gsm8k", "/math"), means, strict=True)
     }
-    found = script.score_metrics("eval", responses)
+    found = script.score_metrics("eval", responses, Args(num_sources=50))
     assert found == pytest.approx(expected)
-    of_one_source = script.score_metrics("eval", responses[:2])
-    assert set(of_one_source) == {f"eval/{name}" for name in parts}
+    wholes = {f"eval/{name}" for name in parts}
+    assert set(script.score_metrics("eval", responses[:2], Args(num_sources=50))) == wholes
+    # A source of its own in each row would make thousands of metrics
+    assert set(script.score_metrics("eval", responses, Args(num_sources=51))) == wholes
 
 
 # -------------------------------------------------------------------------- the form of a response
@@ -183,6 +185,88 @@ def test_reward_gets_what_belongs_to_a_response_and_has_its_neighbours(tmp_path,
     assert found == replace(given, verifiable=12.0)
 
 
+# Each is called in its own way, and must say (data source, response, ground truth, extra_info)
+SIGNATURES = """
+import functools
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return data_source, solution_str, ground_truth, extra_info
+
+def other_order(solution_str, ground_truth, data_source=None, **kwargs):
+    return data_source, solution_str, ground_truth, kwargs["extra_info"]
+
+def verls_grader(solution_str, ground_truth, method="strict", score=1.0):
+    return "gsm8k", solution_str, ground_truth, {"bonus": 3}
+
+def keywords_alone(*, extra_info, ground_truth, data_source, response):
+    return data_source, response, ground_truth, extra_info
+
+def anything(**kwargs):
+    return verl(**kwargs)
+
+def ours(data_source, response, ground_truth, extra_info):
+    return data_source, response, ground_truth, extra_info
+
+def answer_alone(response):
+    return "gsm8k", response, "2", {"bonus": 3}
+
+def own_names(source, text, truth, extra_info):
+    return source, text, truth, extra_info
+
+def partly_own_names(data_source, response, truth, *, extra_info):
+    return data_source, response, truth, extra_info
+
+def by_position(source, text, truth, /, **kwargs):
+    return source, text, truth, kwargs["extra_info"]
+
+def without_extra_info(source, text, truth):
+    return source, text, truth, {"bonus": 3}
+
+class Instance:
+    def __call__(self, ground_truth, solution_str, data_source, extra_info):
+        return data_source, solution_str, ground_truth, extra_info
+
+instance = Instance()
+partial = functools.partial(verls_grader, method="flexible")
+
+@functools.wraps(other_order)
+def decorated(*args, **kwargs):
+    return other_order(*args, **kwargs)
+
+def mixed(solution_str, truth, data_source=None): ...
+def swapped(response, truth, data_source): ...
+def two(text, truth): ...
+def trl(prompts, completions, answer, weights, **kwargs): ...
+"""
+CALLED = ["verl", "other_order", "verls_grader", "keywords_alone", "anything", "ours"]
+CALLED += ["answer_alone", "own_names", "partly_own_names", "by_position", "without_extra_info"]
+CALLED += ["instance", "partial", "decorated"]
+NOT_CALLED = {"mixed": ValueError, "swapped": ValueError, "two": TypeError, "trl": TypeError}
+
+
+def test_reward_is_called_by_the_names_of_its_parameters_else_by_position(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = write_text(tmp_path / "signatures.py", SIGNATURES)
+    given = ("gsm8k", "a text", "2", {"bonus": 3})
+    for name in CALLED:
+        function = script.load_reward_fn(f"{path}:{name}")
+        call = script.reward_arguments(function, *given)
+        assert function(*call.args, **call.kwargs) == given, name
+    for name, error in NOT_CALLED.items():
+        with pytest.raises(error):
+            script.reward_arguments(script.load_reward_fn(f"{path}:{name}"), *given)
+
+
+@pytest.mark.parametrize("name", ["math", "random", "datasets", "my.reward.v2", "queue"])
+def test_reward_is_the_file_of_its_path_whatever_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = sys.modules.get(name)
+    text = f"import {name.partition('.')[0]}\n" if known else ""
+    path = write_text(tmp_path / f"{name}.py", f"{text}def score(response): return 7")
+    assert script.load_reward_fn(f"{path}:score")("") == 7
+    assert known is None or sys.modules[name] is known
+
+
 VERL = {"score": 0.5, "acc": True, "pred": "42", "tokens": 7}
 # What a function returns, the score and the metrics in it, and how its failure ends
 RESULTS = {
@@ -231,6 +315,16 @@ def test_reward_is_told_how_long_a_response_is_and_whether_it_stopped(monkeypatc
         found = script.call_reward_fn("", cut)
         assert found == replace(cut, verifiable=1.0, reward_metrics=told)
         assert cut.prompt.extra_info == extra_info
+
+
+def test_row_wins_over_what_is_told_of_its_response(monkeypatch):
+    # Such as a length that the row asks for
+    monkeypatch.setattr(
+        script, "load_reward_fn", lambda _: lambda response, extra_info: extra_info["num_tokens"]
+    )
+    given = response(size=4)
+    given.prompt.extra_info = {"num_tokens": 500}
+    assert script.call_reward_fn("", given).verifiable == 500
 
 
 # --------------------------------------------------------------------------------------- workers

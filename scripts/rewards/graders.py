@@ -9,6 +9,18 @@ well, in the same words; MATH needs math-verify, and HellaSwag's answers take so
 
 import logging
 import re
+from decimal import Decimal
+
+# A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
+NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
+
+
+def read_number(text: str) -> Decimal | None:
+    """A number such as -$1,200.50 as a Decimal; None: it is none as a whole."""
+    text = text.replace("\u2212", "-")  # the minus of mathematics
+    if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
+        return Decimal(re.sub(r"[$,]", "", text))
+    return None
 
 
 def grade_gsm8k(response: str, ground_truth: str) -> float:
@@ -17,16 +29,14 @@ def grade_gsm8k(response: str, ground_truth: str) -> float:
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
-    truth = float(re.sub(r"[$,\s]", "", str(ground_truth)).rstrip("."))
-    number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"  # as in -$1,200.50, or .5
+    truth = read_number("".join(str(ground_truth).split()).rstrip("."))
+    if truth is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a number")
     _, mark, end = response.rpartition("####")
-    answers = re.findall(number, response)[-1:]
+    answers = NUMBER.findall(response)[-1:]
     if mark:
-        answers = re.findall(number, end)[:1] or answers
-    if not answers:
-        return 0.0
-    answer = float(re.sub(r"[$,]", "", answers[0]))
-    return float(answer == truth)
+        answers = NUMBER.findall(end)[:1] or answers
+    return float(bool(answers) and read_number(answers[0]) == truth)
 
 
 def grade_hellaswag(response: str, ground_truth: str | int) -> float:
