@@ -36,7 +36,7 @@ def test_response_of_which_one_reward_fails_has_no_score():
 
 
 def test_sum_is_exact_and_no_reward_takes_its_place(monkeypatch):
-    parts = {"a": 0.7, "b": 0.2, "score": 0.1}  # in binary their plain sum is less than 1
-    rewards = {name: (weight, lambda *_: 1.0) for name, weight in parts.items()}
-    monkeypatch.setattr(weighted, "REWARDS", rewards)
+    # In binary the plain sum of 0.7, 0.2 and 0.1 is less than 1
+    rewards = {"a": (0.7, lambda *_: 1.0), "b": (0.2, lambda *_: 1.0)}
+    monkeypatch.setattr(weighted, "REWARDS", rewards | {"score": (0.05, lambda *_: 2.0)})
     assert weighted.compute_score("", "", "", {})["score"] == 1.0
