@@ -582,10 +582,10 @@ def test_reward_that_waits_is_told_how_many_workers_it_takes():
 def test_reward_workers_are_found_among_a_scripts_processes(tmp_path, monkeypatch):
     path = write_text(tmp_path / "of_the_test.py", "def score(response): return 1.0")
     monkeypatch.setattr(script, "process_groups", [])
-    groups = [script.start_reward_worker(f"{path}:score")[1] for _ in range(2)]
+    workers = [script.start_reward_worker(f"{path}:score") for _ in range(2)]
     with subprocess.Popen(["sleep", "300"], start_new_session=True) as other:
         found = inspect_run.reward_workers_of(os.getpid())
         other.kill()
     script.end_children()
-    assert {process.pid for process in found} >= set(groups)
+    assert {process.pid for process in found} >= {group for _, group in workers}
     assert other.pid not in {process.pid for process in found}
