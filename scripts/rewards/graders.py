@@ -145,7 +145,7 @@ def import_neighbour(name: str, data_source: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except RuntimeError as error:
-        raise NotImplementedError(f"{data_source!r} cannot be graded here: {error}") from error
+        raise NotImplementedError(f"{data_source!r} cannot be graded here: {error}") from None
 
 
 def compute_score(
