@@ -119,6 +119,7 @@ BAD = {
     "wrong, and a right text": block(WRONG) + block(info="text"),
     "wrong, with a right one in its docstring": block(f"{WRONG}'''\n{block()}'''\n"),
     "wrong in four marks": block(WRONG, marks="````"),
+    "not closed, for what says something closes nothing": f"```python\n{RIGHT}{block('6', 'text')}",
     "of another language": block(info="java"),
     "no Python": block(RIGHT.replace(":", "")),
     "margins that differ": block(RIGHT.replace("    return 2", "   return 2")),

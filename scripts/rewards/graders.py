@@ -126,6 +126,7 @@ def grade_math_in_helper(response: str, ground_truth: str) -> float:
             return float(helper.stdout.readline())
         except (OSError, ValueError) as error:
             helper.kill()
+            helper.wait()
             raise RuntimeError("the process that grades MATH for threads died or hangs") from error
         finally:
             limit.cancel()
