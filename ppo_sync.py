@@ -881,6 +881,15 @@ def grade_responses(responses, tokenizer, workers, args):
         return list(threads.map(grade, responses))
 
 
+def check_sources(workers, prompts, args):
+    """ValueError: --reward_fn raises NotImplementedError on a data source of the prompts."""
+    of_source = {p.data_source: p for p in prompts if p.ground_truth is not None}
+    for prompt in list(of_source.values())[:50]:
+        failure = call_worker(workers, Response(prompt, [], [], stopped=False), args).failure
+        if failure and "NotImplementedError" in failure:
+            raise ValueError(f"{prompt.origin}: {failure}")
+
+
 # The parts may hold anything but these tags
 NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
@@ -2510,6 +2519,7 @@ def main(args):
         if args.reward_fn:
             for _ in range(args.reward_workers):
                 workers.put(start_reward_worker(args.reward_fn))
+            check_sources(workers, prompts, args)
         accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
         vllm = VLLM(placement, model.config, max_length, args)
     if args.lora_rank:

@@ -1,12 +1,14 @@
 """Evaluates a run's saved model on held-out prompts: several samples a prompt,
-with intervals.
+with intervals, and compares models.
 
     # as the run evaluates itself: one greedy answer to each of its held-out prompts
     python scripts/evaluate.py output/RUN
     # eight answers to each prompt, at the temperature of training: mean and pass@k
     python scripts/evaluate.py output/RUN --samples 8
-    # the same of the model before training, to compare with
+    # the same of the model before training, compared with the one after it
     python scripts/evaluate.py output/RUN --samples 8 --model debug_assets/model
+    # the same of another run, compared with the first one
+    python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
 Prompts, lengths, stop tokens and rewards are those of the run, by its
 args.json. Paths there that are not absolute count from where you stand, so
@@ -16,19 +18,30 @@ none.
 "Right" means a verifiable score of 1 or more, as in the run's metrics. pass@k
 is the share of prompts of which one of k answers is right, by the unbiased
 estimator of arXiv 2107.03374. A response whose reward failed has no score, and
-a prompt with fewer than k scores no pass@k.
+a prompt with fewer than k scores no pass@k: such a figure says of how many
+prompts it is.
 
 An interval is of 95%, and says how far other prompts of the same kind might
 have moved the figure; what another seed of training would have given is not in
-it. The prompts are its units, for samples of one prompt are alike. Fewer than
-30 prompts are too few.
+it. The prompts are its units, for answers to one prompt are alike. Rows with
+the same tokens and the same ground truth are one prompt. Fewer than 30 prompts
+are too few.
+
+Two models are compared prompt by prompt, which tells smaller differences than
+two intervals do: the mean difference, and on how many prompts the one was
+better, worse, or equal. Other models that were asked the same are in
+RUN/evaluations, or where --compare says.
 
 It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
 evaluation.json. NAME says what was asked, how many prompts and how many answers
-to each, and ends in a hash of all settings. What is there is not made again.
+to each, and ends in a hash of the prompts, the reward's code and all settings.
+What is there is not made again. What was sampled is in RUN/evaluations/sampled
+before it is graded: with another reward it is graded anew, not sampled.
 """
 
 import argparse
+import ast
+import contextlib
 import hashlib
 import json
 import math
@@ -38,9 +51,11 @@ import signal
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 # Flags of the scripts that this program may replace
 REPLACED = (
@@ -51,7 +66,15 @@ REPLACED = (
     "eval_temperature",
 )
 REPLACED += ("response_length", "reward_fn", "seed")
+# What of a run's arguments decides which responses are sampled, and what they score
+SAMPLED_BY = ("eval_temperature", "response_length", "stop_token_ids", "dtype", "seed")
+SCORED_BY = ("verification_reward", "add_r1_style_format_reward", "r1_style_format_reward")
+SCORED_BY += ("non_stop_penalty", "penalty_reward_value", "min_response_length", "reward_timeout")
+SCORED_BY += ("reward_model_path", "reward_model_revision", "reward_model_multiplier")
+# In these two models that are compared may differ
+OF_A_MODEL = {"model", "model_saved", "stop_token_ids", "dtype", "seed"}
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
+MOST_SOURCES = 50  # that have figures of their own
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -70,108 +93,251 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def estimate_mean(values: list[float]) -> dict:
-    """The mean of the prompts' values, plus and minus 1.96 standard errors; none of one prompt.
+def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
+    """The mean of the prompts' values, which lie from `low` to `high`, with Wilson's interval.
 
-    >>> estimate_mean([1.0, 2.0, 3.0, 6.0])  # their variance is 14 / 3
-    {'mean': 3.0, 'low': 0.883, 'high': 5.117}
-    """
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return {"mean": mean}
-    error = Z * statistics.stdev(values) / math.sqrt(len(values))
-    return rounded(mean, mean - error, mean + error)
+    It stays between low and high, and is no point where every answer was right. Where all values
+    are low or high, as scores of 0 and 1, its ends are the p with |mean - p| = 1.96 sqrt(p (1 - p)
+    / n). Other values spread less: their n is as many of low or high as would give the mean this
+    variance. Of values without limits, low and high are the least and the greatest that were seen;
+    of 30 prompts and more the interval is then near the mean plus and minus 1.96 standard errors.
 
-
-def estimate_rate(values: list[float]) -> dict:
-    """The mean of the prompts' rates, each from 0 to 1, with Wilson's interval.
-
-    It stays between 0 and 1, and is no point where every answer was right. Where all rates are 0 or
-    1 its ends are the p with |mean - p| = 1.96 sqrt(p (1 - p) / n). Other rates spread less: their
-    n is as many answers as would give the mean this variance.
-
-    >>> estimate_rate([1.0] * 15 + [0.0] * 5)
+    >>> estimate([1.0] * 15 + [0.0] * 5)
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881}
     >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in (0.5313, 0.8881)]
     [1.96, 1.96]
-    >>> estimate_rate([0.7, 0.8] * 10)
+    >>> estimate([0.7, 0.8] * 10)
     {'mean': 0.75, 'low': 0.7275, 'high': 0.7713}
-    >>> estimate_rate([1.0] * 20)
+    >>> estimate([1.0] * 20)
     {'mean': 1.0, 'low': 0.8389, 'high': 1.0}
+    >>> estimate([-1.0] * 5 + [3.0] * 15, low=-1.0, high=3.0)  # the first, times 4, less 1
+    {'mean': 2.0, 'low': 1.1252, 'high': 2.5526}
     """
-    mean = statistics.fmean(values)
-    variance, most = statistics.pvariance(values), mean * (1 - mean)
+    mean, span = statistics.fmean(values), high - low
+    if not span:
+        return {"mean": round(mean, 4)}
+    share = min(1.0, max(0.0, (mean - low) / span))
+    variance, most = statistics.pvariance(values) / span**2, share * (1 - share)
     # Of prompts that are all alike nothing is known about the spread
     count = len(values) * (most / variance if variance > 0 else 1)
-    center = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
+    center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     width = Z * math.sqrt(most / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-    return rounded(mean, center - width, center + width)
+    return rounded(mean, low + span * (center - width), low + span * (center + width))
+
+
+def estimate_difference(differences: list[float], span: float) -> dict:
+    """The mean of the prompts' differences between two models, with an interval; counts of signs.
+
+    span: the largest difference that there can be. The interval is that of Bonett and Price (2012),
+    the normal one of the differences and two more: one prompt was better and one worse, by the
+    largest difference that was seen. So it is no point where no prompt was worse, or all are equal.
+
+    >>> estimate_difference([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0], span=1.0)
+    {'mean': 0.25, 'low': -0.2638, 'high': 0.6638, 'better': 3, 'worse': 1, 'equal': 4}
+    >>> better, worse = (3 + 1) / (8 + 2), (1 + 1) / (8 + 2)
+    >>> error = 1.96 * math.sqrt((better + worse - (better - worse) ** 2) / (8 + 2))
+    >>> round(better - worse - error, 4), round(better - worse + error, 4)
+    (-0.2638, 0.6638)
+    """
+    largest = max(map(abs, differences)) or span
+    more = [*differences, largest, -largest]
+    middle, error = statistics.fmean(more), Z * statistics.pstdev(more) / math.sqrt(len(more))
+    low, high = max(-span, middle - error), min(span, middle + error)
+    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    counts = {"better": better, "worse": worse, "equal": len(differences) - better - worse}
+    return rounded(statistics.fmean(differences), low, high) | counts
 
 
 def rounded(mean, low, high):
     return {"mean": round(mean, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
-def summarize(rows: list[dict]) -> dict:
-    """The figures of some lines of responses.jsonl; without those that no response has."""
-    by_prompt = defaultdict(list)
-    for row in rows:
-        by_prompt[row["prompt_index"]].append(row)
-    groups = list(by_prompt.values())
+class Figure(NamedTuple):
+    """A figure of each prompt that has it: {prompt: its mean over the prompt's answers}."""
+
+    values: dict[str, float]
+    low: float  # what an answer's number is at least; seen, or known to be possible
+    high: float
+
+
+def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
+    """The figures of lines of responses.jsonl, by name; without those that no response has.
+
+    worth: what a right answer scores, --verification_reward.
+    """
+    rows = [
+        row | {f"reward/{name}": number for name, number in row["reward_metrics"].items()}
+        for row in rows
+    ]
+    figures = {}
 
     def known(name):
-        """The values of each prompt's responses, without those that have none."""
-        found = [[row.get(name) for row in group] for group in groups]
-        values = [[value for value in group if value is not None] for group in found]
-        return [group for group in values if group]
+        """{prompt: the numbers of its answers}, of those that have one."""
+        numbers = defaultdict(list)
+        for row in rows:
+            if row.get(name) is not None:
+                numbers[row["problem"]].append(row[name])
+        return numbers
 
-    values = {}
-    for name in ("score", "verifiable_score", "reward_model_score"):
-        values[name] = [statistics.fmean(group) for group in known(name)]
-    right = [[score >= 1 for score in group] for group in known("verifiable_score")]
-    k = 1
-    while k <= max(map(len, groups)):
-        values[f"pass@{k}"] = [pass_at_k(len(g), sum(g), k) for g in right if len(g) >= k]
-        k *= 2
-    values["length"] = [statistics.fmean(group) for group in known("length")]
-    values["stop_rate"] = [statistics.fmean(group) for group in known("stopped")]
-    is_rate = {"stop_rate", *(name for name in values if name.startswith("pass@"))}
-    figures = {
-        name: (estimate_rate if name in is_rate else estimate_mean)(of_prompts)
-        for name, of_prompts in values.items()
-        if of_prompts
-    }
+    def add(name, numbers, *possible):
+        if numbers:
+            seen = [*chain(*numbers.values()), *possible]
+            means = {prompt: statistics.fmean(each) for prompt, each in numbers.items()}
+            figures[name] = Figure(means, min(seen), max(seen))
+
+    verifiable = known("verifiable_score")
+    add("score", known("score"), *((0.0, worth) if verifiable else ()))
+    add("verifiable_score", verifiable, 0.0, 1.0)
+    add("reward_model_score", known("reward_model_score"))
+    right = {prompt: [score >= 1 for score in scores] for prompt, scores in verifiable.items()}
+    # As many answers as most prompts have: a few prompts may be there twice
+    most = statistics.median_low(Counter(row["problem"] for row in rows).values())
+    for k in (2**i for i in range(most.bit_length())):
+        passed = {p: [pass_at_k(len(r), sum(r), k)] for p, r in right.items() if len(r) >= k}
+        add(f"pass@{k}", passed, 0.0, 1.0)
+    for name in sorted({name for row in rows for name in row if name.startswith("reward/")}):
+        add(name, known(name), 0.0, 1.0)
+    add("length", known("length"))
+    add("stop_rate", known("stopped"), 0.0, 1.0)
+    return figures
+
+
+def summarize(rows: list[dict], worth: float = 1.0) -> dict:
+    """Counts, and of each figure its mean, interval, and how many prompts have it."""
     failures = sum(row["failure"] is not None for row in rows)
-    counts = {"prompts": len(groups), "responses": len(rows), "reward_failures": failures}
-    return counts | figures
+    counts = {
+        "prompts": len({row["problem"] for row in rows}),
+        "responses": len(rows),
+        "sources": len({str(row["data_source"]) for row in rows}),
+        "reward_failures": failures,
+    }
+    return counts | {
+        name: estimate([*values.values()], low, high) | {"prompts": len(values)}
+        for name, (values, low, high) in figures_of(rows, worth).items()
+    }
 
 
-def summarize_sources(rows: list[dict]) -> dict:
-    """{"all": figures}, and where there are several data sources those of each."""
-    sources = sorted({str(row["data_source"]) for row in rows})
-    results = {"all": summarize(rows)}
-    for source in sources if len(sources) > 1 else []:
-        results[source] = summarize([row for row in rows if str(row["data_source"]) == source])
-    return results
+def summarize_sources(rows: list[dict], worth: float = 1.0) -> dict:
+    """{data source: figures}; empty where there is one source, or over 50."""
+    by_source = defaultdict(list)
+    for row in rows:
+        by_source[str(row["data_source"])].append(row)
+    if not 1 < len(by_source) <= MOST_SOURCES:
+        return {}
+    return {source: summarize(by_source[source], worth) for source in sorted(by_source)}
+
+
+def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dict:
+    """The differences of two models' scores and pass@1, on the prompts that both have them of."""
+    ones, others = figures_of(rows, worth), figures_of(other_rows, worth)
+    differences = {}
+    for name in ("score", "pass@1"):
+        if name not in ones or name not in others:
+            continue
+        one, other = ones[name], others[name]
+        both = [
+            value - other.values[prompt]
+            for prompt, value in one.values.items()
+            if prompt in other.values
+        ]
+        if both:
+            span = max(one.high, other.high) - min(one.low, other.low)
+            differences[name] = estimate_difference(both, span)
+    return differences
+
+
+# ------------------------------------------------------------------------------------- the screen
 
 
 def show(evaluation: dict):
     """Prints an evaluation.json."""
-    settings, results = evaluation["settings"], evaluation["results"]
+    settings = evaluation["settings"]
     samples, temperature = settings["samples"], settings["eval_temperature"]
-    each = f"{samples} answers to each prompt" if samples > 1 else "an answer to each prompt"
-    print(f"\n{evaluation['model']} on {settings['eval_dataset']}")
+    each = f"{samples} answers to each row" if samples > 1 else "an answer to each row"
+    print(f"\n{evaluation['model']} on {evaluation['dataset']}")
     print(f"{each}, at temperature {temperature:g}")
-    for source, figures in results.items():
+    results, by_source = evaluation["results"], evaluation["by_source"]
+    for source, figures in [("all", results), *by_source.items()]:
         about = f"{figures['prompts']:,} prompts, {figures['responses']:,} responses"
         if figures["reward_failures"]:
-            about += f", the reward failed on {figures['reward_failures']}"
+            about += f", the reward failed on {figures['reward_failures']:,}"
         print(f"\n{source}: {about}\n{'':<18}{'mean':>9}    95% interval")
         for name, figure in figures.items():
             is_same = name == "verifiable_score" and figure == figures.get("score")
-            if isinstance(figure, dict) and not is_same:
-                mean, *interval = (f"{value:.4g}" for value in figure.values())
-                print(f"{name:<18}{mean:>9}    {' to '.join(interval)}".rstrip())
+            if not isinstance(figure, dict) or is_same:
+                continue
+            line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
+            print((line + show_share(figure["prompts"], figures["prompts"])).rstrip())
+    if results["sources"] > MOST_SOURCES:
+        print(f"\nThere are {results['sources']:,} data sources, too many for figures of each")
+
+
+def show_comparison(folder: Path, other: Path, worth: float):
+    """Prints how the responses in an evaluation's folder compare with those in another's."""
+    rows, other_rows = (read_lines(each / "responses.jsonl") for each in (folder, other))
+    models = [
+        json.loads((each / "evaluation.json").read_text())["model"] for each in (folder, other)
+    ]
+    differences = compare(rows, other_rows, worth)
+    print(f"\n{models[0]} less {models[1]}, prompt by prompt ({other.name})")
+    print(f"{'':<18}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
+    for name, figure in differences.items():
+        if name == "pass@1" and figure == differences.get("score"):
+            continue
+        counts = [figure[sign] for sign in ("better", "worse", "equal")]
+        line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
+        line += "".join(f"{count:>8,}" for count in counts)
+        print(line + show_share(sum(counts), len({row["problem"] for row in rows})))
+
+
+def show_interval(figure):
+    return f"{figure['low']:.4g} to {figure['high']:.4g}" if "low" in figure else ""
+
+
+def show_share(part, whole):
+    """What is said behind a figure that some prompts do not have."""
+    return f"  of {part:,} of {whole:,} prompts" if part < whole else ""
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def read_lines(path: Path) -> list[dict]:
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def write(path: Path, text: str):
+    """Writes a file that is whole as soon as it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+def write_lines(path: Path, rows: list[dict]):
+    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def files_of_reward(path: Path) -> list[Path]:
+    """The file of a reward, and those that it imports from its folder; packages as a whole."""
+    files, ahead = [], [path]
+    while ahead:
+        path = ahead.pop()
+        if path in files or not path.is_file():
+            continue
+        files.append(path)
+        names = []
+        with contextlib.suppress(SyntaxError):  # of a package's file that may never be imported
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.append(node.module)
+        for name in names:
+            beside = files[0].parent / name.partition(".")[0]
+            ahead += [beside.with_suffix(".py"), *sorted(beside.rglob("*.py"))]
+    return files
 
 
 # ---------------------------------------------------------------------------------------- answers
@@ -204,25 +370,48 @@ def read_arguments(script, options):
     return args
 
 
-def settings_of(args, options, num_prompts):
-    """What an evaluation is known by."""
-    config = (options.model or options.run / "model") / "config.json"
-    settings = {
+def saved_at(folder):
+    """When a model in a folder was saved; None: it is the hub's."""
+    config = Path(folder) / "config.json"
+    return round(config.stat().st_mtime, 3) if config.exists() else None
+
+
+def settings_of(script, args, options, prompts):
+    """What sampled responses are known by, and what their scores are: two dictionaries.
+
+    Hashes of what was read, not the paths where it lies. Without a reward of the run's own the rule
+    is the script's.
+    """
+    model = options.model or options.run / "model"
+    sampled = {
         "model": str(options.model or "trained"),  # and not by the place of the run, which may move
-        "model_saved": round(config.stat().st_mtime, 3),  # a resumed run saves another
-        "prompts": num_prompts,
+        "model_saved": saved_at(model),  # a resumed run saves another
+        "rows": len(prompts),
+        "tokens": script.stable_hash([prompt.token_ids for prompt in prompts]),
         "samples": options.samples,
     }
-    return settings | {name: getattr(args, name) for name in REPLACED if name != "num_eval_prompts"}
+    path, _, function = (args.reward_fn or "").rpartition(":")
+    files = files_of_reward(Path(path)) if function else [Path(script.__file__)]
+    code = b"".join(file.read_bytes() for file in files)
+    scored = {
+        "prompts": script.stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
+        "reward": f"{function or 'the rule'} {hashlib.sha256(code).hexdigest()[:16]}",
+        "reward_model_saved": saved_at(args.reward_model_path) if args.reward_model_path else None,
+    }
+    sampled |= {name: getattr(args, name) for name in SAMPLED_BY}
+    return sampled, scored | {name: getattr(args, name) for name in SCORED_BY}
 
 
-def name_of(settings):
-    """The name of the folder of an evaluation."""
-    model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
-    dataset = Path(settings["eval_dataset"]).stem
+def place_of(folder, settings, dataset, ending=""):
+    """Where an evaluation, or what was sampled for it, is or will be.
+
+    It is known by the hash of its settings, whatever the dataset was called.
+    """
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    size = f"{settings['prompts']}x{settings['samples']}"
-    return f"{model}_{dataset}_{size}_t{settings['eval_temperature']:g}_{digest}"
+    model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
+    size = f"{settings['rows']}x{settings['samples']}_t{settings['eval_temperature']:g}"
+    name = f"{model}_{Path(dataset).stem}_{size}_{digest}{ending}"
+    return next(folder.glob(f"*_{digest}{ending}"), folder / name)
 
 
 def load_held_out(script, args, options):
@@ -246,8 +435,8 @@ def load_held_out(script, args, options):
     return tokenizer, prompts
 
 
-def answer_prompts(script, tokenizer, prompts, args, options):
-    """The Responses to some Prompts, the samples of a prompt side by side, with their scores."""
+def sample(script, prompts, args, options):
+    """The Responses of a model to some Prompts, the samples of a prompt side by side."""
     model_path = str(options.model or options.run / "model")
     gpus = (0,) if script.torch.cuda.device_count() else ()
     from safetensors.torch import load_file
@@ -266,26 +455,51 @@ def answer_prompts(script, tokenizer, prompts, args, options):
         for index in range(len(prompts))
         for sample in range(options.samples)
     ]
+    print("Starting vLLM ...", flush=True)
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
+    device = "cuda" if gpus else "cpu"
+    # As the scripts send them: a tied head as well on a CPU, once on a GPU
+    parameters = model.named_parameters(remove_duplicate=bool(gpus))
+    weights = ((name, weight.data.to(device)) for name, weight in parameters)
+    if args.lora_rank:  # then vLLM has the model
+        weights = (
+            (name.removeprefix("base_model.model."), weight)
+            for name, weight in load_file(adapter).items()
+        )
+    vllm.sync_weights(weights, 0)
+    print(f"Sampling {len(repeated):,} responses ...", flush=True)
+    return vllm.sample(repeated, seeds, args.eval_temperature)
+
+
+def sample_once(script, prompts, args, options, path):
+    """The Responses in a file; where there is none they are sampled, and the file is written."""
+    if not path.exists():
+        responses = sample(script, prompts, args, options)
+        rows = [
+            {"token_ids": response.token_ids.tolist(), "stopped": bool(response.stopped)}
+            for response in responses
+        ]
+        write_lines(path, rows)
+        return responses
+    print(f"These responses were sampled before: {path}. They are graded.", flush=True)
+    repeated = [prompt for prompt in prompts for _ in range(options.samples)]
+    responses = []
+    for prompt, row in zip(repeated, read_lines(path), strict=True):
+        token_ids = script.np.array(row["token_ids"], script.np.int32)
+        logprobs = script.np.zeros(len(token_ids), script.np.float32)  # no score needs them
+        responses.append(script.Response(prompt, token_ids, logprobs, row["stopped"]))
+    return responses
+
+
+def answer_prompts(script, tokenizer, prompts, args, options, path):
+    """The Responses to some Prompts with their scores; path: of what was, or will be, sampled."""
     workers = queue.Queue()
     try:
-        if args.reward_fn:
+        if args.reward_fn:  # first, for it may not load
             for _ in range(args.reward_workers):
                 workers.put(script.start_reward_worker(args.reward_fn))
-        print("Starting vLLM ...", flush=True)
-        max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-        vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
-        device = "cuda" if gpus else "cpu"
-        # As the scripts send them: a tied head as well on a CPU, once on a GPU
-        parameters = model.named_parameters(remove_duplicate=bool(gpus))
-        weights = ((name, weight.data.to(device)) for name, weight in parameters)
-        if args.lora_rank:  # then vLLM has the model
-            weights = (
-                (name.removeprefix("base_model.model."), weight)
-                for name, weight in load_file(adapter).items()
-            )
-        vllm.sync_weights(weights, 0)
-        print(f"Sampling {len(repeated):,} responses ...", flush=True)
-        responses = vllm.sample(repeated, seeds, args.eval_temperature)
+        responses = sample_once(script, prompts, args, options, path)
         responses = script.grade_responses(responses, tokenizer, workers, args)
     finally:
         script.end_children()
@@ -298,27 +512,54 @@ def answer_prompts(script, tokenizer, prompts, args, options):
     return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)
 
 
-def describe(response, number, num_samples):
+def describe(script, response, number, num_samples):
     """A response as a line of responses.jsonl."""
     index, sample = divmod(number, num_samples)
+    prompt = response.prompt
     return {
         "prompt_index": index,
         "sample": sample,
-        "prompt": response.prompt.text,
+        # The same in every evaluation of this prompt, and in rows that repeat it
+        "problem": f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}",
+        "prompt": prompt.text,
         "response": response.text,
         "score": response.score,
         "verifiable_score": response.verifiable,
         "reward_model_score": response.model_score,
+        "reward_metrics": response.reward_metrics,
         "failure": response.failure,
-        "ground_truth": response.prompt.ground_truth,
-        "data_source": response.prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
         "length": len(response.token_ids),
         "stopped": response.stopped,
     }
 
 
+def find_others(run_dir, settings, compared, fail):
+    """The folders of other evaluations of the same prompts, samples and reward.
+
+    compared: --compare, a run's folder or an evaluation's, which must have one; None: those of this
+    run, if there are any. fail: as in evaluate.
+    """
+    paths = sorted((compared or run_dir).glob("evaluations/*/evaluation.json"))
+    if compared and (compared / "evaluation.json").is_file():
+        paths = [compared / "evaluation.json"]
+    found, differing = [], []
+    for path in paths:
+        others = json.loads(path.read_text())["settings"]
+        names = {name for name, value in settings.items() if others.get(name, ...) != value}
+        differing.append(sorted(names - OF_A_MODEL))
+        if names <= OF_A_MODEL and names & {"model", "model_saved"}:
+            found.append(path.parent)
+    if compared and not found:
+        nearest = ", ".join(min(differing, key=len, default=()))
+        said = f" (the nearest differs in {nearest})" if nearest else ""
+        fail(f"--compare {compared} has no evaluation of another model like this one{said}")
+    return found
+
+
 def evaluate(options, fail):
-    """Makes the evaluation, or shows it where it exists.
+    """Makes the evaluation, or shows it where it exists, and compares it with others.
 
     fail: parser.error, which ends this program with a line.
     """
@@ -338,29 +579,40 @@ def evaluate(options, fail):
         tokenizer, prompts = load_held_out(script, args, options)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         fail(" ".join([str(error), *getattr(error, "__notes__", [])]))
-    settings = settings_of(args, options, len(prompts))
-    folder = options.run / "evaluations" / name_of(settings)
-    path = folder / "evaluation.json"
-    if path.exists():
-        show(json.loads(path.read_text()))
-        print(f"\nThis evaluation was there already: {folder}. Remove it to make it again.")
-        return
+    sampled, scored = settings_of(script, args, options, prompts)
+    settings = json.loads(json.dumps(sampled | scored))  # tuples are lists there
+    folder = place_of(options.run / "evaluations", settings, args.eval_dataset)
+    others = find_others(options.run, settings, options.compare, fail)
 
-    started_at = time.time()
-    responses = answer_prompts(script, tokenizer, prompts, args, options)
-    rows = [describe(response, i, options.samples) for i, response in enumerate(responses)]
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "responses.jsonl", "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    evaluation = {
-        "model": str(options.model or options.run / "model"),
-        "settings": settings,
-        "results": summarize_sources(rows),
-        "seconds": round(time.time() - started_at, 1),
-    }
-    path.write_text(json.dumps(evaluation, indent=2))
+    path = folder / "evaluation.json"
+    was_there = path.exists()
+    if not was_there:
+        started_at = time.time()
+        sampled_path = options.run / "evaluations" / "sampled"
+        sampled_path = place_of(sampled_path, sampled, args.eval_dataset, ".jsonl")
+        responses = answer_prompts(script, tokenizer, prompts, args, options, sampled_path)
+        rows = [describe(script, r, i, options.samples) for i, r in enumerate(responses)]
+        write_lines(folder / "responses.jsonl", rows)
+        evaluation = {
+            "model": str(options.model or options.run / "model"),
+            "dataset": args.eval_dataset,
+            "settings": settings,
+            "sampled": sampled_path.name,
+            "results": summarize(rows, args.verification_reward),
+            "by_source": summarize_sources(rows, args.verification_reward),
+            "seconds": round(time.time() - started_at, 1),
+        }
+        write(path, json.dumps(evaluation, indent=2))
+    evaluation = json.loads(path.read_text())
     show(evaluation)
-    print(f"\nAll responses and figures: {folder}")
+    for other in others:
+        show_comparison(folder, other, args.verification_reward)
+    if was_there:
+        print(f"\nThis evaluation was there already: {folder}")
+        print("Without this folder the responses are graded again. They are sampled again without")
+        print(folder.parent / "sampled" / evaluation["sampled"])
+    else:
+        print(f"\nAll responses and figures: {folder}")
 
 
 def main():
@@ -371,7 +623,7 @@ def main():
     )
     add = parser.add_argument
     add("run", type=lambda path: Path(path).expanduser(), help="folder of the run")
-    add("--samples", type=int, default=1, help="answers to each prompt (default 1)")
+    add("--samples", type=int, default=1, help="answers to each row (default 1)")
     temperature = "default: the run's --eval_temperature; where that is 0 and there are several "
     temperature += "samples, the run's --temperature"
     add("--temperature", dest="eval_temperature", type=float, help=temperature)
@@ -388,6 +640,8 @@ def main():
     model = "folder of a model with the run's tokens; default: RUN/model"
     add("--model", type=lambda path: Path(path).expanduser(), help=model)
     add("--seed", type=int, help="seed of the sampling; default: the run's")
+    others = "folder of another run or evaluation, to compare with; default: this run's others"
+    add("--compare", type=lambda path: Path(path).expanduser(), metavar="FOLDER", help=others)
     options = parser.parse_args()
 
     files = {options.run: "args.json", options.model or options.run / "model": "config.json"}

@@ -9,6 +9,13 @@ responses with their tokens coloured by advantage.
     # what the scripts print at a run's end: answers before and after training,
     # what limited its speed, commands that go on from here; draws the pictures
     python scripts/inspect_run.py output/RUN --summary
+    # what the model gets wrong: held-out prompts by evaluation, those that it
+    # once got right first, with what they scored before; training responses
+    python scripts/inspect_run.py output/RUN --wrong
+
+A response is right where its verifiable score is 1 or more, as in the run's
+metrics. Older runs have its score alone: there it is right from
+--verification_reward on.
 """
 
 import argparse
@@ -16,16 +23,19 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 import shlex
 import sys
-import textwrap
 import time
-from collections import Counter
-from itertools import groupby, pairwise
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 
+import psutil
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from plot_runs import draw_run, own_metrics, read_lines, read_metrics
@@ -42,7 +52,13 @@ CURVES += ["objective/sequence_lengths", "objective/stop_rate", "val/explained_v
 CURVES += ["objective/accuracy", "eval/accuracy"]  # of a reward model
 BLOCKS = "▁▂▃▄▅▆▇█"
 GREY, GREEN, RED = (128, 128, 128), (0, 170, 0), (220, 0, 0)  # seen on black and on white
-TAIL = 2**24  # bytes of rollouts.jsonl that are read: it grows with the run
+BLOCK = 2**20  # bytes of rollouts.jsonl that are read at a time: it grows with the run
+# What is shown at most
+MOST_METRICS = 8  # of a reward's own, with a response
+SHOWN_TURNS = 4  # of a long response's beginning, and of its end
+SHOWN_EVALUATIONS = 6  # of a run's beginning, and of its end
+LETTERS = 4  # for each of --tokens, of responses without tokens
+WRONG_STEPS = 20  # in whose responses wrong ones are looked for
 
 # What is timed (time/NAME) and what it is called: on the side of vLLM, which works beside training
 # in an asynchronous run, and on the learner's
@@ -74,9 +90,55 @@ def end_of_prompt(prompt: str) -> str:
     return prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"
 
 
+def in_one_line(text: str, width: int) -> str:
+    """The beginning of a text, whatever it is written in.
+
+    >>> in_one_line("5 + 6\\nis 11", width=20), in_one_line("ab" * 50, width=10)
+    ('5 + 6 is 11', 'ababab ...')
+    """
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= width else f"{text[: max(0, width - 4)]} ..."
+
+
+def without_middle(items: list, number: int, gap) -> list:
+    """A long list's first and last `number` items; gap: of how many are left out what stands there.
+
+    >>> without_middle([1, 2, 3, 4, 5, 6, 7], number=2, gap=lambda count: f"{count} more")
+    [1, 2, '3 more', 6, 7]
+    """
+    left_out = len(items) - 2 * number
+    if left_out <= 0:
+        return items
+    return [*items[:number], gap(left_out), *items[len(items) - number :]]
+
+
 def show_score(score: float | None) -> str:
     """None: its reward failed."""
     return "none" if score is None else f"{score:.3g}"
+
+
+def show_reward(row: dict) -> str:
+    """A response's score, the parts of it, and what else its reward returned, or why it failed.
+
+    >>> parts = {"verifiable_score": 1.0, "reward_model_score": -0.5}
+    >>> show_reward({"score": 0.5, "reward_metrics": {"strict": 1.0}} | parts)
+    'score 0.5 (verifiable 1, reward model -0.5), strict 1'
+    >>> show_reward({"score": None, "failure": "Traceback ...\\nValueError: no number\\n"})
+    'score none, ValueError: no number'
+    """
+    said = f"score {show_score(row['score'])}"
+    parts = {
+        "verifiable": row.get("verifiable_score"),
+        "reward model": row.get("reward_model_score"),
+    }
+    parts = [f"{name} {value:.3g}" for name, value in parts.items() if value is not None]
+    if len(parts) > 1 or row.get("verifiable_score") not in (None, row["score"]):
+        said += f" ({', '.join(parts)})"
+    metrics = [f"{name} {value:.3g}" for name, value in row.get("reward_metrics", {}).items()]
+    left_out = [f"{len(metrics) - MOST_METRICS} more"] if len(metrics) > MOST_METRICS else []
+    lines = (row.get("failure") or "").split("\n")
+    reasons = [in_one_line(line, 200) for line in lines if line.strip()][-1:]
+    return ", ".join(map(printable, [said, *metrics[:MOST_METRICS], *left_out, *reasons]))
 
 
 # ------------------------------------------------------------------------------ the speed
@@ -197,22 +259,32 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
     versions = sorted({sample["policy_version"] for sample in samples})
     if len(versions) < 2:
         return []
-    before = [sample for sample in samples if sample["policy_version"] == versions[0]]
-    after = {s["prompt"]: s for s in samples if s["policy_version"] == versions[-1]}
+    ends = {versions[0], versions[-1]}
+    asked = [answers for answers in answers_by_prompt(samples) if ends <= answers.keys()]
     lines = []
-    for first in before[:number]:
-        last = after.get(first["prompt"])
-        if last is None:  # the run was resumed with other held-out prompts
-            continue
-        lines += ["", end_of_prompt(first["prompt"])]
-        for when, sample in (("before", first), ("after", last)):
-            turns = sample.get("turns", [sample["response"]])
-            width = 200 // len(turns)
-            turns = [textwrap.shorten(printable(text), width, placeholder=" ...") for text in turns]
-            turns[1::2] = [f"[{text}]" for text in turns[1::2]]  # what was observed
-            response = " ".join(turns)
-            lines.append(f"  {when}, score {show_score(sample['score'])}: {response}")
+    for answers in asked[:number]:
+        lines += ["", end_of_prompt(answers[versions[0]]["prompt"])]
+        for when, version in (("before", versions[0]), ("after", versions[-1])):
+            score, response = show_score(answers[version]["score"]), show_turns(answers[version])
+            lines.append(f"  {when}, score {score}: {response}")
     return lines
+
+
+def show_turns(sample: dict) -> str:
+    """A response in one line of about 200 characters: of many turns the first ones and the last.
+
+    What was observed is in brackets.
+
+    >>> show_turns({"turns": ["7", "8", "9"]})
+    '7 [8] 9'
+    >>> show_turns({"turns": list("abcdefghijk")})
+    'a [b] c [d] ... 3 more ... [h] i [j] k'
+    """
+    turns = sample.get("turns") or [sample["response"]]
+    width = 200 // min(len(turns), 2 * SHOWN_TURNS)
+    turns = [in_one_line(text, width) for text in turns]
+    turns[1::2] = [f"[{text}]" for text in turns[1::2]]
+    return " ".join(without_middle(turns, SHOWN_TURNS, lambda count: f"... {count} more ..."))
 
 
 def next_steps(run_dir: Path) -> list[str]:
@@ -248,6 +320,52 @@ def print_summary(run_dir: Path, metrics: list[dict]):
     sentences.append(f"Model, metrics, samples and pictures: {run_dir}")
     sentences += next_steps(run_dir)
     print(*(said for said in sentences if said is not None), sep="\n")
+
+
+# ------------------------------------------------------------------------------ reward workers
+
+
+def reward_workers_of(pid: int) -> list[psutil.Process]:
+    """The processes of --reward_fn that a script, of this id, has started.
+
+    Like vLLM's they lead a session each, but their parent is Python's fork server.
+    """
+    grandchildren = []
+    for child in psutil.Process(pid).children():
+        grandchildren += child.children()
+    return [process for process in grandchildren if os.getsid(process.pid) == process.pid]
+
+
+def advise_workers(metrics: list[dict], args: dict, cpu_seconds: float) -> str | None:
+    """How many workers it takes where --reward_fn waits, as for a network; None: it does not.
+
+    cpu_seconds: what the workers, and what they have started, have used of the cores so far. A
+    function that computes gains nothing from more workers than cores.
+    """
+    last, workers = metrics[-1], args["reward_workers"]
+    worker_seconds = workers * sum(line["time/reward"] for line in metrics)
+    if cpu_seconds > 0.2 * worker_seconds:
+        return None
+    # With so many a batch would be graded in the time that it takes to generate it
+    wanted = math.ceil(workers * last["time/reward"] / max(1.0, last["time/generation"]))
+    wanted = min(wanted, args["episodes_per_step"])
+    if wanted <= workers:
+        return None
+    waited = 1 - cpu_seconds / worker_seconds
+    return (
+        f"The reward takes {last['time/reward']:.3g} s a batch, in {waited:.0%} of which its "
+        f"{workers} processes wait, as for a network: --reward_workers {wanted} would take about "
+        f"as long as generation"
+    )
+
+
+def print_advice(run_dir: Path, metrics: list[dict]):
+    """What a script asks for after its first batches."""
+    workers = reward_workers_of(os.getppid())
+    args = json.loads((run_dir / "args.json").read_text())
+    advice = advise_workers(metrics, args, sum(sum(w.cpu_times()[:4]) for w in workers))
+    if workers and advice:
+        print(advice, flush=True)
 
 
 # ------------------------------------------------------------------------------ curves
@@ -286,19 +404,30 @@ def show_curves(metrics: list[dict]):
 # ------------------------------------------------------------------------------ responses
 
 
-def last_responses(path: Path) -> list[dict]:
-    """The lines of the last training step in rollouts.jsonl; without one that is half written."""
-    start = max(0, path.stat().st_size - TAIL)
+def read_backwards(path: Path) -> Iterator[dict]:
+    """The lines of a .jsonl file, the last one first; without one that is half written."""
+    if not path.is_file():
+        return
     with open(path, "rb") as file:
-        file.seek(start)
-        lines = file.read().split(b"\n")[start > 0 : -1]
-    rows = []
-    for line in reversed(lines):
-        row = json.loads(line)
-        if rows and row["training_step"] != rows[0]["training_step"]:
-            break
-        rows.insert(0, row)
-    return rows
+        start, rest = file.seek(0, os.SEEK_END), b""
+        is_whole = False  # what is behind the last end of a line
+        while start > 0:
+            size = min(start, BLOCK)
+            start -= size
+            file.seek(start)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            for line in reversed(lines):
+                if is_whole:
+                    yield json.loads(line)
+                is_whole = True
+        if is_whole:
+            yield json.loads(rest)
+
+
+def last_responses(path: Path) -> list[dict]:
+    """The lines of the last training step in rollouts.jsonl."""
+    steps = groupby(read_backwards(path), key=itemgetter("training_step"))
+    return [row for _, rows in islice(steps, 1) for row in rows][::-1]
 
 
 @functools.cache
@@ -365,7 +494,7 @@ def show_response(row, pieces, largest, number):
     if low < high:  # so that it can be seen without colours, too
         advantage += f" ({low:+.2f} at {worst!r} to {high:+.2f} at {best!r})"
     end = "stopped" if row["stopped"] else "cut"
-    figures = f"score {show_score(row['score'])}, {advantage}, {row['length']} tokens, {end}"
+    figures = f"{show_reward(row)}, {advantage}, {row['length']} tokens, {end}"
     if len(pieces) > number:
         half = number // 2
         gap = (f" [... {len(pieces) - 2 * half} more ...] ", 0.0)
@@ -374,11 +503,52 @@ def show_response(row, pieces, largest, number):
     return [Text(figures, style_of(average, largest)), Padding(text, (0, 0, 0, 2), expand=False)]
 
 
+def share_out(sizes: list[int], number: int) -> list[int]:
+    """How many of each group are shown: equally many, as far as it has them, `number` in all.
+
+    >>> share_out([1, 9, 3], number=8)
+    [1, 4, 3]
+    """
+    places = sorted((place, group) for group, size in enumerate(sizes) for place in range(size))
+    counts = Counter(group for _, group in places[:number])
+    return [counts[group] for group in range(len(sizes))]
+
+
+def choose(rows: list[dict], number: int) -> list[int]:
+    """Indices of the responses that are shown: of each prompt equally many.
+
+    Of a prompt's they are by turns those with the highest and the lowest advantage.
+
+    >>> rows = [{"prompt": "a", "advantages": [value]} for value in (0.5, -0.1, 2.0, -0.2)]
+    >>> choose([*rows, {"prompt": "b", "advantages": [0.0]}], number=4)
+    [0, 2, 3, 4]
+    """
+    groups = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row["prompt"]].append(index)
+    counts = share_out([*map(len, groups.values())], number)
+    chosen = []
+    for group, count in zip(groups.values(), counts, strict=True):
+        group.sort(key=lambda index: mean(rows[index]["advantages"]), reverse=True)
+        chosen += [group.pop(-(place % 2)) for place in range(count)]
+    return sorted(chosen)
+
+
+def show_truth(row: dict) -> list[str]:
+    if row["ground_truth"] in (None, "None"):  # a reward model alone scored
+        return []
+    return [f"Ground truth: {in_one_line(str(row['ground_truth']), 100)}"]
+
+
+def show_scores(rows: list[dict]) -> str:
+    return "Scores: " + " ".join(show_score(row["score"]) for row in rows)
+
+
 def show_responses(rows: list[dict], tokenizer, options) -> list:
     """What rollouts.jsonl has of a step, with a heading for each prompt."""
-    pieces = [split_response(row, tokenizer) for row in rows]
-    advantages = [advantage for response in pieces for _, advantage in response]
-    largest = max(abs(each) for each in advantages if not math.isnan(each))
+    shown = [(rows[i], split_response(rows[i], tokenizer)) for i in choose(rows, options.responses)]
+    advantages = [advantage for _, response in shown for _, advantage in response]
+    largest = max((abs(each) for each in advantages if not math.isnan(each)), default=0.0)
     step, version = rows[0]["training_step"], rows[0]["policy_version"]
     parts = [
         Text(f"Responses of step {step}, sampled by policy version {version}", "bold"),
@@ -386,19 +556,184 @@ def show_responses(rows: list[dict], tokenizer, options) -> list:
     ]
     if any(row.get("observed") for row in rows):
         parts.append("Italic: observed, not sampled")
-    shown = list(zip(rows, pieces, strict=True))[: options.responses]
     for prompt, responses in groupby(shown, key=lambda pair: pair[0]["prompt"]):
         group = [row for row in rows if row["prompt"] == prompt]
-        parts += ["", Text(end_of_prompt(prompt), "bold")]
-        truth = group[0]["ground_truth"]
-        if truth not in (None, "None"):  # a reward model alone scored
-            truth = textwrap.shorten(printable(truth), 100, placeholder=" ...")
-            parts.append(f"Ground truth: {truth}")
+        parts += ["", Text(end_of_prompt(prompt), "bold"), *show_truth(group[0])]
         if len(group) > 1:
-            parts.append("Scores: " + " ".join(show_score(row["score"]) for row in group))
+            parts.append(show_scores(group))
         for row, response in responses:
             parts += show_response(row, response, largest, options.tokens)
+    if len(shown) < len(rows):
+        parts += ["", f"{len(rows) - len(shown)} more are left out: --responses shows more"]
     return parts
+
+
+# ------------------------------------------------------------------------------ --wrong
+
+
+def is_right(row: dict, worth: float) -> bool | None:
+    """Whether a response is right; None: it has no verifiable score.
+
+    worth: the run's --verification_reward, for lines of older scripts, which have the score alone.
+    """
+    if row["ground_truth"] in (None, "None"):  # a reward model alone scored
+        return None
+    score, least = row["score"], worth
+    if "verifiable_score" in row:
+        score, least = row["verifiable_score"], 1
+    return None if score is None else score >= least
+
+
+def answers_by_prompt(samples: list[dict]) -> list[dict[int, dict]]:
+    """Of each held-out prompt {policy version: its answer's line}. Prompts may be there twice."""
+    answers, times = defaultdict(dict), Counter()
+    for row in samples:
+        prompt, version = (row["prompt"], row.get("ground_truth")), row["policy_version"]
+        times[prompt, version] += 1
+        answers[prompt, times[prompt, version]][version] = row
+    return list(answers.values())
+
+
+def show_evaluations(prompts: list[dict[int, dict]], versions: list[int], worth: float) -> Table:
+    """A line for each evaluation: how many prompts are right, and what changed since the last."""
+    table = Table("steps trained", box=None, pad_edge=False)
+    for heading in ("right", "wrong", "not known", "learned", "lost"):
+        table.add_column(heading, justify="right")
+    rows, before = [], []
+    for version in versions:
+        now = [is_right(each[version], worth) if version in each else ... for each in prompts]
+        counts = [now.count(known) for known in (True, False, None)]
+        if before:
+            changes = list(zip(before, now, strict=True))
+            counts += [changes.count((False, True)), changes.count((True, False))]
+        rows.append([str(version), *map(str, counts)])
+        before = now
+    for row in without_middle(rows, SHOWN_EVALUATIONS, lambda count: [f"... {count} more ..."]):
+        table.add_row(*row)
+    return table
+
+
+def show_sources(wrong: list[dict], rows: list[dict]) -> list[str]:
+    """How many are wrong of each data source, where there are several; of the worst ten."""
+    whole = Counter(str(row.get("data_source")) for row in rows)
+    counts = Counter(str(row.get("data_source")) for row in wrong).most_common()
+    if len(whole) == 1 or not wrong:
+        return []
+    said = [f"{source} {count} of {whole[source]}" for source, count in counts[:10]]
+    left_out = [f"{len(counts) - 10} more sources"] if len(counts) > 10 else []
+    return ["", f"Wrong by data source: {printable(', '.join(said + left_out))}"]
+
+
+def show_answer(row: dict, said: str, number: int) -> list:
+    """Figures, and the text of a response; of more than `number` characters the two ends."""
+    end = "stopped" if row["stopped"] else "cut"
+    figures = f"{said}{show_reward(row)}, {row['length']} tokens, {end}"
+    turns = list(row.get("turns") or [row["response"]])
+    turns[1::2] = [f"[{text}]" for text in turns[1::2]]
+    text = printable("\n".join(turns))
+    if len(text) > number:
+        half = number // 2
+        gap = f" [... {len(text) - 2 * half} more characters ...] "
+        text = text[:half] + gap + text[len(text) - half :]
+    return [figures, Padding(Text(text), (0, 0, 0, 2), expand=False)]
+
+
+def show_history(answers: dict[int, dict], worth: float, number: int) -> list:
+    """A held-out prompt: its scores by evaluation, its last right answer, and the last one."""
+    *before, last = answers
+    parts = ["", Text(end_of_prompt(answers[last]["prompt"]), "bold"), *show_truth(answers[last])]
+    if before:
+        scores = [f"{version}: {show_score(row['score'])}" for version, row in answers.items()]
+        scores = without_middle(scores, SHOWN_EVALUATIONS, lambda count: f"... {count} more ...")
+        parts.append(f"Scores by steps trained: {', '.join(scores)}")
+    right = [version for version in before if is_right(answers[version], worth)]
+    if right:
+        row = answers[right[-1]]
+        parts.append(f"After {right[-1]} steps: {show_reward(row)}: {show_turns(row)}")
+    return [*parts, *show_answer(answers[last], f"After {last} steps: ", number)]
+
+
+def show_wrong_answers(samples: list[dict], worth: float, options) -> list:
+    """Held-out prompts that are wrong at the last evaluation in samples.jsonl."""
+    versions = sorted({row["policy_version"] for row in samples})
+    prompts = answers_by_prompt(samples)
+    parts = [Text("Held-out prompts", "bold"), "", show_evaluations(prompts, versions, worth)]
+
+    asked = [answers for answers in prompts if versions[-1] in answers]
+    now = [is_right(answers[versions[-1]], worth) for answers in asked]
+    groups = {"Wrong now, and right before": [], "Never right": [], "Their reward failed": []}
+    for answers, right in zip(asked, now, strict=True):
+        row = answers[versions[-1]]
+        if right is False:
+            was_right = any(is_right(before, worth) for before in answers.values())
+            name = "Wrong now, and right before" if was_right else "Never right"
+            groups[name].append(answers)
+        elif row.get("failure") or row["score"] is None:
+            groups["Their reward failed"].append(answers)
+    rows = [answers[versions[-1]] for answers in asked]
+    parts += show_sources(
+        [row for row, right in zip(rows, now, strict=True) if right is False], rows
+    )
+    if set(now) == {None}:
+        asked.sort(key=lambda answers: answers[versions[-1]]["score"] or 0)
+        groups = {"No answer has a verifiable score. Those with the lowest scores": asked}
+    counts = share_out([*map(len, groups.values())], options.responses)
+    for (title, group), count in zip(groups.items(), counts, strict=True):
+        if group:
+            said = f"{title}: {len(group):,} of {len(asked):,} prompts"
+            said += f", of which {count} are shown" if count < len(group) else ""
+            parts += ["", Text(said, "bold")]
+        for answers in group[:count]:
+            parts += show_history(answers, worth, LETTERS * options.tokens)
+    return parts
+
+
+def show_wrong_responses(path: Path, worth: float, options) -> list:
+    """Wrong responses of the last training steps that rollouts.jsonl has."""
+    rows = []
+    for row in read_backwards(path):
+        if rows and row["training_step"] <= rows[0]["training_step"] - WRONG_STEPS:
+            break
+        rows.append({name: row[name] for name in row.keys() - {"token_ids", "advantages"}})
+    rows.reverse()
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["training_step"], row["prompt"]].append(row)
+    wrong = [row for row in rows if is_right(row, worth) is False]
+    known = [row for row in rows if is_right(row, worth) is not None]
+    steps = f"steps {rows[0]['training_step']} to {rows[-1]['training_step']}"
+    said = f"Training responses of {steps}: {len(wrong):,} of {len(known):,} are wrong"
+    first = {(row["training_step"], row["prompt"]): row for row in reversed(wrong)}
+    shown = sorted(first.values(), key=itemgetter("training_step"))
+    shown = shown[max(0, len(shown) - options.responses) :]
+    if len(shown) < len(wrong):
+        said += f", of which {len(shown)} are shown, one of a prompt"
+    parts = [Text(said, "bold"), *show_sources(wrong, known)]
+    for row in shown:
+        group = groups[row["training_step"], row["prompt"]]
+        prompt = f"Step {row['training_step']}: {end_of_prompt(row['prompt'])}"
+        parts += ["", Text(prompt, "bold"), *show_truth(row)]
+        if len(group) > 1:
+            parts.append(show_scores(group))
+        parts += show_answer(row, "", LETTERS * options.tokens)
+    return parts
+
+
+def show_wrong(run_dir: Path, args: dict, options):
+    """What is to be printed."""
+    worth = args.get("verification_reward", 1.0)
+    samples, rollouts = read_lines(run_dir / "samples.jsonl"), run_dir / "rollouts.jsonl"
+    parts = [Text(f"{args['run_name']}: {args['exp_name']}, {args['model_name_or_path']}", "bold")]
+    if samples:
+        parts += ["", *show_wrong_answers(samples, worth, options)]
+    last = next(read_backwards(rollouts), None)
+    if last:
+        parts += ["", *show_wrong_responses(rollouts, worth, options)]
+    if not samples and not last:
+        parts.append("No response is written yet")
+    elif "verifiable_score" not in (last or samples[-1]):
+        parts += ["", "These files have no verifiable scores: right and wrong are by the score"]
+    return Group(*parts)
 
 
 # ------------------------------------------------------------------------------ the program
@@ -424,8 +759,7 @@ def show_run(run_dir: Path, args: dict, options):
     speed = describe_speed(metrics)
     if speed:
         parts += [speed, ""]
-    rollouts = run_dir / "rollouts.jsonl"
-    rows = last_responses(rollouts) if rollouts.is_file() else []
+    rows = last_responses(run_dir / "rollouts.jsonl")
     if rows:
         name = args["tokenizer_name_or_path"] or model
         tokenizer = load_tokenizer(run_dir, name, args["model_revision"])
@@ -439,9 +773,14 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="show it again so often")
-    parser.add_argument("--summary", action="store_true", help="what the scripts say at its end")
-    responses, tokens = "how many responses at most (8)", "of each response at most (120)"
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--watch", type=float, metavar="SECONDS", help="show it again so often")
+    one.add_argument("--summary", action="store_true", help="what the scripts say at its end")
+    one.add_argument("--advice", action="store_true", help="a script's own call, in step 3")
+    one.add_argument("--wrong", action="store_true", help="what the model gets wrong")
+    responses = "how many responses at most, shared out among the prompts (8); with --wrong how "
+    responses += "many prompts, held-out ones and as many of training"
+    tokens = f"of each response at most (120); with --wrong {LETTERS} characters for each of them"
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     parser.add_argument("--tokens", type=int, default=120, metavar="N", help=tokens)
     options = parser.parse_args()
@@ -454,8 +793,14 @@ def main():
             parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
         print_summary(run_dir, metrics)
         return
+    if options.advice:
+        print_advice(run_dir, read_metrics(run_dir))
+        return
     args = json.loads((run_dir / "args.json").read_text())
     console = Console(markup=False, emoji=False, highlight=False)
+    if options.wrong:
+        console.print(show_wrong(run_dir, args, options))
+        return
     shown, is_finished = show_run(run_dir, args, options)
     if options.watch is None:
         console.print(shown)

@@ -266,7 +266,7 @@ def split_row(prompt, response):
     """What comes before a response (a string, or messages), and its text.
 
     The response is a text that follows the prompt, or messages that end with it; those may begin
-    with the prompt's, or be the whole dialogue.
+    with the prompt's, go on from them, or be the whole dialogue. ValueError: it is none of these.
 
     >>> question = {"role": "user", "content": "?"}
     >>> answer = {"role": "assistant", "content": "yes"}
@@ -277,41 +277,73 @@ def split_row(prompt, response):
     >>> split_row(None, [question, answer]) == ([question], "yes")
     True
     """
-    if isinstance(response, str):
-        return prompt, response
-    *context, answer = response
-    if answer["role"] != "assistant":
-        raise ValueError(f"the last message is of the {answer['role']}")
-    if isinstance(prompt, list) and context[: len(prompt)] != prompt:
-        context = prompt + context
-    return context or prompt, answer["content"]
+    match response:
+        case str():
+            return prompt, response
+        case [*context, {"role": "assistant", "content": str(text)}]:
+            pass
+        case _:
+            raise ValueError(
+                f"a response is a text, or messages that end with a text of the assistant; not "
+                f"{str(response)[-80:]}"
+            )
+    if context and prompt and context[: len(prompt)] != prompt:
+        if context[0]["role"] == "assistant":  # they go on from the prompt
+            context = prompt + context
+        elif isinstance(prompt, list):
+            raise ValueError("the messages do not begin with those of the column `prompt`")
+    return context or prompt, text
+
+
+def split_pair(row):
+    """The prompt of a row (a string, or messages), and the texts of its two responses.
+
+    ValueError: there is no prompt, or each response has another one. Of two dialogues all messages
+    but the last must agree.
+    """
+    row = drop_nulls(row)  # equal messages may differ in them
+    prompt, chosen = split_row(row.get("prompt"), row["chosen"])
+    other, rejected = split_row(row.get("prompt"), row["rejected"])
+    if not prompt:
+        raise ValueError(
+            "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
+            "scripts/data_preprocess/full_hh_rlhf.py --split rm"
+        )
+    if other != prompt:
+        raise ValueError("`chosen` and `rejected` have different prompts")
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with a message of the assistant, which would be left out")
+    return prompt, chosen, rejected
 
 
 def load_pairs(accelerator, path, config, split, tokenizer, args):
-    """The Pairs of a dataset. ValueError: none is left of them.
+    """The Pairs of a dataset. ValueError: a row is no pair, or none is left of them.
 
     Its columns are `chosen`, `rejected`, and `prompt` unless they hold it. Responses come without
     the stop token.
     """
     rows = load_rows(path, config, split)
-    pairs = []
+    pairs, notes = [], Counter()
     for index, row in enumerate(rows):
         with naming_row(path, index):
-            token_ids = []
-            for column in ("chosen", "rejected"):
-                context, response = split_row(row.get("prompt"), row[column])
-                _, context_ids = tokenize_prompt(context, row, tokenizer)
-                response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-                token_ids.append([*context_ids, *response_ids, args.stop_token_id])
+            prompt, *responses = split_pair(row)
+            _, prompt_ids = tokenize_prompt(prompt, row, tokenizer)
+            response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
+        token_ids = [[*prompt_ids, *ids, args.stop_token_id] for ids in response_ids]
         pair = Pair(*token_ids, length=max(map(len, token_ids)))
-        if pair.length <= args.max_token_length and pair.chosen_ids != pair.rejected_ids:
+        if pair.length > args.max_token_length:
+            notes[f"dropped as longer than --max_token_length {args.max_token_length}"] += 1
+        elif pair.chosen_ids == pair.rejected_ids:
+            notes["dropped for equal responses"] += 1
+        else:
             pairs.append(pair)
-    dropped = len(rows) - len(pairs)
-    reasons = f"longer than --max_token_length {args.max_token_length}, or of equal responses"
+            if not all(response_ids):
+                notes["with an empty response"] += 1
+    noted = ", ".join(f"{count} {note}" for note, count in notes.items())
     if not pairs:
-        raise ValueError(f"{path}: each pair is {reasons}")
-    if dropped:
-        accelerator.print(f"{path}: {dropped} of {len(rows)} pairs dropped, {reasons}")
+        raise ValueError(f"{path}: no pair is left of {len(rows)}: {noted}")
+    if noted:
+        accelerator.print(f"{path}: of {len(rows)} pairs: {noted}")
     return pairs
 
 
@@ -679,11 +711,11 @@ def main(args):
     # The same model, with what accelerate may put around it to train it
     reward_model, optimizer = accelerator.prepare(model, optimizer)
 
-    # Padding must not reach the tokens before it: the first token's state is the same, whatever
-    # follows it
-    two_rows = torch.tensor([[0] * 8, range(8)], device=accelerator.device)
-    hidden = model.model.base_model(two_rows).last_hidden_state
-    if not torch.allclose(*hidden[:, 0], rtol=0.01, atol=0.01):
+    # Padding must not reach the tokens before it: the score of a first token depends on no other
+    # token, so its gradient is exactly 0 there, whatever the precision
+    input_ids = torch.arange(8, device=accelerator.device)[None]
+    embeddings = model.model.get_input_embeddings().weight  # (vocabulary, hidden_size)
+    if torch.autograd.grad(model(input_ids, [0]), embeddings)[0][1:].any():
         raise ValueError(
             f"{args.model_name_or_path} attends to later tokens; it must be a causal model"
         )

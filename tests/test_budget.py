@@ -10,7 +10,7 @@ BUDGETS = {
     "ppo_sync.py": 14_165,
     "ppo_vllm_async.py": 14_630,
     "grpo_vllm_async.py": 14_540,
-    "scripts/train_reward_model.py": 3_880,
+    "scripts/train_reward_model.py": 4_030,
     "scripts/preflight.py": 7_200,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_100,

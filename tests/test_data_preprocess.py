@@ -172,6 +172,18 @@ def test_hh_as_prompts_pairs_and_demonstrations(convert):
     assert [row["response"] for row in demonstrations] == ["Yes.", "Me.", "Yes."]
 
 
+@pytest.mark.parametrize("split", ["rl", "rm", "sft"])
+def test_hh_of_its_own_form_gives_what_the_split_one_gives(split, convert):
+    """Anthropic's texts are dialogues; an answer to another question is no pair."""
+    own = [{name: HH[0]["prompt"] + row[name] for name in ("chosen", "rejected")} for row in HH[:2]]
+    two = own[0] | {"rejected": "\n\nHuman: Who?\n\nAssistant: No."}
+    theirs = [row | {"prompt": HH[0]["prompt"]} for row in HH[:2]]
+    expected, _ = convert("full_hh_rlhf", theirs, split)
+    rows, said = convert("full_hh_rlhf", [*own, two], split)
+    assert rows == expected
+    assert "1: `chosen` and `rejected` have different prompts" in said
+
+
 DROPPED = {
     # (script, function, the reason): what it is given
     ("full_hh_rlhf", "parse_dialogue", "begin with Human:"): ["Hello\n\nHuman: Hi\n\nAssistant:"],

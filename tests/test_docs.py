@@ -1,5 +1,6 @@
 """README.md and docs/: what they point at is there, and tables are what a command prints."""
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -7,9 +8,10 @@ import subprocess
 import sys
 
 import fits
+import fork
 import plan
 import pytest
-from helpers import REPO, SCRIPTS
+from helpers import REPO, SCRIPTS, TRAINER
 from helpers.line_links import pages, with_right_numbers
 
 every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -20,7 +22,7 @@ OTHER_FLAGS = """
     center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
-    spreads rounds staleness script moments step_ms worker_calls draw results show
+    compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
     find_rate rates lags noises corrections task run
 """
 
@@ -77,6 +79,35 @@ def test_every_metric_of_a_run_is_explained(run_main):
     names = {name for line in run_main("ppo_sync.py").metrics for name in line}
     named = {name for name in names if name.startswith(groups) or f"`{name}`" in text}
     assert names - named == set()
+
+
+def refused_on_resume(text):
+    """The arguments that a script's main() compares with those of a checkpoint's run."""
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
+    (loop,) = (loop for loop in loops if "saved_args" in ast.unparse(loop.body))
+    return set(ast.literal_eval(loop.iter))
+
+
+@pytest.mark.usefixtures("git")
+def test_page_has_all_that_a_resumed_run_must_keep(tmp_path):
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", (REPO / "docs" / "checkpoints.md").read_text(), re.M)
+    said = {who: set(re.findall(r"`(\w+)`", what)) for who, what in rows}
+    scripts, of_ppo = said["all three"], said["both PPO scripts"]
+    of_async, of_inflight = said["the asynchronous ones and their forks"], said["the fork inflight"]
+    expected = {
+        "ppo_sync.py": scripts | of_ppo,
+        "ppo_vllm_async.py": scripts | of_ppo | of_async,
+        "grpo_vllm_async.py": scripts | of_async,
+        TRAINER: said["`train_reward_model.py`"],
+        "multiturn": scripts | of_async,
+        "inflight": scripts | of_async | of_inflight,
+    }
+    for name, arguments in expected.items():
+        path = REPO / name
+        if name in ("multiturn", "inflight"):
+            path = tmp_path / f"{name}.py"
+            fork.write_fork(name, path)
+        assert refused_on_resume(path.read_text()) == arguments, name
 
 
 def printed_by(program):

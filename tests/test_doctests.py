@@ -16,6 +16,9 @@ WITH_EXAMPLES = [path for path in PROGRAMS if "    >>> " in path.read_text()]
 def test_examples_are_right(path, monkeypatch):
     # code_sandbox.py loads only where there is a sandbox, and its examples run no code in it
     monkeypatch.setenv("TANDEM_SANDBOX_URL", "http://sandbox/run_code")
+    # Nor does judge.py load without these, or ask anybody
+    monkeypatch.setenv("TANDEM_JUDGE_URL", "http://judge/v1")
+    monkeypatch.setenv("TANDEM_JUDGE_MODEL", "judge")
     # Of another name: some files are called alike, and others are loaded already
     spec = importlib.util.spec_from_file_location(f"examples_of_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import runpy
 import shutil
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict
@@ -11,16 +13,17 @@ from typing import ClassVar
 import evaluate
 import pytest
 from helpers import REPO
-from helpers.files import read_json_lines, write_configurations, write_text
+from helpers.files import read_json_lines, write_configurations, write_rows, write_text
 from helpers.processes import environment
 
 import grpo_vllm_async as script
 
 
-def row(prompt, score, source="a", failure=None):
+def row(prompt, score, source="a", failure=None, **changes):
     """A line of responses.jsonl whose verifiable score is its score."""
-    scores = {"score": score, "verifiable_score": score, "failure": failure}
-    return scores | {"prompt_index": prompt, "data_source": source, "length": 4, "stopped": True}
+    line = {"score": score, "verifiable_score": score, "failure": failure, "length": 4}
+    line |= {"problem": str(prompt), "data_source": source, "stopped": True, "reward_metrics": {}}
+    return line | changes
 
 
 def test_a_failed_reward_is_no_wrong_answer_and_a_share_no_right_one():
@@ -30,17 +33,115 @@ def test_a_failed_reward_is_no_wrong_answer_and_a_share_no_right_one():
     assert (figures["prompts"], figures["responses"], figures["reward_failures"]) == (2, 5, 2)
     assert figures["score"]["mean"] == (1.0 + 0.75) / 2
     assert figures["pass@1"]["mean"] == (1.0 + 0.5) / 2
-    assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0}  # of prompt 1 alone
+    assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0, "prompts": 1}
 
 
-def test_prompts_are_the_units_and_sources_are_told_apart():
-    few = [row(prompt, float(prompt < 2), "ab"[prompt % 2]) for prompt in range(4)]
-    many = [line for line in few for _ in range(10)]
+def shown(rows, capsys, **settings):
+    """The lines that evaluate.py prints of responses."""
+    evaluation = {
+        "model": "M",
+        "dataset": "D",
+        "settings": {"samples": 1, "eval_temperature": 0.0},
+        "results": evaluate.summarize(rows),
+        "by_source": evaluate.summarize_sources(rows),
+    }
+    evaluate.show(json.loads(json.dumps(evaluation)))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_rate_says_of_how_many_prompts_it_is(capsys):
+    failed = [row(prompt, None, failure="hangs") for prompt in range(20)]
+    lines = shown([*failed, *(row(prompt, 1.0) for prompt in range(20, 40))], capsys)
+    assert "all: 40 prompts, 40 responses, the reward failed on 20" in lines
+    (rate,) = (line.split(maxsplit=2) for line in lines if line.startswith("pass@1"))
+    assert rate == ["pass@1", "1", "0.8389 to 1             of 20 of 40 prompts"]
+    (length,) = (line for line in lines if line.startswith("length"))
+    assert not length.endswith("prompts")
+
+
+def test_prompts_are_the_units_however_often_they_are_answered():
+    few = [row(prompt, float(prompt < 15)) for prompt in range(30)]
+    many = [line for line in few for _ in range(32)]
     for name in ("score", "pass@1"):
-        assert evaluate.summarize(many)[name] == evaluate.summarize(few)[name]
-    results = evaluate.summarize_sources([*few, row(4, 1.0, "b")])
-    means = {source: figures["score"]["mean"] for source, figures in results.items()}
-    assert means == {"all": 0.6, "a": 0.5, "b": 0.6667}
+        figures = evaluate.summarize(few)[name]
+        assert evaluate.summarize(many)[name] == figures
+        assert figures == {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
+
+
+def test_a_prompt_that_is_there_twice_makes_no_pass_at_2():
+    rows = [*(row(prompt, 1.0) for prompt in range(4)), row(0, 0.0)]
+    assert [name for name in evaluate.figures_of(rows) if "pass" in name] == ["pass@1"]
+
+
+def test_interval_ends_where_scores_do():
+    """Of scores of 0 and 1 the normal one would go from 0.905 to 1.028."""
+    rows = [row(prompt, float(prompt > 0)) for prompt in range(30)]
+    figures = evaluate.summarize(rows)
+    assert figures["score"] == figures["pass@1"]
+    assert 0.8 < figures["score"]["low"] < 0.9667 < figures["score"]["high"] < 1
+    # What a right answer is worth is known also where there is none
+    wrong = [row(prompt, 0.0) for prompt in range(30)]
+    highs = [evaluate.summarize(wrong, worth)["score"]["high"] for worth in (1.0, 10.0)]
+    assert highs == [0.1135, 1.1352]
+
+
+def test_interval_of_scores_without_limits_is_the_normal_one():
+    scores = [(i * 37 % 101) / 10 - 70 for i in range(100)]
+    unlimited = {"verifiable_score": None, "reward_model_score": None}
+    rows = [row(i, score, **unlimited) for i, score in enumerate(scores)]
+    figure = evaluate.summarize(rows)["score"]
+    error = 1.96 * statistics.stdev(scores) / 10
+    assert figure["low"] == pytest.approx(statistics.fmean(scores) - error, abs=0.05)
+    assert figure["high"] == pytest.approx(statistics.fmean(scores) + error, abs=0.05)
+    alike = evaluate.summarize([row(i, -3.0, **unlimited) for i in range(2)])
+    assert alike["score"] == {"mean": -3.0, "prompts": 2}
+
+
+def test_sources_are_told_apart_unless_there_are_too_many(capsys):
+    rows = [row(prompt, float(prompt < 2), ["all", "b"][prompt % 2]) for prompt in range(4)]
+    rows.append(row(4, 1.0, "b"))
+    means = {name: each["score"]["mean"] for name, each in evaluate.summarize_sources(rows).items()}
+    assert means == {"all": 0.5, "b": 0.6667}
+    headings = [line for line in shown(rows, capsys) if "prompts, " in line]
+    counts = ["all: 5 prompts, 5", "all: 2 prompts, 2", "b: 3 prompts, 3"]
+    assert headings == [f"{count} responses" for count in counts]
+
+    for number, count in ((50, 50), (51, 0)):
+        rows = [row(prompt, 1.0, f"source {prompt}") for prompt in range(number)]
+        assert len(evaluate.summarize_sources(rows)) == count
+    lines = shown(rows, capsys)
+    assert lines[-1] == "There are 51 data sources, too many for figures of each"
+    assert not any("source 1" in line for line in lines)
+
+
+def test_reward_s_own_metrics_are_figures():
+    rows = [row(i, 1.0, reward_metrics={"strict": float(i > 1), "lenient": 1.0}) for i in range(4)]
+    figures = evaluate.summarize([*rows, row(4, None, failure="hangs")])
+    assert figures["reward/strict"] == {"mean": 0.5, "low": 0.15, "high": 0.85, "prompts": 4}
+    assert figures["reward/lenient"]["mean"] == 1.0
+
+
+def test_two_models_are_compared_prompt_by_prompt():
+    """Their own intervals overlap; that of the difference leaves 0 out."""
+    one = [row(prompt, float(prompt % 10 < 4 or prompt >= 80)) for prompt in range(100)]
+    other = [row(prompt, float(prompt % 10 < 4)) for prompt in range(100)]
+    low, high = (evaluate.summarize(rows)["score"] for rows in (other, one))
+    assert high["low"] < low["high"]
+    differences = evaluate.compare(one, other)
+    counts = {"better": 12, "worse": 0, "equal": 88}
+    assert differences["score"] == {"mean": 0.12, "low": 0.0495, "high": 0.1858} | counts
+    assert differences["pass@1"] == differences["score"]
+    mirrored = evaluate.compare(other, one)["score"]
+    assert [mirrored[name] for name in ("low", "high", "better")] == [-0.1858, -0.0495, 0]
+    # Nothing is known of prompts that one has no score of
+    few = [row(prompt, None, failure="hangs") for prompt in range(80)]
+    counts = {"better": 12, "worse": 0, "equal": 8}
+    figure = evaluate.compare([*few, *one[80:]], other)["score"]
+    assert {name: figure[name] for name in counts} == counts
+    assert figure["high"] <= 1
+    same = evaluate.compare(one, one)["score"]
+    assert same["mean"] == 0 and -0.06 < same["low"] < 0 < same["high"] < 0.06
+    assert evaluate.compare(few, other) == {}
 
 
 class FakeVLLM:
@@ -49,6 +150,7 @@ class FakeVLLM:
     asked: ClassVar = []  # (seeds, temperature) of each call
     synced: ClassVar = []  # names of weights
     ranks: ClassVar = []  # of adapters, for which each was made
+    is_blind = False  # all answers are empty
 
     def __init__(self, *rest):
         self.ranks.append(rest[-1].lora_rank)
@@ -61,7 +163,7 @@ class FakeVLLM:
         tokenizer = script.AutoTokenizer.from_pretrained(REPO / "debug_assets" / "model")
         before = [None, *prompts]
         texts = [
-            "" if one is last else one.ground_truth
+            "" if one is last or self.is_blind else one.ground_truth
             for one, last in zip(prompts, before, strict=False)
         ]
         answers = [[*tokenizer(text)["input_ids"], 1] for text in texts]
@@ -83,6 +185,7 @@ def faked_run(assets, small_eval, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "VLLM", FakeVLLM)
     for name in ("asked", "synced", "ranks"):
         monkeypatch.setattr(FakeVLLM, name, [])
+    monkeypatch.setattr(FakeVLLM, "is_blind", False)
     return tmp_path / "run"
 
 
@@ -131,7 +234,7 @@ def test_several_samples_of_each_prompt(faked_run, call):
         (prompt, sample) for prompt in range(10) for sample in range(3)
     ]
     assert [row["score"] for row in rows] == [1.0, 0.0, 0.0] * 10
-    figures = evaluation["results"]["all"]
+    figures = evaluation["results"]
     assert figures["pass@1"]["mean"] == 0.3333
     assert figures["pass@2"]["mean"] == 0.6667
     assert "pass@4" not in figures
@@ -144,13 +247,176 @@ def test_what_is_there_is_not_made_again(faked_run, call):
     assert len(FakeVLLM.asked) == 1
     figures = again[again.index(" on ") : again.index("\nThis evaluation was there already")]
     assert "pass@1 " in figures and figures in first
-    (folder,) = (faked_run / "evaluations").iterdir()
-    assert folder.name.startswith("trained_test_32x1_t0_")  # of 500 prompts there were 32
+    (path,) = faked_run.glob("evaluations/*/evaluation.json")
+    assert path.parent.name.startswith("trained_test_32x1_t0_")  # of 500 prompts there were 32
     call(faked_run, "--temperature", 0.5)
     call(faked_run, "--model", REPO / "debug_assets" / "model")
     os.utime(faked_run / "model" / "config.json", (1e9, 1e9))  # a resumed run saves another model
     call(faked_run, "--prompts", 500)
     assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/responses.jsonl"))) == 4
+
+
+def evaluations_in(run_dir):
+    return len(list(run_dir.glob("evaluations/*/evaluation.json")))
+
+
+def test_prompts_are_known_by_what_they_say_and_not_by_their_file(faked_run, call, tmp_path):
+    args = json.loads((faked_run / "args.json").read_text())
+    rows = script.load_rows(args["eval_dataset"], None, None)[:8]
+    path = write_rows(tmp_path / "here.jsonl", rows)
+    first = call(faked_run, "--dataset", path)
+    moved = path.rename(tmp_path / "there.jsonl")
+    again = call(faked_run, "--dataset", moved)
+    assert "was there already" in again and "pass@1 " in again and "pass@1 " in first
+    assert len(FakeVLLM.asked) == evaluations_in(faked_run) == 1
+    rows[0]["reward_model"]["ground_truth"] = "99999"  # of the same prompt
+    write_rows(moved, rows)
+    said = call(faked_run, "--dataset", moved)
+    assert "were sampled before" in said
+    assert (len(FakeVLLM.asked), evaluations_in(faked_run)) == (1, 2)
+    write_rows(moved, rows[1:])
+    assert "before" not in call(faked_run, "--dataset", moved)
+    assert (len(FakeVLLM.asked), evaluations_in(faked_run)) == (2, 3)
+
+
+def test_rows_of_one_prompt_are_one_prompt_where_their_truth_is_one(faked_run, call, tmp_path):
+    args = json.loads((faked_run / "args.json").read_text())
+    rows = script.load_rows(args["eval_dataset"], None, None)[:3]
+    other = rows[0] | {"reward_model": {"style": "rule", "ground_truth": "99999"}}
+    said = call(faked_run, "--dataset", write_rows(tmp_path / "rows.jsonl", [*rows * 3, other]))
+    assert "all: 4 prompts, 10 responses" in said
+    evaluation, _ = evaluation_in(faked_run)
+    assert evaluation["results"]["pass@2"]["prompts"] == 3
+
+
+REWARD = """
+import words
+def score(data_source, response, ground_truth, extra_info=None):
+    if {fails}:
+        raise ValueError("down")
+    return {{"score": {score}, "tokens": extra_info["num_tokens"], "ended": extra_info["stopped"]}}
+"""
+
+
+@pytest.fixture
+def reward(monkeypatch, tmp_path):
+    """reward(score, fails): writes the file of a reward, which is called in this process."""
+
+    def call_worker(workers, response, args):
+        path, _, name = args.reward_fn.rpartition(":")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(script, "load_reward_fn", lambda *_: runpy.run_path(path)[name])
+        return script.call_reward_fn(args.reward_fn, response)
+
+    def write(score=1.0, fails="False"):
+        write_text(tmp_path / "words.py", "")
+        path = write_text(tmp_path / "reward.py", REWARD.format(score=score, fails=fails))
+        return f"{path}:score"
+
+    monkeypatch.setattr(script, "start_reward_worker", lambda *_: None)
+    monkeypatch.setattr(script, "call_worker", call_worker)
+    return write
+
+
+def means(run_dir):
+    """The mean scores of all evaluations in a run's folder."""
+    paths = sorted(run_dir.glob("evaluations/*/evaluation.json"))
+    return sorted(json.loads(path.read_text())["results"]["score"]["mean"] for path in paths)
+
+
+def test_another_reward_grades_what_was_sampled(faked_run, call, reward, tmp_path):
+    call(faked_run, "--reward_fn", reward(1.0))
+    (path,) = faked_run.glob("evaluations/*/responses.jsonl")
+    for line in read_json_lines(path):
+        assert line["reward_metrics"] == {"tokens": line["length"], "ended": 1.0}
+    reward(0.5)
+    call(faked_run, "--reward_fn", f"{tmp_path}/reward.py:score")
+    assert means(faked_run) == [0.5, 1.0]
+    other = (tmp_path / "reward.py").rename(tmp_path / "same.py")
+    assert "was there already" in call(faked_run, "--reward_fn", f"{other}:score")
+    write_text(tmp_path / "words.py", "X = 1")  # which the reward imports
+    call(faked_run, "--reward_fn", f"{other}:score")
+    call(faked_run)  # the script's own rule
+    assert means(faked_run) == [0.5, 0.5, 1.0, 1.0]
+    assert len(FakeVLLM.asked) == 1
+
+
+def test_what_was_sampled_outlives_a_crash_while_it_is_graded(faked_run, call, monkeypatch):
+    def crash(*_):
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "grade_responses", crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            call(faked_run)
+    assert "were sampled before" in call(faked_run)
+    assert len(FakeVLLM.asked) == 1
+    _, rows = evaluation_in(faked_run)
+    assert [row["score"] for row in rows] == [1.0] * 10
+    assert all(row["stopped"] and row["length"] == len(row["response"]) + 1 for row in rows)
+    assert not list(faked_run.glob("evaluations/*/*.[0-9]*"))  # no half-written file is left
+
+
+def test_a_reward_that_failed_can_grade_again(faked_run, call, reward, tmp_path):
+    said = call(faked_run, "--reward_fn", reward(1.0, "True"))
+    assert "the reward failed on 10" in said
+    (path,) = faked_run.glob("evaluations/*/evaluation.json")
+    shutil.rmtree(path.parent)
+    reward(1.0)
+    call(faked_run, "--reward_fn", f"{tmp_path}/reward.py:score")
+    assert means(faked_run) == [1.0] and len(FakeVLLM.asked) == 1
+
+
+def test_reward_is_known_with_what_it_imports_from_its_folder(tmp_path):
+    texts = {
+        "reward.py": "import json, beside\nfrom package.inner import f",
+        "beside.py": "def f():\n    import late",
+        "late.py": "import reward",
+        "package/__init__.py": "",
+        "package/inner.py": "from . import other\nfrom .beside_not import x",
+        "package/other.py": "not python",
+        "unrelated.py": "",
+        "beside_not.py": "",
+        "other.py": "",
+    }
+    for name, text in texts.items():
+        write_text(tmp_path / name, text)
+    files = evaluate.files_of_reward(tmp_path / "reward.py")
+    names = [str(path.relative_to(tmp_path)) for path in files]
+    assert sorted(names) == sorted([*texts][:6])
+
+
+def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call, reward, capsys):
+    base = REPO / "debug_assets" / "model"
+    whole = call(faked_run, "--samples", 2)
+    assert "prompt by prompt" not in whole
+    other = shutil.copytree(faked_run, faked_run.with_name("other"))
+    os.utime(other / "model" / "config.json", (1e9, 1e9))
+    shutil.rmtree(other / "evaluations")
+    script.VLLM.is_blind = True
+    said = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
+    start = said.index(f"\n{other}/model less {faked_run}/model, prompt by prompt")
+    assert [line.split() for line in said[start:].splitlines()[2:4]] == [
+        ["mean", "95%", "interval", "better", "worse", "equal"],
+        ["score", "-0.5", "-0.573", "to", "-0.2603", "0", "10", "0"],
+    ]
+    # Beside each other, without a flag; and not where the question is another
+    script.VLLM.is_blind = False
+    said = call(faked_run, "--samples", 2, "--model", base)
+    assert f"{base} less {faked_run}/model, prompt by prompt" in said
+    assert "score                     0 " in said
+    assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
+    for flags, differs in (
+        (
+            ["--samples", 2, "--reward_fn", reward()],
+            "like this one (the nearest differs in reward)",
+        ),
+        (["--samples", 2, "--prompts", 5], "(the nearest differs in prompts, rows, tokens)"),
+        (["--samples", 2, "--compare", other.parent], "of another model like this one"),
+    ):
+        with pytest.raises(SystemExit):
+            call(other, "--compare", faked_run, *flags)
+        assert differs in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_configurations_of_a_dataset_are_told_apart(faked_run, small_eval, call, tmp_path):
@@ -251,4 +517,4 @@ def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp
     scores = [float(text == truth) for (text, _), truth in zip(expected, truths, strict=True)]
     assert [answer["score"] for answer in answers] == [None, *scores[1:]]
     assert {0.0, 1.0} == set(scores[1:])
-    assert evaluation["results"]["all"]["reward_failures"] == 1
+    assert evaluation["results"]["reward_failures"] == 1

@@ -9,13 +9,14 @@ import doctest
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 
 import fork as program
 import pytest
 import torch
 from helpers import REPO, loops
-from helpers.files import write_rows
+from helpers.files import write_rows, write_text
 from safetensors.torch import load_file
 
 import ppo_sync
@@ -167,3 +168,27 @@ def test_without_git_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="apt-get install git"):
         program.write_fork("inflight", tmp_path / "fork.py")
+
+
+def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):
+    """A copy from before a `git pull` would run with old code, and a new one take changes away."""
+    script = "scripts/train/debug/multiturn.sh"
+    write_text(tmp_path / script, (REPO / script).read_text())
+    write_text(tmp_path / "scripts/setup.sh", "")
+    python = '#!/bin/sh\nif [ "$1" = scripts/fork.py ]; then cp of_commit.py "$3"; fi\n'
+    for name, text in (("python", python), ("accelerate", "#!/bin/sh\ncp grpo_multiturn.py ran\n")):
+        write_text(tmp_path / ".venv/bin" / name, text).chmod(0o755)
+
+    def run(commit):
+        """What runs at a commit of this name, and whether a file is said to be kept."""
+        write_text(tmp_path / "of_commit.py", commit)
+        ran = subprocess.run(
+            ["bash", script], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return (tmp_path / "ran").read_text(), "it runs as it is" in ran.stdout
+
+    assert [run("old"), run("old"), run("new")] == [("old", False), ("old", False), ("new", False)]
+    mine = write_text(tmp_path / "grpo_multiturn.py", "mine")
+    assert [run("new"), run("newer")] == [("mine", True)] * 2
+    mine.unlink()
+    assert [run("newer"), run("newest")] == [("newer", False), ("newest", False)]

@@ -1,11 +1,20 @@
 """The rules that say whether an answer is right: the scripts' and scripts/rewards/graders.py's."""
 
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import graders
+import math_verify
 import pytest
+from helpers import REPO
 
 import ppo_vllm_async
+from ppo_vllm_async import Args, Prompt, Response
 
 # {(data source, ground truth): responses that are right, and others}
 IN_THE_SCRIPTS = {
@@ -50,6 +59,49 @@ IN_GRADERS = {
     (HELLASWAG, "3"): (["Ending 1 is absurd. #### 3. Not 1"], []),
     (HELLASWAG, "0"): ([], ["A man walks in and sits down."]),  # an article is no letter
 }
+# {what the last box should hold: other ways to write it, and other answers}
+BOXES = {
+    r"\frac12": (["0.5", "1/2", r"\tfrac12", r"\frac{2}{4}", "2^{-1}"], ["2", r"-\frac12", "0.05"]),
+    r"\sqrt{8}": ([r"2\sqrt2", "8^{1/2}"], [r"2\sqrt{3}", "4"]),
+    r"\frac{\sqrt{3}}{3}": ([r"\frac{1}{\sqrt{3}}"], [r"\sqrt{3}", r"\frac{1}{3}"]),
+    r"\frac{7}{3}": ([r"2\frac{1}{3}", "7/3"], [r"\frac{3}{7}", "2.3", r"2\frac{2}{3}"]),
+    r"\frac{\pi}{4}": ([r"\pi/4", r"0.25\pi"], [r"\frac{\pi}{2}", r"4\pi", r"\frac14"]),
+    "0.333": (["0.3330"], [r"\frac13", "0.3"]),
+    "1,000": (["1000", "10^3", "1{,}000"], ["1", "100", "10000"]),
+    "-7": (["- 7", "\u22127"], ["7", "-70", r"-\frac17"]),
+    "9007199254740993": (["9,007,199,254,740,993"], ["9007199254740992"]),  # no float
+    "2^{100}": (["1267650600228229401496703205376"], ["1267650600228229401496703205375"]),
+    "6!": (["720"], ["719", "6"]),
+    r"\binom{5}{2}": (["10"], ["20"]),
+    "x^2+2x+1": (["(x+1)^2", "1+2x+x^2"], ["x^2+2x", "(x-1)^2"]),
+    "a+b": (["b+a"], ["a-b", "ab"]),
+    "|x|": ([r"\left|x\right|"], ["x"]),
+    "e^{2}": ([r"e \cdot e"], ["2e", "e^3"]),
+    r"\sin x": ([r"\sin(x)"], [r"\cos x"]),
+    "2+3i": (["3i+2"], ["2-3i", "3+2i", "5"]),
+    "x=3": (["3"], ["x=4", "4"]),
+    "y=2x+1": (["2x+1", "y = 1 + 2x"], ["y=2x-1", "y=x+1"]),
+    "(1,2)": ([r"\left(1, 2\right)"], ["(2,1)", "(1,2,3)"]),
+    "[2,5)": ([r"\left[2,5\right)"], ["(2,5)", "[2,5]", "(2,5]"]),
+    r"(-\infty,3)": ([r"(-\infty, 3)"], [r"(-\infty,3]", "x>3"]),
+    r"\{1,2,3\}": ([r"\{3,2,1\}", "1,2,3"], [r"\{1,2\}", r"\{1,2,4\}"]),
+    "1,2": (["2,1", r"1 \text{ and } 2"], ["1", "1,3"]),
+    r"50\%": (["0.5", "50"], ["5", r"0.05\%"]),
+    r"90^\circ": (["90", r"90^{\circ}"], ["9", r"45^\circ"]),
+    r"5\text{ cm}": (["5", r"5\mathrm{cm}"], ["50", r"6\text{ cm}"]),
+    r"\$18.90": (["18.90", "18.9"], ["18", "189", r"\$18.09"]),
+    r"\text{(A)}": (["A"], [r"\text{(B)}", "B"]),
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": (
+        [r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"],
+        [r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"],
+    ),
+    # What takes for ever to compute is wrong, and no failure of the reward
+    "5": ([], ["9^{9^{9}}", "10^{10^{10}}", r"10^{10^{10}}\%"]),
+}
+IN_BOXES = {
+    (MATH, truth): tuple([rf"So it is $\boxed{{{one}}}$." for one in ones] for ones in answers)
+    for truth, answers in BOXES.items()
+}
 every_grader = pytest.mark.parametrize(
     "grader", [ppo_vllm_async, graders], ids=lambda module: module.__name__
 )
@@ -71,11 +123,160 @@ def test_numbers_and_sorting(grader, case):
     assert wrongly_graded(grader, case, IN_THE_SCRIPTS[case]) == []
 
 
-@pytest.mark.parametrize("case", IN_GRADERS, ids=str)
-def test_math_and_endings(case):
-    # Off the main thread a library's signals do not work, and it scored everything 0
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(wrongly_graded, graders, case, IN_GRADERS[case]).result() == []
+@pytest.mark.parametrize(
+    ("case", "answers"), [*IN_GRADERS.items(), *IN_BOXES.items()], ids=lambda part: str(part)[:60]
+)
+def test_math_and_endings(case, answers):
+    signal.setitimer(signal.ITIMER_PROF, 60)  # it ends the process; SIGALRM is math-verify's
+    assert wrongly_graded(graders, case, answers) == []
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+# ------------------------------------------------------------------------------ limits of MATH
+
+
+def test_limits_of_math_are_less_than_that_of_a_call(monkeypatch):
+    limits = []
+
+    def verify(*_, timeout_seconds):
+        limits.append(timeout_seconds)
+        return False
+
+    def parse(*_, extraction_config, parsing_timeout):
+        limits.append(parsing_timeout)
+        return []
+
+    monkeypatch.setattr(math_verify, "verify", verify)
+    monkeypatch.setattr(math_verify, "parse", parse)
+    assert graders.grade_math(r"\boxed{5\%}", "6") == 0.0
+    assert len(limits) == 6 and sum(limits) < Args().reward_timeout
+    assert all(type(limit) is int and limit > 0 for limit in limits)  # as signal.alarm needs them
+
+
+@pytest.mark.slow
+def test_worker_lives_on_after_an_answer_that_takes_for_ever():
+    args = Args(reward_fn=f"{REPO}/scripts/rewards/graders.py:compute_score", reward_timeout=60)
+    workers, prompt = queue.Queue(), Prompt("row 0", "", [], MATH, "5", None)
+    workers.put(worker := ppo_vllm_async.start_reward_worker(args.reward_fn))
+    try:
+        for answer, score in ((r"\boxed{9^{9^{9}}}", 0.0), (r"\boxed{5}", 1.0)):
+            given = Response(prompt, [1], [0.0], True, text=answer)
+            graded = ppo_vllm_async.call_worker(workers, given, args)
+            assert (graded.verifiable, graded.failure) == (score, None)
+            assert list(workers.queue) == [worker]
+    finally:
+        ppo_vllm_async.end_children()
+        ppo_vllm_async.process_groups.clear()
+
+
+@pytest.fixture
+def thread():
+    """grade(response): what grade_math says of it in a thread, where 5 is right."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda response: pool.submit(graders.grade_math, response, "5").result()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_helper():
+    yield
+    if graders.helper:
+        graders.helper.kill()
+        graders.helper.communicate()
+
+
+def test_thread_has_the_grades_of_the_main_thread(thread):
+    """A library's signals do not work there, and it scored everything 0."""
+    answers = {r"\boxed{5}": 1.0, r"\boxed{9^{9^{9}}}": 0.0, "It is 5,\nor \ud800.": 1.0, "6": 0.0}
+    assert {answer: thread(answer) for answer in answers} == answers
+    first = graders.helper
+    assert thread("5") == 1.0 and graders.helper is first
+
+
+def test_helper_that_died_or_hangs_costs_one_answer_at_most(thread, monkeypatch):
+    assert thread("5") == 1.0
+    graders.helper.kill()
+    graders.helper.wait()
+    assert thread("5") == 1.0
+    graders.helper.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(graders, "HELPER_SECONDS", 0.1)
+        with pytest.raises(RuntimeError, match="died or hangs"):
+            thread("5")
+    assert thread("5") == 1.0
+
+
+def test_forked_child_does_not_ask_its_parents_helper(monkeypatch):
+    monkeypatch.setattr(graders, "helper", "its parent's")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if graders.helper is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# ------------------------------------------------------------------------------ the data's tag
+
+
+# Names of sources, and who grades them
+GRADED_BY = {
+    "grade_gsm8k": "openai/gsm8k gsm8k my/GSM8K-hard",
+    "grade_hellaswag": "Rowan/hellaswag hellaswag",
+    "grade_math": "DigitalLearningGmbH/MATH-lighteval lighteval/MATH HuggingFaceH4/MATH-500 MATH "
+    "math_dapo aime_2024 HuggingFaceH4/aime_2024 amc23 numina_olympiads",
+    "code_sandbox": "mbpp google-research-datasets/mbpp evalplus/mbppplus openai/openai_humaneval "
+    "human_eval codecontests deepmind/code_contests codeparrot/apps apps codeforces taco BAAI/TACO "
+    "livecodebench code code_stdio",
+    "if_constraints": "ifeval google/IFEval allenai/IF_multi_constraints instructions",
+}
+
+
+def test_source_says_who_grades_its_rows(monkeypatch):
+    def grader(name):
+        return lambda *given: (name, given[-2:])
+
+    class Neighbour:
+        def __init__(self, name, _):
+            self.compute_score = self.grade_constraint = grader(name)
+
+    for name in ("grade_gsm8k", "grade_hellaswag", "grade_math"):
+        monkeypatch.setattr(graders, name, grader(name))
+    monkeypatch.setattr(graders, "import_neighbour", Neighbour)
+    for name, sources in GRADED_BY.items():
+        for source in sources.split():
+            assert graders.compute_score(source, "a", "b") == (name, ("a", "b")), source
+    of_tulu = '{"func_name": "validate_no_commas"}'
+    for source in ("ifeval", "allenai/RLVR-IFeval"):
+        assert graders.compute_score(source, "a", of_tulu) == ("tulu3", ("a", of_tulu))
+    for source in (None, "", "taconite", "happs", "codex", "camcorder", "gsm"):
+        with pytest.raises(NotImplementedError):
+            graders.compute_score(source, "a", "b")
+
+
+def test_constraints_of_both_kinds_are_graded():
+    of_ifeval = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    of_tulu = {"func_name": "validate_no_commas", "N": None}
+    for truth in (of_ifeval, of_tulu, json.dumps(of_ifeval), json.dumps(of_tulu)):
+        scores = [graders.compute_score("ifeval", text, truth) for text in ("a b", "a, b", "")]
+        assert scores == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="'rhymes' is none of"):
+        graders.compute_score("ifeval", "a", '{"func_name": "rhymes"}')
+
+
+WITHOUT_BUBBLEWRAP = """
+import graders
+assert graders.compute_score("openai/gsm8k", "#### 1", "1") == 1.0
+try:
+    graders.compute_score("mbpp", "", ["assert True"])
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_rows_that_need_a_sandbox_are_refused_where_there_is_none_and_no_others(tmp_path):
+    env = {"PATH": str(tmp_path), "PYTHONPATH": f"{REPO}/scripts/rewards"}
+    command = [sys.executable, "-c", WITHOUT_BUBBLEWRAP]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert "'mbpp' cannot be graded here" in done.stdout
+    assert "apt-get install bubblewrap" in done.stdout
 
 
 @every_grader

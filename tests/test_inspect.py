@@ -2,15 +2,20 @@
 
 import io
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import inspect_run
 import pytest
+from helpers.files import write_text
 from inspect_run import RATE, SCORE
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import ppo_vllm_async as script
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long
 LINE = {
@@ -189,9 +194,53 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, monkeypa
         "  4",
     ]
     assert shown[start + 2 :] == responses
-    # Of a long file the end is enough; here it has the last two responses
-    monkeypatch.setattr(inspect_run, "TAIL", (run_dir / "rollouts.jsonl").stat().st_size // 2)
-    assert inspect(run_dir)[-3:] == responses[-3:]
+    # Of a long file the end is read, as far as the step reaches
+    monkeypatch.setattr(inspect_run, "BLOCK", 100)
+    assert inspect(run_dir)[start + 2 :] == responses
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 8, 1000])
+@pytest.mark.parametrize("end", ["", '{"half": 1', "{"])
+def test_lines_are_read_backwards_whatever_the_blocks(block, end, tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_run, "BLOCK", block)
+    path = tmp_path / "rows.jsonl"
+    assert list(inspect_run.read_backwards(path)) == []
+    for count in range(4):
+        rows = [{"row": "ä" * i} for i in range(count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+        assert list(inspect_run.read_backwards(path)) == rows[::-1]
+
+
+def shown_answers(lines):
+    """The responses in what inspect_run.py prints."""
+    return [line.strip() for line in lines if line.startswith("  ")]
+
+
+def test_each_of_two_groups_is_shown_by_its_best_and_its_worst(run_dir, inspect):
+    """Of eight in the order of the file only the first group would be seen."""
+    lines = []
+    for prompt in "ab":
+        for i, advantage in enumerate([-0.5, 1.5, -0.5, -0.5, 1.4, -0.6, -0.4, -0.4]):
+            changes = {"prompt": prompt, "score": float(advantage > 0)}
+            lines.append(response(3, f"{prompt}{i}", [advantage] * 2, **changes))
+    (run_dir / "rollouts.jsonl").write_text("".join(lines))
+    shown = inspect(run_dir)
+    assert shown_answers(shown) == ["a1", "a3", "a4", "a5", "b1", "b3", "b4", "b5"]
+    assert shown.count("Scores: 0 1 0 0 1 0 0 0") == 2
+    assert shown[-1] == "8 more are left out: --responses shows more"
+    assert shown_answers(inspect(run_dir, "--responses", 3)) == ["a1", "a5", "b1"]
+
+
+def test_a_response_of_each_of_eight_prompts_is_shown(run_dir, inspect):
+    parts = {"verifiable_score": 1.0, "reward_model_score": 0.25, "failure": None}
+    parts |= {"score": 1.25, "reward_metrics": {f"m{i}": float(i) for i in range(9)}}
+    lines = [response(3, f"{i}", [0.5], prompt=f"{i}?", **parts) for i in range(8)]
+    (run_dir / "rollouts.jsonl").write_text("".join(lines))
+    shown = inspect(run_dir)
+    assert shown_answers(shown) == [*"01234567"]
+    scores = "score 1.25 (verifiable 1, reward model 0.25)"
+    metrics = "m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7, 1 more"
+    assert shown[-2] == f"{scores}, {metrics}, advantage +0.50, 1 tokens, stopped"
 
 
 def test_colours_follow_each_token_s_advantage(run_dir):
@@ -244,6 +293,184 @@ def test_run_without_a_step_is_one_that_begins(run_dir, inspect, capsys):
     with pytest.raises(SystemExit):
         inspect(run_dir.parent)
     assert "holds no args.json" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ --wrong
+
+
+def answer(prompt, version, score, text="x", **changes):
+    """A line of samples.jsonl."""
+    failure = None if score is not None else "Traceback ...\nValueError: no number\n"
+    parts = {"verifiable_score": score, "reward_model_score": None, "failure": failure}
+    parts |= {"reward_metrics": {} if failure else {"strict": score / 2}}
+    line = {"prompt": prompt, "response": text, "score": score, "ground_truth": f"truth {prompt}"}
+    line |= {"data_source": "a", "length": 7, "stopped": True, "policy_version": version}
+    return line | parts | changes
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# Scores of prompts before training, after 4 steps and after 9
+HISTORIES = {"kept": (1.0, 1.0, 1.0), "learned": (0.0, 0.5, 1.0), "lost": (0.0, 1.0, 0.5)}
+HISTORIES |= {"never": (0.0, 0.5, 0.0), "failed": (0.0, 1.0, None)}
+
+
+def write_samples(run_dir, histories=HISTORIES, **changes):
+    lines = [
+        answer(prompt, version, scores[i], f"{prompt} after {version}", **changes)
+        for i, version in enumerate((0, 4, 9))
+        for prompt, scores in histories.items()
+    ]
+    write_lines(run_dir / "samples.jsonl", lines)
+
+
+def test_held_out_prompts_that_are_wrong_now_come_with_what_they_were(run_dir, inspect):
+    (run_dir / "rollouts.jsonl").unlink()
+    write_samples(run_dir)
+    shown = inspect(run_dir, "--wrong")
+    assert [line.split() for line in shown[4:8]] == [
+        ["steps", "trained", "right", "wrong", "not", "known", "learned", "lost"],
+        ["0", "1", "4", "0"],
+        ["4", "3", "2", "0", "2", "0"],
+        ["9", "2", "2", "1", "1", "1"],
+    ]
+    assert shown[9:] == [
+        "Wrong now, and right before: 1 of 5 prompts",
+        "",
+        "lost",
+        "Ground truth: truth lost",
+        "Scores by steps trained: 0: 0, 4: 1, 9: 0.5",
+        "After 4 steps: score 1, strict 0.5: lost after 4",
+        "After 9 steps: score 0.5, strict 0.25, 7 tokens, stopped",
+        "  lost after 9",
+        "",
+        "Never right: 1 of 5 prompts",
+        "",
+        "never",
+        "Ground truth: truth never",
+        "Scores by steps trained: 0: 0, 4: 0.5, 9: 0",
+        "After 9 steps: score 0, strict 0, 7 tokens, stopped",
+        "  never after 9",
+        "",
+        "Their reward failed: 1 of 5 prompts",
+        "",
+        "failed",
+        "Ground truth: truth failed",
+        "Scores by steps trained: 0: 0, 4: 1, 9: none",
+        "After 4 steps: score 1, strict 0.5: failed after 4",
+        "After 9 steps: score none, ValueError: no number, 7 tokens, stopped",
+        "  failed after 9",
+    ]
+
+
+def test_what_is_shown_of_wrong_answers_is_limited(run_dir, inspect):
+    (run_dir / "rollouts.jsonl").unlink()
+    lines = []
+    for version in range(20):
+        for i in range(70):  # of which one is right at first
+            score = float(version < 19 and i == 0)
+            changes = {"data_source": f"s{i % 60}", "response": f"{i}: " + "ab" * 400}
+            lines.append(answer("the same prompt", version, score, **changes))
+    write_lines(run_dir / "samples.jsonl", lines)
+    shown = inspect(run_dir, "--wrong", "--tokens", 5, "--responses", 4)
+    assert sum(line == "the same prompt" for line in shown) == 4
+    assert "Wrong now, and right before: 1 of 70 prompts" in shown
+    assert "Never right: 69 of 70 prompts, of which 3 are shown" in shown
+    (sources,) = (line for line in shown if line.startswith("Wrong by data source: "))
+    assert sources.startswith("Wrong by data source: s0 2 of 2, ")
+    assert sources.endswith(", 50 more sources") and sources.count("of 2") == 10
+    start = next(i for i, line in enumerate(shown) if line.startswith("steps trained"))
+    versions = [line.split()[0] for line in shown[start + 1 : start + 14]]
+    assert versions == [*"012345", "...", *map(str, range(14, 20))]
+    assert "  0: abababa [... 783 more characters ...] ababababab" in shown
+
+
+def test_lines_of_older_scripts_are_right_by_their_score(run_dir, inspect):
+    args = json.loads((run_dir / "args.json").read_text()) | {"verification_reward": 2.0}
+    (run_dir / "args.json").write_text(json.dumps(args))
+    write_samples(run_dir)
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        for name in ("verifiable_score", "reward_model_score", "failure", "reward_metrics"):
+            del row[name]
+        row["score"] = row["score"] and 2 * row["score"]
+    write_lines(run_dir / "samples.jsonl", rows)
+    shown = inspect(run_dir, "--wrong")
+    assert [line.split() for line in shown[5:8]] == [
+        ["0", "1", "4", "0"],
+        ["4", "3", "2", "0", "2", "0"],
+        ["9", "2", "2", "1", "1", "1"],
+    ]
+    assert "After 9 steps: score 1, 7 tokens, stopped" in shown
+    assert "Training responses of steps 2 to 3: 3 of 3 are wrong" in shown
+    assert shown[-1] == "These files have no verifiable scores: right and wrong are by the score"
+
+
+def test_penalties_and_the_reward_of_a_form_make_nothing_right_or_wrong(run_dir, inspect):
+    (run_dir / "rollouts.jsonl").unlink()
+    lines = [answer("cut", 0, 1.0) | {"score": -1.0}, answer("formal", 0, 0.0) | {"score": 1.0}]
+    write_lines(run_dir / "samples.jsonl", lines)
+    shown = inspect(run_dir, "--wrong")
+    assert "Never right: 1 of 2 prompts" in shown
+    assert "After 0 steps: score 1 (verifiable 0), strict 0, 7 tokens, stopped" in shown
+
+
+def test_wrong_training_responses_are_those_of_the_last_steps(run_dir, inspect):
+    def graded(step, text, score, **changes):
+        parts = {"verifiable_score": score, "reward_metrics": {"strict": 0.5}, "failure": None}
+        return response(step, text, [0.5] * len(text), score=score, **parts | changes)
+
+    lines = [graded(1, "too old", 0.0), graded(2, "no", 0.0, prompt="2=")]
+    lines += [graded(step, "yes", 1.0) for step in range(3, 21)]
+    lines += [graded(21, "yes", 1.0), graded(21, "bad", 0.25), graded(21, "worse", 0.0)]
+    lines.append(graded(21, "what", None, prompt="4=", failure="TimeoutError"))
+    (run_dir / "rollouts.jsonl").write_text("".join(lines))
+    shown = inspect(run_dir, "--wrong")
+    heading = (
+        "Training responses of steps 2 to 21: 3 of 22 are wrong, of which 2 are shown, one of "
+    )
+    assert shown[2:] == [
+        f"{heading}a prompt",
+        "",
+        "Step 2: 2=",
+        "Ground truth: 123",
+        "score 0, strict 0.5, 2 tokens, stopped",
+        "  no",
+        "",
+        "Step 21: <|user|>213=",
+        "Ground truth: 123",
+        "Scores: 1 0.25 0",
+        "score 0.25, strict 0.5, 3 tokens, stopped",
+        "  bad",
+    ]
+    for count in (1, 0):
+        assert shown_answers(inspect(run_dir, "--wrong", "--responses", count)) == ["bad"][:count]
+
+
+def test_where_a_reward_model_alone_scores_the_lowest_are_shown(run_dir, inspect):
+    (run_dir / "rollouts.jsonl").unlink()
+    scores = {"good": (0.0, 1.0, 2.0), "bad": (0.0, 0.0, -3.0), "none": (0.0, 0.0, 0.5)}
+    alone = {"ground_truth": "None", "verifiable_score": None, "reward_metrics": {}}
+    write_samples(run_dir, scores, **alone)
+    shown = inspect(run_dir, "--wrong", "--responses", 2)
+    said = (
+        "No answer has a verifiable score. Those with the lowest scores: 3 of 3 prompts, of which"
+    )
+    assert f"{said} 2 are shown" in shown
+    assert [line for line in shown if line.startswith("  ")] == ["  bad after 9", "  none after 9"]
+
+
+def test_wrong_answers_of_a_run_that_begins_or_is_watched(run_dir, inspect, capsys):
+    (run_dir / "rollouts.jsonl").unlink()
+    assert inspect(run_dir, "--wrong")[-1] == "No response is written yet"
+    with pytest.raises(SystemExit):
+        inspect(run_dir, "--wrong", "--watch", 2)
+    assert "not allowed with" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ --watch
 
 
 def test_watching_ends_with_the_run_or_with_ctrl_c(run_dir, inspect, monkeypatch):
@@ -305,10 +532,60 @@ def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
     def sample(prompt, version, score):
-        return {"prompt": prompt, "policy_version": version, "response": "x", "score": score}
+        line = {"prompt": prompt, "ground_truth": "1", "policy_version": version}
+        return line | {"response": "x", "score": score}
 
     rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
     said = inspect_run.describe_samples(rows)
     assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
     assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
     assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone
+    twice = [sample("a", version, score) for version in (0, 7) for score in (0.25, 0.75)]
+    scores = [line.split()[2] for line in inspect_run.describe_samples(twice) if "score" in line]
+    assert scores == ["0.25:", "0.25:", "0.75:", "0.75:"]
+
+
+def test_answers_of_many_turns_and_without_spaces_are_shown():
+    """From 34 turns on a turn had no room; and of one long word nothing was left."""
+    turns = [f"turn {i}" for i in range(67)]
+    row = {"prompt": "a", "policy_version": 0, "response": "", "score": 0.0, "ground_truth": "1"}
+    said = inspect_run.describe_samples([row | {"turns": turns}, row | {"policy_version": 7}])
+    first, last = "turn 0 [turn 1] turn 2 [turn 3]", "[turn 63] turn 64 [turn 65] turn 66"
+    assert said[2] == f"  before, score 0: {first} ... 59 more ... {last}"
+    after = row | {"policy_version": 7, "response": "答" * 300}
+    assert inspect_run.describe_samples([row, after])[-1].endswith(f": {'答' * 196} ...")
+
+
+# ---------------------------------------------------------------------------------- reward workers
+
+
+def advice(cpu_seconds, reward=19.5, generation=0.4, episodes_per_step=128):
+    """What is said of two workers whose batches took so long three times."""
+    line = {"time/reward": reward, "time/generation": generation}
+    args = {"reward_workers": 2, "episodes_per_step": episodes_per_step}
+    return inspect_run.advise_workers([line] * 3, args, cpu_seconds)
+
+
+def test_reward_that_waits_is_told_how_many_workers_it_takes():
+    """128 calls of 0.3 s, as of a judge on the network: with two workers 19.5 s a batch."""
+    assert "19.5 s a batch, in 99% of which its 2 processes wait" in advice(cpu_seconds=1.0)
+    assert "--reward_workers 39 " in advice(cpu_seconds=1.0)
+    assert "--reward_workers 4 " in advice(cpu_seconds=1.0, generation=10.0)
+    assert "--reward_workers 16 " in advice(cpu_seconds=1.0, episodes_per_step=16)
+    # One that computes, or is faster than generation, needs no more
+    assert advice(cpu_seconds=100.0) is None
+    assert advice(cpu_seconds=1.0, generation=20.0) is None
+    assert advice(cpu_seconds=0.0, reward=0.5) is None
+
+
+@pytest.mark.slow
+def test_reward_workers_are_found_among_a_scripts_processes(tmp_path, monkeypatch):
+    path = write_text(tmp_path / "of_the_test.py", "def score(response): return 1.0")
+    monkeypatch.setattr(script, "process_groups", [])
+    workers = [script.start_reward_worker(f"{path}:score") for _ in range(2)]
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as other:
+        found = inspect_run.reward_workers_of(os.getpid())
+        other.kill()
+    script.end_children()
+    assert {process.pid for process in found} >= {group for _, group in workers}
+    assert other.pid not in {process.pid for process in found}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_rank
 from helpers.rollouts import PAD, STOP
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ppo_vllm_async as ppo
 
@@ -105,9 +109,14 @@ def load_pairs(path, tokenizer):
         {"chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
         {"prompt": "53=", "chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
         {"prompt": DIALOGUE, "chosen": [GOOD], "rejected": [*DIALOGUE, BAD]},
+        {"prompt": DIALOGUE, "chosen": "35", "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": [BAD, ASK, GOOD], "rejected": [*DIALOGUE, BAD]},
+        {"prompt": DIALOGUE, "chosen": [*DIALOGUE, GOOD | {"name": None}], "rejected": [BAD]},
+        {"prompt": [ASK | {"name": None}, BAD, ASK], "chosen": [*DIALOGUE, GOOD], "rejected": "53"},
     ],
 )
 def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tmp_path):
+    """Null entries are Arrow's, for another row's sake, and make no other prompt."""
     (pair,) = load_pairs(write_rows(tmp_path / "pairs.jsonl", [row]), tokenizer)
     _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, {}, tokenizer)
     assert pair.chosen_ids == [*prompt_ids, *tokenizer("35")["input_ids"], STOP]
@@ -141,20 +150,75 @@ def test_pairs_are_of_the_configuration_that_is_named(options, tmp_path):
         run(tmp_path / "other", options | changes | names)
 
 
-def test_long_and_equal_pairs_are_dropped_and_counted(tokenizer, tmp_path, capsys):
-    rows = [ROW | {"rejected": "5" * 12}, EQUAL, ROW | {"rejected": "5" * 13}, ROW]
-    pairs = load_pairs(write_rows(tmp_path / "pairs.jsonl", rows), tokenizer)
-    assert [pair.length for pair in pairs] == [18, 8]
-    assert "2 of 4 pairs dropped" in capsys.readouterr().out
+def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, capsys):
+    """The tokenizer has no \u00e9: to the model those two responses are equal."""
+    lost = ROW | {"chosen": "3\u00e9", "rejected": "3"}
+    long, longest, empty = (ROW | {"rejected": text} for text in ("5" * 12, "5" * 13, ""))
+    path = write_rows(tmp_path / "pairs.jsonl", [long, EQUAL, longest, ROW, lost, empty])
+    pairs = load_pairs(path, tokenizer)
+    assert [pair.length for pair in pairs] == [18, 8, 8]
+    assert capsys.readouterr().out == (
+        f"{path}: of 6 pairs: 2 dropped for equal responses, 1 dropped as longer than "
+        "--max_token_length 18, 1 with an empty response\n"
+    )
+    load_pairs(write_rows(tmp_path / "good.jsonl", [ROW]), tokenizer)
+    assert capsys.readouterr().out == ""
+
+
+OTHER = ASK | {"content": "35="}
+TWO = "`chosen` and `rejected` have different prompts"
+NO_ANSWER = "a response is a text, or messages that end with a text of the assistant; not "
+BEGINS = "the messages do not begin with those of the column `prompt`"
 
 
 @pytest.mark.parametrize(
-    "row", [{"chosen": "35"}, ROW | {"rejected": None}, {"chosen": [ASK], "rejected": [ASK]}]
+    ("row", "message"),
+    [
+        ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
+        ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, TWO),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK | {"role": "system"}, BAD]}, TWO),
+        ({"chosen": [ASK, GOOD], "rejected": [*DIALOGUE, BAD]}, TWO),
+        ({"prompt": [ASK], "chosen": "35", "rejected": [*DIALOGUE, BAD]}, TWO),
+        ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
+        ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, BEGINS),
+        ({"prompt": [OTHER, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, BEGINS),
+        # The template would leave out the message before the response
+        (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
+        ({"chosen": [ASK, BAD, GOOD], "rejected": [ASK, BAD, BAD]}, "the prompt ends with"),
+        ({"chosen": [ASK, BAD, GOOD], "rejected": [ASK, GOOD, BAD]}, TWO),
+        ({"chosen": "53=35", "rejected": "53=53"}, "it has no prompt"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "it has no prompt"),
+        (ROW | {"prompt": []}, "it has no prompt"),
+        (ROW | {"prompt": ""}, "it has no prompt"),
+        (ROW | {"prompt": None}, "it has no prompt"),
+        (ROW | {"prompt": ASK}, "KeyError"),
+        (ROW | {"chosen": GOOD}, f"{NO_ANSWER}{GOOD}"),
+        (ROW | {"chosen": ["35"]}, f"{NO_ANSWER}['35']"),
+        (ROW | {"chosen": []}, f"{NO_ANSWER}[]"),
+        (ROW | {"chosen": 35}, f"{NO_ANSWER}35"),
+        (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
+        (ROW | {"chosen": [GOOD | {"content": ["35", "53"]}]}, NO_ANSWER),
+        ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
+        ({"prompt": "53=", "chosen": "35"}, "KeyError: 'rejected'"),
+        (ROW | {"rejected": None}, "KeyError: 'rejected'"),
+    ],
 )
-def test_row_that_cannot_be_read_is_named(row, tokenizer, tmp_path):
+def test_row_that_is_no_pair_is_refused_by_its_name(row, message, tokenizer, tmp_path):
     path = write_rows(tmp_path / "pairs.jsonl", [ROW, row, ROW])
-    with pytest.raises(ValueError, match=f"^{path}, row 1: "):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
         load_pairs(path, tokenizer)
+
+
+def test_dialogues_of_hhs_own_form_are_told_which_program_makes_pairs(tokenizer, tmp_path):
+    """As texts they would train a model of another form than the messages that PPO has of HH."""
+    good, bad = (f"\n\nHuman: 53=\n\nAssistant: {text}" for text in ("35", "53"))
+    path = write_rows(tmp_path / "pairs.jsonl", [{"chosen": good, "rejected": bad}])
+    with pytest.raises(
+        ValueError, match=r"row 0: .* HH's form run scripts/\S+ --split rm$"
+    ) as error:
+        load_pairs(path, tokenizer)
+    program = re.search(r"scripts/\S+", str(error.value))[0]
+    assert (REPO / program).exists()
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +320,31 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
         ({"local_mini_batch_size": 32, "num_train_epochs": 1}, "mini_batch_size was 64"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "data_hash was"),
-        ({"max_token_length": 5}, "each pair is longer than --max_token_length 5"),
+        ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
         ({"warmup_ratio": 1.0}, "there must be more than warm-up has"),
     ],
 )
 def test_other_pairs_and_arguments_are_refused(changes, message, options, whole):
     with pytest.raises(ValueError, match=message):
         run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)
+
+
+def test_attention_never_computes_in_float32_where_the_run_is_in_bfloat16(
+    options, tmp_path, monkeypatch
+):
+    """flash-attn refuses float32, which transformers gives it outside of autocast."""
+
+    def attend(module, *query_key_value, **others):
+        *tensors, mask = query_key_value
+        dtype = get_target_dtype(tensors[0], module) or tensors[0].dtype
+        assert dtype == torch.bfloat16
+        tensors = [tensor.to(dtype) for tensor in tensors]
+        return sdpa_attention_forward(module, *tensors, mask, **others)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "half_only", attend)
+    changes = {"attn_implementation": "half_only", "dtype": "bfloat16", "num_train_epochs": 1}
+    *_, last = run(tmp_path, options | changes | {"warmup_ratio": 0.0})
+    assert last["training_step"] == 3 and "eval/accuracy" in last
 
 
 def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch):

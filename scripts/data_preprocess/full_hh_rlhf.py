@@ -5,6 +5,8 @@
     python scripts/data_preprocess/full_hh_rlhf.py --split rm \\
         --local_dataset_path train.jsonl --local_save_dir data/rm
 
+Local files may also be those of Anthropic/hh-rlhf, where chosen and rejected are whole dialogues.
+
 Writes a file for each split that there is (train.parquet, test.parquet), with these columns,
 prompts being messages:
   rl   those of verl's parquet schema; the ground truth is the chosen response, which a reward model
@@ -35,7 +37,7 @@ preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preprocessing)
 
 HUB = ("Dahoas/full-hh-rlhf",)
-COLUMNS = ("prompt", "chosen", "rejected")
+COLUMNS = ("chosen", "rejected")  # and prompt, or whole dialogues in both
 
 
 @dataclass
@@ -70,6 +72,24 @@ def parse_dialogue(text: str) -> list[dict]:
     return [{"role": roles[one], "content": turn} for one, turn in pairs]
 
 
+def with_prompt(row: dict) -> dict:
+    """A row with a prompt, also where it has two dialogues; ValueError if those begin otherwise.
+
+    >>> start = "\\n\\nHuman: Hi!\\n\\nAssistant:"
+    >>> with_prompt({"chosen": f"{start} Hello.", "rejected": f"{start} No."})["chosen"]
+    ' Hello.'
+    """
+    if row.get("prompt") is not None:
+        return row
+    texts = [preprocessing.text_of(row, column) for column in ("chosen", "rejected")]
+    (prompt, _, chosen), (other, _, rejected) = (
+        text.rpartition("\n\nAssistant:") for text in texts
+    )
+    if prompt != other:
+        raise ValueError("`chosen` and `rejected` have different prompts")
+    return {"prompt": f"{prompt}\n\nAssistant:", "chosen": chosen, "rejected": rejected}
+
+
 def response_of(row: dict, column: str) -> str:
     """The response in a column; ValueError if there is none, or if the dialogue goes on in it."""
     response = preprocessing.text_of(row, column)
@@ -80,6 +100,7 @@ def response_of(row: dict, column: str) -> str:
 
 def convert_rl(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
+    row = with_prompt(row)
     preprocessing.text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
     return {
         "data_source": HUB[0],
@@ -92,6 +113,7 @@ def convert_rl(row: dict, split: str, index: int) -> dict:
 
 def convert_rm(row: dict, split: str, index: int) -> dict:
     """A preference pair; ValueError says why a row is dropped."""
+    row = with_prompt(row)
     chosen, rejected = response_of(row, "chosen"), response_of(row, "rejected")
     if chosen == rejected:
         raise ValueError("`chosen` and `rejected` are the same")
@@ -104,6 +126,7 @@ def convert_rm(row: dict, split: str, index: int) -> dict:
 
 def convert_sft(row: dict, split: str, index: int) -> dict:
     """A demonstration; ValueError says why a row is dropped."""
+    row = with_prompt(row)
     preprocessing.text_of(row, "rejected")  # as in convert_rl
     return {
         "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),

@@ -6,7 +6,7 @@
         --local_save_dir data/tulu3
 
 Writes train.parquet and test.parquet. The dataset has one split; every 60th row of it is held out.
-The reward is scripts/rewards/tulu3.py:compute_score.
+The reward is scripts/rewards/graders.py:compute_score.
 """
 
 import os

@@ -13,8 +13,8 @@ The program is in Python, and run in a sandbox. `ground_truth`, as JSON or not:
     {"test": "def check(candidate): ...", "entry_point": "f"}
         HumanEval: one test case; with a "prompt" besides, that stands before the program
 
-The program is the last block fenced as Python (or as nothing), or the whole response where nothing
-is fenced.
+The program is the last fenced block that says Python; without one the last that says nothing; or
+the whole response where nothing is fenced.
 
 The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
 or aarch64): namespaces without a network, a read-only system without /home, /root and this project,
@@ -55,7 +55,6 @@ semaphores by name (hence multiprocessing.Pool), os.nice.
 import ast
 import contextlib
 import inspect
-import itertools
 import json
 import os
 import platform
@@ -66,6 +65,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 SERVICE_URL = os.environ.get("TANDEM_SANDBOX_URL")
@@ -119,23 +119,103 @@ def compute_score(
 
 
 def extract_code(response: str) -> str:
-    r"""The program in a response.
+    r"""The program in a response: its last block of Python, else its last bare one, else all of it.
 
     >>> extract_code(
     ...     "First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\n"
-    ...     "and the output:\n```text\n2\n```"
+    ...     "and the output:\n```\n2\n```"
     ... )
     'x = 2\n'
     """
-    fences = list(re.finditer(r"^[ \t]*```[ \t]*(\w*)", response, re.MULTILINE))
-    program = response
-    # A response cut off before its last fence was closed ends there.
-    for opening, closing in itertools.zip_longest(fences[::2], fences[1::2]):
-        start = response.find("\n", opening.end()) + 1
-        end = closing.start() if closing else len(response)
-        if start and opening[1].lower() in ("python", "python3", "py", ""):
-            program = response[start:end]
-    return program
+    blocks = [(language, code) for language, code in fenced_blocks(response) if code.strip()]
+    of_python = [code for language, code in blocks if language == "python"]
+    bare = [code for language, code in blocks if language == ""]
+    return (of_python or bare or [response])[-1]
+
+
+@dataclass
+class Fence:
+    """A line such as `1. Solution: ~~~python`, and its number."""
+
+    number: int
+    margin: str  # spaces, and marks of lists and quotes
+    words: str
+    marks: str
+    info: str
+
+    def language(self) -> str:
+        """What it says, which is `python` of all of its names."""
+        is_python = re.match(r"[ \t{.]*(?:python|py)[\d.]*(?![\w-])", self.info, re.IGNORECASE)
+        return "python" if is_python else self.info.strip()
+
+    def opens(self) -> bool:
+        """In the middle of a line only a word may follow: not "put it between ``` and ```"."""
+        in_prose = self.marks[0] == "~" or not re.fullmatch(r"python|\w*", self.language())
+        return not (self.words and in_prose)
+
+    def closes(self, opening: "Fence") -> bool:
+        """It stands alone, but for tags such as </answer>, and is as long as the opening one."""
+        is_alone = not (self.margin.strip(" \t>") or self.words)
+        says_nothing = re.fullmatch(r"(?:\s|</\w+>)*+", self.info)
+        return is_alone and says_nothing and self.marks.startswith(opening.marks)
+
+
+FENCE = re.compile(
+    r"((?:[ \t>]|[-*+][ \t]|\d+[.)][ \t])*+)((?:(?!```|~~~).)*+)(`{3,}+|~{3,}+)([^`]*)"
+)
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    r"""(language, code) of each fenced block of a Markdown text.
+
+    They are CommonMark's, and what models write besides: a block may open in the middle of a line,
+    and lines in a list may be indented or not. Fences in a string of three quotes are its text. A
+    block that is not closed ends with the text, and one of no Python where one of Python opens.
+
+    >>> fenced_blocks("1. So:\n   ```Python title=a.py\n   if x:\n       y()\n   ```\nIt: ```\n1")
+    [('python', 'if x:\n    y()\n'), ('', '1')]
+    """
+    lines = text.splitlines(keepends=True)
+    found = [FENCE.fullmatch(line.rstrip()) for line in lines]
+    fences = [Fence(number, *match.groups()) for number, match in enumerate(found) if match]
+    blocks, after = [], 0
+    for index, fence in enumerate(fences):
+        language = fence.language()
+        in_string = language != "python" and ends_in_string(lines[after : fence.number])
+        if fence.number < after or in_string or not fence.opens():
+            continue
+        end, closing = find_end(lines, fence, fences[index + 1 :])
+        margins = [len(one.margin) for one in (fence, closing) if one]
+        blocks.append((language, without_margin(lines[fence.number + 1 : end], max(margins))))
+        after = end + 1 if closing else end
+    return blocks
+
+
+def find_end(lines: list[str], opening: Fence, later: list[Fence]) -> tuple[int, Fence | None]:
+    """The number of the line after a block's last one, and its closing fence, if it has one."""
+    in_strings = []
+    for fence in later:
+        if opening.language() != "python" and fence.language() == "python":
+            return fence.number, None
+        if fence.closes(opening):
+            if not ends_in_string(lines[opening.number + 1 : fence.number]):
+                return fence.number, fence
+            in_strings.append(fence)
+    # No string, it seems, but three quotes within one
+    return (in_strings[0].number, in_strings[0]) if in_strings else (len(lines), None)
+
+
+def ends_in_string(lines: list[str]) -> bool:
+    """Whether a string of three quotes is open after these lines."""
+    text = "".join(lines)
+    return text.count('"""') % 2 == 1 or text.count("'''") % 2 == 1
+
+
+def without_margin(lines: list[str], width: int) -> str:
+    """Lines without so many characters of margin, or as many as the first one has."""
+    first = next((line for line in lines if line.strip()), "")
+    width = min(width, len(first) - len(first.lstrip(" \t>")))
+    return "".join(line[:width].lstrip(" \t>") + line[width:] for line in lines)
 
 
 def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:

@@ -1,16 +1,39 @@
-r"""Rewards by rule for the data that scripts/data_preprocess writes: GSM8K, MATH and HellaSwag.
+r"""Rewards by rule: a row is graded as its `data_source` says.
 
     accelerate launch --config_file scripts/accelerate/one_gpu.yaml ppo_vllm_async.py \
         --reward_fn scripts/rewards/graders.py:compute_score ...
 
-`compute_score` grades every source that the project knows. Sorting and GSM8K are in the scripts as
-well, in the same words; MATH needs math-verify, and HellaSwag's answers take some reading.
+`compute_score` knows GSM8K, MATH, HellaSwag, code, constraints and the debug task. The files beside
+this one that run code and check constraints are imported when a row needs them. Sorting and GSM8K
+are in the scripts as well, in the same words; MATH needs math-verify, and HellaSwag's answers take
+some reading.
 """
 
-import logging
+import importlib
+import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from decimal import Decimal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+# A part of a data source says what grades it, in small letters: names as verl, open-instruct and
+# the hub have them. The first kind that fits counts
+CODE = (
+    r"mbpp|human_?eval|codecontests|codeforces|livecodebench"
+    r"|(?<![a-z])(?:code|apps|taco)(?![a-z])"
+)
+CONSTRAINTS = r"ifeval|if_multi_constraints|^instructions$"
+MATH = r"math|aime|numina|(?<![a-z])amc(?![a-z])"
+# Of each of six questions to math-verify, which counts whole seconds. Their sum is less than
+# --reward_timeout
+MATH_SECONDS = 1
+# Of an answer by the helper below, its start included
+HELPER_SECONDS = 60
 # A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
 NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
 
@@ -60,49 +83,113 @@ def grade_hellaswag(response: str, ground_truth: str | int) -> float:
 def grade_math(response: str, ground_truth: str) -> float:
     """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
 
-    12.5 is right where the truth is 12.5\\%, and so is 0.125.
+    12.5 is right where the truth is 12.5\\%, and so is 0.125. An answer that takes longer than
+    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is.
 
     >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
     1.0
     """
+    if threading.current_thread() is not threading.main_thread():
+        return grade_math_in_helper(response, ground_truth)
     import math_verify
 
-    # Its own time limits need the main thread; those of --reward_timeout hold everywhere
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     extraction = [
         math_verify.LatexExtractionConfig(boxed_match_priority=0),
         math_verify.ExprExtractionConfig(),
     ]
 
     def parse(text: str) -> list:
-        return math_verify.parse(text, extraction_config=extraction, parsing_timeout=None)
+        return math_verify.parse(text, extraction_config=extraction, parsing_timeout=MATH_SECONDS)
 
     def equal(truth: str, answer: str) -> bool:
-        return math_verify.verify(parse(truth), parse(answer), timeout_seconds=None)
+        return math_verify.verify(parse(truth), parse(answer), timeout_seconds=MATH_SECONDS)
 
-    truth = f"\\boxed{{{ground_truth}}}"
     last_box = max(0, response.rfind("\\boxed"))  # the whole response where there is no box
-    answer = response[last_box:]
-    without_percent = (truth.replace("\\%", ""), answer.replace("\\%", ""))
-    return float(equal(truth, answer) or equal(*without_percent))
+    texts = (f"\\boxed{{{ground_truth}}}", response[last_box:])
+    without_percent = tuple(text.replace("\\%", "") for text in texts)
+    is_right = equal(*texts) or (without_percent != texts and equal(*without_percent))
+    return float(is_right)
+
+
+# math-verify's limits are signals, which only the main thread gets. For other threads there is a
+# process that runs this file, in a main thread of its own
+helper = None
+helper_lock = threading.Lock()
+
+
+def grade_math_in_helper(response: str, ground_truth: str) -> float:
+    """As grade_math, in the helper. RuntimeError: it died or hangs; the next call has another."""
+    global helper
+    with helper_lock:
+        if helper is None or helper.poll() is not None:
+            helper = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).resolve())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        limit = threading.Timer(HELPER_SECONDS, helper.kill)
+        limit.start()
+        try:
+            print(json.dumps([response, str(ground_truth)]), file=helper.stdin, flush=True)
+            return float(helper.stdout.readline())
+        except (OSError, ValueError) as error:
+            helper.kill()
+            helper.wait()
+            raise RuntimeError("the process that grades MATH for threads died or hangs") from error
+        finally:
+            limit.cancel()
+
+
+def forget_helper() -> None:
+    """In a forked child: the helper is its parent's, and would take both for one."""
+    global helper, helper_lock
+    helper, helper_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=forget_helper)
+
+
+def import_neighbour(name: str, data_source: str) -> ModuleType:
+    """A file beside this one. NotImplementedError: it needs what this machine does not have."""
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        raise NotImplementedError(f"{data_source!r} cannot be graded here: {error}") from None
 
 
 def compute_score(
-    data_source: str, response: str, ground_truth: str, extra_info: dict | None = None
+    data_source: str, response: str, ground_truth: Any, extra_info: dict | None = None
 ) -> float:
-    """The verifiable reward of a response: 1.0 when right, 0.0 otherwise.
+    """The verifiable reward of a response: 1.0 when right, a share of test cases or constraints.
 
-    NotImplementedError: an unknown data source. ValueError: a ground truth that is none.
+    NotImplementedError: an unknown data source, or one that needs what this machine does not have.
+    ValueError: a ground truth that is none.
     """
-    if data_source == "debug/sorting":
+    source = str(data_source).lower()
+    if source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
-    if "gsm8k" in data_source:
+    if "gsm8k" in source:
         return grade_gsm8k(response, ground_truth)
-    if "hellaswag" in data_source:
+    if "hellaswag" in source:
         return grade_hellaswag(response, ground_truth)
-    if "math" in data_source.lower():
+    if re.search(CODE, source):
+        sandbox = import_neighbour("code_sandbox", data_source)
+        return sandbox.compute_score(data_source, response, ground_truth)
+    if re.search(CONSTRAINTS, source):
+        if "func_name" in str(ground_truth):  # Tulu 3's rows have the tag ifeval as well
+            return import_neighbour("tulu3", data_source).grade_constraint(response, ground_truth)
+        constraints = import_neighbour("if_constraints", data_source)
+        return constraints.compute_score(data_source, response, ground_truth)
+    if re.search(MATH, source):
         return grade_math(response, ground_truth)
     raise NotImplementedError(
-        f"{data_source!r} is no debug/sorting, *gsm8k*, *hellaswag* or *math*: write a function "
-        f"for --reward_fn"
+        f"{data_source!r} is no debug/sorting, *gsm8k*, *hellaswag*, code (*mbpp*, *humaneval*, "
+        f"apps, taco, code, ...), constraints (*ifeval*, instructions, ...) or *math* (*aime*, "
+        f"*numina*, ...): write a function for --reward_fn"
     )
+
+
+if __name__ == "__main__":  # the helper
+    for line in sys.stdin:
+        print(grade_math(*json.loads(line)), flush=True)

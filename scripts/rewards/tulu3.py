@@ -1,18 +1,20 @@
-"""Rewards by rule for the prompts of Tulu 3's last stage: GSM8K, MATH and one constraint each.
+"""Reward for the constraints of Tulu 3's last stage, one to a prompt.
 
-    ppo_vllm_async.py --reward_fn scripts/rewards/tulu3.py:compute_score ...
+    ppo_vllm_async.py --reward_fn scripts/rewards/graders.py:compute_score ...
 
-The ground truth of a row of `ifeval` is JSON, which names a function of open-instruct and its
-parameters: {"func_name": "validate_end", "end_phrase": "That is all."}. What these ask for is in
-the table below. Where IFEval has the same constraint, if_constraints.py checks it; in details
+grades all of that stage, GSM8K and MATH as well, and asks this file about rows of `ifeval`. Their
+ground truth is JSON, which names a function of open-instruct and its parameters:
+{"func_name": "validate_end", "end_phrase": "That is all."}. What these ask for is in the table
+below. Where IFEval has the same constraint, if_constraints.py checks it; in details
 (bold text, empty paragraphs) that differs from open-instruct's functions.
 """
 
 import json
 import re
+from typing import Any
 
-import graders
 import if_constraints as ifeval
+from graders import compute_score  # noqa: F401  as runs of before name it
 
 
 def quantity(count: int, truth: dict, tolerance: int) -> bool:
@@ -71,20 +73,19 @@ RULES = {
 }
 
 
-def compute_score(
-    data_source: str, response: str, ground_truth: str, extra_info: dict | None = None
-) -> float:
-    """1.0 for a right answer, or a met constraint, else 0.0; an empty response meets none.
+def grade_constraint(response: str, ground_truth: Any) -> float:
+    """1.0 for a met constraint, else 0.0; an empty response meets none.
+
+    ValueError: a ground truth that names none.
 
     >>> truth = '{"func_name": "validate_word_constraint", "N": 10, "quantifier": "around"}'
-    >>> compute_score("ifeval", "Nine words are near enough to ten of them.", truth)
+    >>> grade_constraint("Nine words are near enough to ten of them.", truth)
     1.0
-    >>> compute_score("ifeval", "Four are too few.", truth)
+    >>> grade_constraint("Four are too few.", truth)
     0.0
     """
-    if data_source != "ifeval":
-        return graders.compute_score(data_source, response, ground_truth)
-    truth = json.loads(ground_truth)
-    if truth.get("func_name") not in RULES:
-        raise ValueError(f"{truth.get('func_name')!r} is none of {', '.join(RULES)}")
-    return float(bool(response.strip()) and RULES[truth["func_name"]](response.strip(), truth))
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    name = truth.get("func_name") if isinstance(truth, dict) else None
+    if name not in RULES:
+        raise ValueError(f"{name!r} is none of {', '.join(RULES)}: {str(ground_truth)[:200]}")
+    return float(bool(response.strip()) and RULES[name](response.strip(), truth))

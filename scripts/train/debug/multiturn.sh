@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Set-up, then the fork multiturn (docs/forks.md) with a tiny model and real vLLM: it learns to ask a calculator for
 # products that it cannot compute, from none right to all, in minutes, without a GPU.
-# grpo_multiturn.py is written where there is none yet.
+# grpo_multiturn.py is written anew, unless it was changed by hand.
 # Further flags go to it: bash scripts/train/debug/multiturn.sh --seed 2 --max_turns 1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
 .venv/bin/python scripts/forks/calculator.py
-[ -f grpo_multiturn.py ] || .venv/bin/python scripts/fork.py multiturn grpo_multiturn.py
+as_written=output/.grpo_multiturn.py  # a copy of what was written last
+if [ -f grpo_multiturn.py ] && ! cmp -s grpo_multiturn.py "$as_written"; then
+  echo "grpo_multiturn.py was not written here, or was changed since: it runs as it is, and may be of an older commit." \
+    "Move it away to have it written anew."
+else
+  rm -f grpo_multiturn.py
+  .venv/bin/python scripts/fork.py multiturn grpo_multiturn.py
+  mkdir -p output
+  cp grpo_multiturn.py "$as_written"
+fi
 exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_multiturn.py \
   --env_fn scripts/forks/calculator.py:step --reward_fn scripts/forks/calculator.py:score --max_turns 3 \
   --dataset debug_assets_calculator/train.parquet --eval_dataset debug_assets_calculator/test.parquet \

@@ -23,7 +23,7 @@ flags=(
   --exp_name tulu3.1_8b_grpo
   --dataset data/tulu3/train.parquet --eval_dataset data/tulu3/test.parquet
   # Right answers and met constraints, worth 10 as there; advantages are the same for any worth
-  --reward_fn scripts/rewards/tulu3.py:compute_score --verification_reward 10
+  --reward_fn scripts/rewards/graders.py:compute_score --verification_reward 10
   --max_prompt_token_length 2048 --response_length 2048
   # 2,604 steps of 48 prompts, four a learner, 16 responses each; two updates a step
   --total_episodes 2000000 --local_rollout_batch_size 4 --number_samples_per_prompt 16 --local_mini_batch_size 32

@@ -22,7 +22,7 @@ flags=(
   --exp_name tulu3_8b_ppo_lora
   --dataset data/tulu3/train.parquet --eval_dataset data/tulu3/test.parquet
   # Right answers and met constraints, worth 10. The reward model scores nothing: the value model starts from it
-  --reward_fn scripts/rewards/tulu3.py:compute_score --verification_reward 10
+  --reward_fn scripts/rewards/graders.py:compute_score --verification_reward 10
   --reward_model_path "${REWARD_MODEL:-allenai/Llama-3.1-Tulu-3-8B-RM}" --reward_model_multiplier 0
   --max_prompt_token_length 2048 --response_length 2048
   # Steps of 192 responses, four passes over each, one update a pass. Ours: 500 of them, where ppo_8b.sh has 10,416

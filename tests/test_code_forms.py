@@ -1,0 +1,202 @@
+"""Programs in Markdown, as models write them: which text scripts/rewards/code_sandbox.py runs."""
+
+import importlib.util
+import signal
+import textwrap
+
+import pytest
+from helpers import REPO
+from helpers.machines import why_no_sandbox
+
+SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
+TESTS = ["assert double(3) == 6", "assert double(0) == 0"]
+RIGHT = """def double(x):
+    if not x:
+        return x
+    return 2 * x
+"""
+WRONG = RIGHT.replace("2 * x", "x + 2")
+NARROW = RIGHT.replace("    ", "  ")
+# Its docstring holds a block of code
+DOCUMENTED = '''def double(x):
+    """Twice as much.
+
+    ```
+    double(2)
+    ```
+    """
+    return 2 * x
+'''
+
+
+def block(code=RIGHT, info="python", marks="```", margin=""):
+    """A block whose lines all have a margin."""
+    return textwrap.indent(f"{marks}{info}\n{code}{marks}\n", margin)
+
+
+# Responses whose program is right, by what is odd about them
+GOOD = {
+    "nothing fenced": RIGHT,
+    "text around": f"So:\n{block()}Done.",
+    "py": block(info="py"),
+    "python3": block(info="python3"),
+    "Python": block(info="Python"),
+    "a version": block(info="python3.11"),
+    "a title": block(info='python title="a.py"'),
+    "a file's name": block(info="python:a.py"),
+    "an option": block(info="python,linenos"),
+    "a class": block(info="{.python .numberLines}"),
+    "braces": block(info="{python}"),
+    "spaces": f"``` python  \n{RIGHT}```   \nDone.",
+    "Windows' line ends": f"So:\n{block()}Done.".replace("\n", "\r\n"),
+    "bare": block(info=""),
+    # Several blocks
+    "a better one": block(WRONG) + "Better:\n" + block(),
+    "bare output after it": block() + "Output:\n" + block("6\n", info=""),
+    "output of a kind after it": block() + block("6\n", info="text"),
+    "a console after it": block() + block(">>> double(3)\n6\n", info="pycon"),
+    "output after a bare one": block(info="") + block("6\n", info="text"),
+    "output in mid-line after it": block() + "Output: ```\n6\n```",
+    "a command before it": block("pip install x\n", info="bash") + block(),
+    "bare input before it": block("3\n", info="") + block(),
+    "a plan that is not closed": "```text\nMultiply.\n\n" + block(),
+    "a thought": f"<think>\n{block(WRONG)}No.\n</think>\n<answer>\n{block()}</answer>",
+    # Lists and quotes
+    "in a list": f"1. So:\n\n{block(margin='   ')}\n2. Done.",
+    "in a list of stars": f"* So:\n\n{block(margin='  ')}",
+    "in a list within a list": f"- A\n  - So:\n\n{block(margin='      ')}",
+    "in a list by tabs": f"* So:\n\n{block(RIGHT.replace('    ', chr(9)), margin=chr(9))}",
+    "bare in a list": f"1. So:\n{block(info='', margin='   ')}",
+    "after a list's mark": f"- {block(margin='  ').lstrip()}",
+    "after a list's number": f"10. {block(margin='    ').lstrip()}",
+    "in a list, code without margin": f"1. So:\n   ```python\n{RIGHT}   ```\n",
+    "in a list, narrow code without margin": f"1. So:\n   ```python\n{NARROW}   ```\n",
+    "in a list, fence without margin": "1. So:\n" + block(margin="   ").lstrip(),
+    "in a quote": textwrap.indent(f"So:\n\n{block()}", "> ", lambda line: True),
+    # In the middle of a line
+    "in mid-line": f"So: {block()}Done.",
+    "bare in mid-line": f"So: {block(info='')}Done.",
+    "in mid-line of a list": f"1. So: {block(margin='   ').lstrip()}Done.",
+    "in mid-line of a list without margin": f"1. So: {block(NARROW)}Done.",
+    "after bold text": f"**So:** {block()}",
+    "in tags": f"<answer>{block().rstrip()}</answer>",
+    "in a tag's lines": f"<answer>\n{block()}</answer>",
+    "marks in prose": f"It stands between ``` and ```.\n{block()}",
+    "marks at the end of prose": f"It stands after ```\n\n{block()}",
+    "marks and a stop in prose": f"It stands after ```.\n{block(info='')}",
+    "marks around a word": f"It is ```double```\n\n{block(info='')}",
+    # Fences that are no fences, and longer ones
+    "a docstring with a block": block(DOCUMENTED) + "Done.",
+    "a docstring with a block, bare": block(DOCUMENTED, info="") + "Done.",
+    "a docstring with a block, in a list": f"1. So:\n\n{block(DOCUMENTED, margin='   ')}",
+    "a docstring with a block, nothing fenced": DOCUMENTED,
+    "a docstring with a block of Python": block(
+        DOCUMENTED.replace("```\n    d", "```python\n    d")
+    ),
+    "a narrow docstring with a block": block(DOCUMENTED.replace("    ", "  ")),
+    "a docstring of the other quotes": block(DOCUMENTED.replace('"""', "'''")),
+    "a module's docstring with a block": block('"""\n```\ndouble(2)\n```\n"""\n' + RIGHT),
+    "three quotes that open no string": block(RIGHT + 'MARK = \'"""\'\n') + block("6\n", info=""),
+    "four marks": block(marks="````"),
+    "four marks around three": block(f"# Use:\n# ```\n{DOCUMENTED}", marks="````"),
+    "a longer end": f"```python\n{RIGHT}`````\nDone.",
+    "an end with a margin": f"```python\n{RIGHT}   ```\nDone.",
+    "tildes": block(marks="~~~") + "Done.",
+    "tildes, bare": block(info="", marks="~~~") + "Done.",
+    "marks within tildes": block(f"{RIGHT}TEXT = '''\n```\n'''\n", marks="~~~"),
+    # Cut
+    "cut": f"So:\n```python\n{RIGHT}",
+    "cut after a bare block": f"{block('3', info='')}```python\n{RIGHT.rstrip()}",
+    "cut in the output": f"{block()}Output:\n```\n6",
+    "cut as another begins": f"{block()}Now:\n```python\n",
+}
+# Responses whose program is wrong, or which have none
+BAD = {
+    "wrong": block(WRONG),
+    "wrong in a list": f"1. So:\n\n{block(WRONG, margin='   ')}",
+    "wrong after a right one": block() + "No:\n" + block(WRONG),
+    "wrong, and a right bare one": block(WRONG) + "Or:\n" + block(info=""),
+    "wrong, and a right text": block(WRONG) + block(info="text"),
+    "wrong, with a right one in its docstring": block(f"{WRONG}'''\n{block()}'''\n"),
+    "wrong in four marks": block(WRONG, marks="````"),
+    "not closed, for what says something closes nothing": f"```python\n{RIGHT}{block('6', 'text')}",
+    "of another language": block(info="java"),
+    "no Python": block(RIGHT.replace(":", "")),
+    "margins that differ": block(RIGHT.replace("    return 2", "   return 2")),
+    "prose": "I would rather not.",
+    "prose before it": f"So: {RIGHT}",
+    "an empty block": block(""),
+    "nothing": "",
+}
+FORMS = [(name, response, 1.0) for name, response in GOOD.items()]
+FORMS += [(name, response, 0.0) for name, response in BAD.items()]
+
+
+def load(name):
+    """The file by its path, not to be in another test's way."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def extract_code():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_SANDBOX_URL", "http://sandbox/run_code")  # it loads without bubblewrap
+        return load("code_sandbox_of_forms").extract_code
+
+
+def passes(program):
+    """Whether one of the programs above, all of them harmless, is right."""
+    names = {}
+    try:
+        exec(program, names)
+        for test in TESTS:
+            exec(test, names)
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def test_program_is_found_in_every_form(extract_code):
+    found = {name: passes(extract_code(response)) for name, response, _ in FORMS}
+    assert found == {name: score for name, _, score in FORMS}
+
+
+def test_body_of_a_function_keeps_its_indentation(extract_code):
+    """HumanEval's prompt stands before it."""
+    body = "    return 2 * x\n"
+    for response in (block(body), block(body, info=""), f"So: {block(body)}", body):
+        assert extract_code(response) == body
+    assert extract_code(f"1. So:\n{block(body, margin='   ')}") == body
+
+
+LONG_TEXTS = [
+    "```\n" * 8000,
+    '```python\n"""\n' + "```python\n```\n" * 4000,
+    " " * 100_000 + "x",
+    "1. " * 50_000 + "x",
+    "```x" * 50_000,
+    "```\n```" + "</a> " * 40_000 + "x",
+]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS, ids=lambda text: text[:12])
+def test_long_text_is_no_hang(text, extract_code):
+    signal.alarm(60)  # it ends the process
+    assert extract_code(text) in text
+    signal.alarm(0)
+
+
+@pytest.mark.slow
+def test_programs_of_every_form_run_in_the_sandbox(monkeypatch):
+    if reason := why_no_sandbox():
+        pytest.skip(reason)
+    monkeypatch.delenv("TANDEM_SANDBOX_URL", raising=False)
+    for name in ("SECONDS", "TOTAL_SECONDS"):  # so long that a slow machine is no reason to fail
+        monkeypatch.setenv(f"TANDEM_SANDBOX_{name}", "60")
+    sandbox = load("code_sandbox_that_runs")
+    found = {name: sandbox.compute_score("code", text, TESTS) for name, text, _ in FORMS}
+    wrong = {name for name, _, score in FORMS if (found[name] == 1.0) != (score == 1.0)}
+    assert wrong == set()
