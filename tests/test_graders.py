@@ -36,6 +36,13 @@ IN_THE_SCRIPTS = {
     ("openai/gsm8k", "1234567.5"): (["#### $1,234,567.50."], []),
     ("openai/gsm8k", "-5"): (["#### -$5"], ["#### 5"]),
     ("openai/gsm8k", "0.5"): (["#### .5"], []),
+    # A number is read as a whole or not at all, and compared as what it is
+    ("openai/gsm8k", "9007199254740993"): (["#### 9007199254740993"], ["#### 9007199254740992"]),
+    ("openai/gsm8k", "-7"): (["#### \u22127"], ["#### 5\u22127"]),
+    ("openai/gsm8k", "7"): (["#### 7 (7/1)", "10^2 and 7", "#### 7kg"], ["#### \u22127"]),
+    ("openai/gsm8k", "1"): ([], ["#### 1/2", "#### 1{,}200", r"#### \frac{1}{2}", "#### 1 1/2"]),
+    ("openai/gsm8k", "25"): ([], ["#### 2,5", "#### 25e3", "#### 25,00", "#### 25.5.1"]),
+    ("openai/gsm8k", "12"): ([], ["#### 12:30", "#### 12-15", "#### 12^2", "#### 12**2"]),
     ("debug/sorting", "12358"): (["12358\n"], ["1235", "53812"]),
 }
 MATH, HELLASWAG = "DigitalLearningGmbH/MATH-lighteval", "Rowan/hellaswag"
@@ -283,3 +290,10 @@ def test_rows_that_need_a_sandbox_are_refused_where_there_is_none_and_no_others(
 def test_unknown_source_names_the_known_ones_and_the_way_out(grader):
     with pytest.raises(NotImplementedError, match=r"no/such.*gsm8k.*math.*--reward_fn"):
         grader.compute_score("no/such", "1", "1")
+
+
+@every_grader
+@pytest.mark.parametrize("truth", ["a dozen", "nan", "inf", "1/2", "1e6", "", None])
+def test_ground_truth_that_no_answer_can_equal_is_refused(grader, truth):
+    with pytest.raises(ValueError, match="must be a number"):
+        grader.compute_score("openai/gsm8k", "", truth)

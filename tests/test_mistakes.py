@@ -13,7 +13,7 @@ import pytest
 import train_reward_model
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from helpers import preference_pairs
+from helpers import SCRIPTS, preference_pairs
 from helpers.files import write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -122,6 +122,20 @@ def test_run_that_would_be_for_nothing_is_refused_before_it_begins(
 ):
     with pytest.raises(ValueError, match=message):
         run_main(name, **changes, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_source_that_a_reward_does_not_know_is_refused_before_the_run_begins(
+    name, run_main, tmp_path
+):
+    """As of code where there is no sandbox. Other errors cost a response each."""
+
+    def score(data_source, response, ground_truth):
+        raise NotImplementedError(f"{data_source!r} cannot be graded here")
+
+    with pytest.raises(ValueError, match=r"row \d+: (?s:.*)'debug/sorting' cannot be graded here"):
+        run_main(name, score, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
