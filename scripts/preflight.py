@@ -44,7 +44,6 @@ from unittest import mock
 
 import datasets
 import huggingface_hub
-import numpy as np
 import odd_data
 import plan
 import torch
@@ -689,6 +688,9 @@ def check_reward(run):
             try_reward(run, workers, prompts)
         finally:
             run.script.end_children()
+            # Waits for their thread, which closes a pipe that Python's end would write to
+            for executor, _ in workers.queue:
+                executor.shutdown()
 
 
 def start_worker(run, workers):
@@ -704,8 +706,6 @@ def start_worker(run, workers):
             workers.put(run.script.start_reward_worker(*given.values()))
     except (Exception, SystemExit) as error:
         text = describe(error)
-        if "relative import" in text:
-            text += "; a file imports its neighbours without a dot"
         if "in reward_arguments" in str(error.__cause__):
             text += "; it is called with data_source, solution_str, ground_truth, extra_info"
         words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
@@ -784,9 +784,12 @@ def score(run, workers, prompt, answer):
     try:
         if not args.reward_fn:
             return script.compute_score(prompt.data_source, answer, prompt.ground_truth)
-        token_ids = [*run.tokenizer(answer)["input_ids"], 0]  # with a stop token
         response = script.Response(
-            prompt=prompt, token_ids=token_ids, logprobs=None, stopped=True, text=answer
+            prompt=prompt,
+            token_ids=[*run.tokenizer(answer)["input_ids"], 0],  # with a stop token
+            logprobs=None,
+            stopped=True,
+            text=answer,
         )
         response = script.call_worker(workers, response, args)
         failure = response.failure
@@ -1031,8 +1034,8 @@ def plan_of_memory(run):
 
 
 def span(scores):
-    """A score, or where several are."""
-    least, most = np.min(scores), np.max(scores)
+    """From the least to the most, or the one that all are."""
+    least, most = min(scores), max(scores)
     return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
@@ -1045,11 +1048,11 @@ def plan_of_reward(run):
         yield "reward", f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}"
     if run.script.uses_reward_model(args):
         yield "reward", f"{args.reward_model_multiplier:g} x the reward model's score"
-    answers = {f"a row of {source}": scores for source, scores in run.answers.items()}
-    if len(answers) > FEW_SOURCES:
-        answers = {f"{len(answers):,} sources that were tried": zip(*answers.values(), strict=True)}
-    for rows, scores in answers.items():
-        right, wrong, empty = map(span, scores)
+    tried = {f"a row of {source}": [scores] for source, scores in run.answers.items()}
+    if len(tried) > FEW_SOURCES:
+        tried = {f"{len(tried):,} sources that were tried": run.answers.values()}
+    for rows, scores in tried.items():
+        right, wrong, empty = map(span, zip(*scores, strict=True))
         others = f"a wrong answer {wrong}, an empty one {empty}"
         yield "", f"the ground truth of {rows} scores {right}, {others}"
 

@@ -309,7 +309,7 @@ REWARDS = {
     "another file": (file("reward_fn", "r.txt:f", ""), "--reward_fn | r.txt | file.py:function"),
     "function not named": (reward("def f(): 1\n", function=""), "r.py | file.py:function"),
     "no such function": (reward("def g(): 1\n"), "--reward_fn | r.py:f: | no attribute 'f'"),
-    "relative import": (reward("from .g import f\n"), "relative import | without a dot"),
+    "relative import": (reward("from .g import f\n"), "relative import with no"),
     "fails": (call("return 1 / 0"), f"{OF_ROW} | '12358', {LOOK} | ZeroDivisionError | line 3"),
     "fails on a wrong answer": (WRONG, f"row 0 | answer '5', {ANYTHING}: | ZeroDivisionError"),
     "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '', {ANYTHING}: | IndexError"),

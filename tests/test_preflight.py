@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import fits
@@ -88,10 +89,14 @@ def in_process(monkeypatch):
 
         def load_script(path):
             script = load(path)
+
+            def start_reward_worker(*names):
+                for name in filter(None, names):
+                    script.load_reward_fn(name)
+                return SimpleNamespace(shutdown=lambda: None), 0
+
             if hasattr(script, "call_worker"):
-                script.start_reward_worker = lambda *names: [
-                    script.load_reward_fn(name) for name in names if name
-                ]
+                script.start_reward_worker = start_reward_worker
                 # The fork multiturn has other parameters
                 script.call_worker = lambda workers, response, args: script.call_reward_fn(
                     args if hasattr(args, "env_fn") else args.reward_fn, response
@@ -436,8 +441,10 @@ def test_environment_that_is_missing_is_told(env_fn, ask, folder, write_fork):
     write_text(folder / "tools.py", "def step(text, ground_truth, turn): return None\n")
     environment = {"env_fn": env_fn, "max_turns": 2}
     check_mistake(ask(path, options_of_fork(folder, **environment)), ENVIRONMENTS[env_fn])
-    good = environment | {"env_fn": "tools.py:step"}
+    good, before = environment | {"env_fn": "tools.py:step"}, threading.enumerate()
     check_plan(ask(path, options_of_fork(folder, **good)), "learners 1")
+    # Else Python's end may come while it closes a pipe
+    assert [each for each in threading.enumerate() if each not in before] == []
 
 
 def test_every_function_of_a_fork_is_given_to_its_worker():
