@@ -4,7 +4,9 @@ scripts/preflight.py says it. Each function takes its Run and yields notes, a li
 ValueError tells what is surely not meant. Rows are the dictionaries that the script has read.
 """
 
+import contextlib
 import inspect
+import json
 import re
 
 # A text that is a list of messages, as JSON or as Python writes it
@@ -80,6 +82,32 @@ def notes_on_repeats(run, path, prompts):
         yield f"{path}: all {count:,} prompts are equal, as the model reads them"
     elif distinct < count:
         yield f"{path}: of {count:,} prompts {distinct:,} are distinct, as the model reads them"
+
+
+def is_rule(truth):
+    """Whether a ground truth is no answer but JSON: constraints, or test cases."""
+    if isinstance(truth, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            truth = json.loads(truth)
+    return isinstance(truth, dict | list)
+
+
+def notes_on_characters(tokenizer, name, texts):
+    """Characters that a tokenizer loses. texts: by file and row, each of a row's `name`."""
+    alphabet = set().union(*texts.values())
+    kept = tokenizer.decode(tokenizer(" ".join(sorted(alphabet)))["input_ids"])
+    suspects, lost = alphabet - set(kept), {}  # special tokens are made of others than they are
+    for origin, text in texts.items():
+        if not suspects.isdisjoint(text):
+            kept = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+            lost[origin] = (suspects & set(text)) - set(kept)
+    rows = [origin for origin in lost if lost[origin]]
+    if rows:
+        characters = "".join(sorted(set().union(*lost.values())))
+        yield (
+            f"{rows[0]}, and so {len(rows):,} of {len(texts):,}: the tokenizer loses characters of "
+            f"the {name}, of all together {characters[:40]!r}"
+        )
 
 
 def notes_on_template(run, rows, stop_ids):

@@ -22,6 +22,9 @@ import torch
 GIB = 2**30
 CONTEXTS = 2 * GIB  # that the scripts leave of a shared GPU to CUDA: a context for each process
 SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts, but is slow
+# With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
+# waits for the weights to be read
+FEW_RESPONSES = 64
 
 # ----------------------------------------------------------------------------- models and adapters
 
@@ -341,7 +344,7 @@ def propose_share(run):
     return max(math.ceil(100 * least), min(math.ceil(100 * wanted), math.floor(100 * most))) / 100
 
 
-# -------------------------------------------------------------------------------------------- disk
+# ---------------------------------------------------------------------------- disk, shared memory
 
 
 def checkpoints_on_disk(run):
@@ -360,6 +363,22 @@ def checkpoints_on_disk(run):
 def final_model(run):
     """Bytes of the final model in float32; adapters are there merged, and beside it alone."""
     return 4 * (count_parameters(run.model) + (rank_of(run) and count_trained(run, run.model)))
+
+
+def shared_memory(run):
+    """Bytes of an engine's files in /dev/shm; with GPUs weights go another way.
+
+    vLLM starts from random weights in float32. Beside that file the next is written, in --dtype,
+    which then takes its place. (Measured for 38 M parameters: 8 and 6 bytes each.) Adapters: three.
+    """
+    if run.options.has_gpus():
+        return 0
+    if rank_of(run):
+        return 3 * size_of(run) * count_trained(run, run.model)
+    count = count_parameters(run.model)
+    if run.model.config.get_text_config().tie_word_embeddings:  # they are sent as the head, too
+        count += run.model.get_input_embeddings().weight.numel()
+    return (4 + size_of(run)) * count
 
 
 # --------------------------------------------------------------------------------------- what fits
@@ -430,3 +449,48 @@ def what_fits(run):
         for flags, changed in found
         if not any(other.keys() < flags.keys() for other, _ in found)
     ]
+
+
+# ---------------------------------------------------------------------------------------- in words
+
+
+def in_words(count):
+    """A number of bytes, as MiB or GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def in_flags(flags, run):
+    """What is typed, and what a learner then needs and has."""
+    typed = (f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
+    needed, room = learner_needs(run), learner_room(run)
+    return f"{' '.join(typed) or 'these flags'}: {in_words(needed)} of {in_words(room)}"
+
+
+def plan_of_processes(run):
+    """Lines on learners and engines."""
+    args, options = run.args, run.options
+    yield "learners", f"{options.num_processes}"
+    if run.trains_reward_model() or args.num_updates == 0:
+        return
+    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
+    engines = options.num_processes
+    if args.vllm_gpus:
+        gpus = len(args.vllm_gpus) * options.num_machines
+        engines = gpus // args.vllm_tensor_parallel_size
+        place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
+    yield "engines", f"{engines} of vLLM, {place}"
+
+
+def room_for_responses(run):
+    """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
+    count, share = responses_at_once(run), propose_share(run)
+    words = (
+        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, "
+        f"if all are of {run.max_length():,} tokens with their prompts"
+    )
+    if count >= min(local_episodes(run), FEW_RESPONSES):
+        return words
+    other = with_changes(run, {"vllm_gpu_memory_utilization": share})
+    if share <= run.args.vllm_gpu_memory_utilization or not fits(other):
+        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
+    return f"{words}: few; with {share:g} there is room for {responses_at_once(other):,}"

@@ -7,7 +7,9 @@ r"""Checks a run before it is launched, and prints its plan; also on a laptop wi
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
 fork of one; FLAGS are those that it is to be launched with, as --config_file and --num_processes
 are those for accelerate launch. It is loaded as a module. Where it has a function that refuses
-something, that one is called and quoted, so a fork is checked as it is.
+something, that one is called and quoted, so a fork is checked as it is. A reward is tried in a
+process such as the run's: on all rows where it is the script's own rule, else on the first row of
+each data source and on some others.
 
 The checks are in parts: arguments, tokenizer, data, models, reward, the output folder and the
 checkpoint in it, disk, accounts, memory. Each part tells its first mistake in one line, and the
@@ -19,11 +21,12 @@ compared with what models of the shape of Qwen2 take on CPUs, one rank, two by D
 the kernels of GPUs are others. What PyTorch's allocator holds and does not use is not in it.
 """
 
+import ast
 import contextlib
 import copy
 import difflib
-import importlib
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -32,6 +35,7 @@ import queue
 import re
 import shutil
 import sys
+import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,6 +44,7 @@ from unittest import mock
 
 import datasets
 import huggingface_hub
+import numpy as np
 import odd_data
 import plan
 import torch
@@ -47,7 +52,7 @@ import transformers
 import tyro
 import yaml
 from accelerate.commands.config import config_args
-from plan import GIB, with_changes
+from plan import GIB, in_words
 from preprocessing import hub_answers, printable
 from provenance import repo_of
 from requests.utils import get_netrc_auth
@@ -59,9 +64,11 @@ from transformers import (
     GenerationConfig,
 )
 
-# With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
-# waits for the weights to be read
-FEW_RESPONSES = 64
+# A reward of the user's is tried on so many data sources and as many other rows, and on no further
+# row after so many seconds
+FEW_ROWS, SECONDS_OF_TRIALS = 20, 20
+# With more data sources one line is about all
+FEW_SOURCES = 10
 
 
 @dataclass
@@ -116,7 +123,9 @@ class Run:
     value_model: Any = None
     reward_model: Any = None
     has_models: bool = False  # all of them
-    answers: dict = field(default_factory=dict)  # scores, by data source and kind of answer
+    # Of each data source: scores of a right, a wrong and an empty answer to its first row
+    answers: dict = field(default_factory=dict)
+    longest_call: float = 0  # seconds of a call of the reward
     run_dir: Path | None = None
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
@@ -174,15 +183,39 @@ def loading(flag, path):
 # --------------------------------------------------------------------------- script and arguments
 
 
+def forget_neighbours():
+    """Of this file: a script, or a reward, imports its own, which may have the same names."""
+    for name in ("odd_data", "plan", "preprocessing", "provenance"):
+        del sys.modules[name]
+    del sys.path[0]  # the folder of this file
+
+
 def load_script(path):
-    """The script as a module."""
+    """The script as a module, whatever its name is.
+
+    It gets the name that it has in processes that a run starts; see as_main.
+    """
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        script = importlib.import_module(Path(path).stem)
+        spec = importlib.util.spec_from_file_location("__mp_main__", os.path.abspath(path))
+        script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
         script.Args()
     except (Exception, SystemExit) as error:
         raise Mistake(f"{path} is no script, nor a fork of one ({describe(error)})") from error
+    script.__name__, script.__spec__ = Path(path).stem, None  # as of a file that is run
     return script
+
+
+@contextlib.contextmanager
+def as_main(script):
+    """Inside, processes that are started load the script, as in a run, and not this program."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = script
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def parse_flags(script, words):
@@ -251,24 +284,40 @@ def check_sharding(run):
         )
 
 
-# From where to where a number may be. Of other integers, those whose default is not 0 begin at 1
+# From where to where a number may be. Other integers begin at 1 where their default is not 0, and
+# their help does not say what 0 is
 RANGES = {
     "penalty_reward_value": (-1e9, 1e9),
     "mismatch_mask_range": (1, math.inf),
     "temperature": (0.01, 2),  # vLLM's own limits
-    **dict.fromkeys(["seed", "num_evals", "num_eval_prompts", "keep_last_n"], (0, 1e9)),
+    **dict.fromkeys(["seed", "num_evals"], (0, 1e9)),
     **dict.fromkeys(["learning_rate", "value_learning_rate"], (0, 1)),
     "vllm_gpu_memory_utilization": (0.01, 1),
 }
 
 
+# Flags that do nothing without another
+NEED_ANOTHER = {
+    "kl_horizon": "kl_target",
+    "mismatch_mask_range": "mismatch_mask",
+    "kl_estimator": "beta",
+    "penalty_reward_value": "non_stop_penalty",
+    "r1_style_format_reward": "add_r1_style_format_reward",
+}
+
+
 def check_numbers(run):
-    """Refuses numbers out of range."""
+    """Refuses numbers out of range. Notes flags that do nothing."""
+    help_of_args = inspect.getsource(type(run.args))
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
+        needed = NEED_ANOTHER.get(name, "")
+        if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
+            run.notes.append(f"--{name} does nothing without --{needed}")
         if type(value) in (int, float):  # and not a bool, which isinstance would take for an int
             is_size = type(value) is int and option.default not in (0, None)
-            least, most = RANGES.get(name, (int(is_size), 1e9))
+            may_be_0 = re.search(rf'\n    {name}: .*\n    """.*\b0: ', help_of_args)
+            least, most = RANGES.get(name, (int(is_size and not may_be_0), 1e9))
             if not least <= value <= most:
                 raise Mistake(f"--{name} is {value}; it must be from {least:g} to {most:g}")
 
@@ -392,13 +441,15 @@ def load_rows(run, path, config, split, is_eval):
                 loaded = script.load_prompts(*given, run.tokenizer, run.args, is_eval)
     except Exception as error:
         raise Mistake(what_is_wrong_with_data(run, path, raw_rows, error)) from error
-    run.of_data += printed.getvalue().splitlines()
+    run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for rows in raw_rows:
         run.raw_rows += rows
         run.notes += odd_data.notes_on_columns(run, path, rows)
         run.notes += odd_data.notes_on_messages(run, path, rows)
     if not run.trains_reward_model():
         run.notes += odd_data.notes_on_repeats(run, path, loaded)
+        texts = {prompt.origin: prompt.text for prompt in loaded}
+        run.notes += odd_data.notes_on_characters(run.tokenizer, "prompt", texts)
     return loaded
 
 
@@ -622,73 +673,143 @@ def check_tokens(run):
 
 
 def check_reward(run):
-    """Tries the reward on a right, a wrong and an empty answer, one row of each data source."""
-    script, reward_fn, workers = run.script, run.args.reward_fn, queue.Queue()
-    of_source = {}
-    for prompt in run.train_rows + run.eval_rows:
-        if prompt.ground_truth is not None:
-            of_source.setdefault(prompt.data_source, []).append(prompt)
+    """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
+    workers = queue.Queue()
+    prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
+    for row in prompts:
+        if run.args.reward_fn and not isinstance(row.extra_info or {}, dict):
+            raise Mistake(f"{row.origin}: extra_info is no dictionary: {row.extra_info!r:.60}")
+    truths = {row.origin: row.ground_truth for row in prompts}
+    texts = {row: str(truth) for row, truth in truths.items() if not odd_data.is_rule(truth)}
+    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
+    run.notes += [f"{note}: no response can have it" for note in lost]
+    with as_main(run.script):
+        try:
+            start_worker(run, workers)
+            try_reward(run, workers, prompts)
+        finally:
+            run.script.end_children()
+
+
+def start_worker(run, workers):
+    """Starts the process of --reward_fn, and of a fork's --env_fn, if there is either."""
+    flags = [flag for flag in ("reward_fn", "env_fn") if hasattr(run.args, flag)]
+    given = {flag: getattr(run.args, flag) for flag in flags}
     try:
-        if reward_fn:
-            workers.put(script.start_reward_worker(reward_fn))
+        for function in filter(None, given.values()):
+            path = function.rpartition(":")[0]
+            if not (os.path.isfile(path) and path.endswith(".py")):
+                raise Mistake("it must be path/to/file.py:function, of a file that is there")
+        if any(given.values()):
+            workers.put(run.script.start_reward_worker(*given.values()))
     except (Exception, SystemExit) as error:
-        text = f"{describe(error)}; it must be path/to/file.py:function"
-        raise Mistake(f"--reward_fn {reward_fn}: {text}") from error
-    try:
-        for source, prompts in of_source.items():
-            right, wrong, empty = try_answers(run, workers, prompts)
-            if is_rule(prompts[0].ground_truth):
-                continue
-            run.answers[source] = right, wrong, empty
-            if right <= max(wrong, empty):
-                run.notes.append(
-                    f"{source}: the ground truth as an answer scores no more than a wrong or an "
-                    f"empty answer; is a right answer of another form?"
-                )
-    finally:
-        script.end_children()
+        text = describe(error)
+        if "relative import" in text:
+            text += "; a file imports its neighbours without a dot"
+        if "in reward_arguments" in str(error.__cause__):
+            text += "; it is called with data_source, solution_str, ground_truth, extra_info"
+        words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
+        raise Mistake(f"{words}: {text}") from error
 
 
-def is_rule(truth):
-    """Whether a ground truth is no answer but JSON: constraints, or test cases."""
-    if isinstance(truth, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            truth = json.loads(truth)
-    return isinstance(truth, dict | list)
+def is_empty(truth):
+    return str(truth).strip() in ("", "[]", "{}")
 
 
-def try_answers(run, workers, prompts):
-    """The scores of a right, a wrong and an empty answer to the first of these prompts.
+def rows_to_try(run, prompts):
+    """All where the rule is the script's own. Else those with a new kind of truth, and some others.
+
+    A kind is a type, or that it is empty. Empty ones come last.
+    """
+    if not run.args.reward_fn:
+        return prompts
+    by_kind, by_source = {}, {}
+    for prompt in prompts:
+        kind = type(prompt.ground_truth), is_empty(prompt.ground_truth)
+        by_kind.setdefault(kind, prompt)
+        by_source.setdefault((prompt.data_source, *kind), prompt)
+    chosen = [*by_kind.values()]
+    for rows in ([*by_source.values()], prompts):
+        chosen += rows[:: math.ceil(len(rows) / FEW_ROWS) or 1]
+    chosen = {prompt.origin: prompt for prompt in chosen}.values()
+    return sorted(chosen, key=lambda prompt: is_empty(prompt.ground_truth))
+
+
+def try_reward(run, workers, prompts):
+    """Tries the reward on a right, a wrong and an empty answer to some prompts, or to all.
 
     Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
     """
-    script, reward_fn = run.script, run.args.reward_fn
-    prompt, truth = prompts[0], str(prompts[0].ground_truth)
-    others = (str(other.ground_truth) for other in prompts)
-    wrong = next((text for text in others if text not in (truth, "")), "I do not know.")
-
-    def score(answer):
-        token_ids = [*run.tokenizer(answer)["input_ids"], 0]  # with a stop token
-        response = script.Response(prompt, token_ids, None, True, answer)
-        try:
-            if not reward_fn:
-                return script.compute_score(prompt.data_source, answer, prompt.ground_truth)
-            response = script.call_worker(workers, response, run.args)
-            failure = response.failure
-        except Exception as error:
-            failure = describe(error)
-        if failure is None:
-            return response.verifiable
-        cause = "but a model may answer anything"
-        # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
-        if answer == truth or re.search(r"extra_info[\[.']", failure):
-            cause = f"so look at the row, whose extra_info is {prompt.extra_info}"
-        name = reward_fn or "compute_score"
-        raise Mistake(
-            f"{prompt.origin}: {name} fails on the answer {answer[:60]!r}, {cause}: {failure}"
+    start, poor, count, truths = time.perf_counter(), [], 0, {}
+    for prompt in prompts:  # the texts of each source
+        truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
+    chosen = rows_to_try(run, prompts)
+    for prompt in chosen:
+        if time.perf_counter() - start > SECONDS_OF_TRIALS:
+            run.notes.append(f"the reward is slow: tried on {count} of {len(chosen):,} rows")
+            break
+        source, truth = prompt.data_source, str(prompt.ground_truth)
+        others = (text for text in truths[source] if text != truth and not is_empty(text))
+        answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
+        bare, boxed, wrong, empty = (score(run, workers, prompt, answer) for answer in answers)
+        count += 1
+        if odd_data.is_rule(prompt.ground_truth):
+            continue
+        scores = max(bare, boxed), wrong, empty
+        usual = run.answers.setdefault(source, scores)
+        if is_empty(truth) and wrong >= usual[0] > usual[1]:
+            raise Mistake(
+                f"{prompt.origin}: the ground truth is empty, and any answer is right: "
+                f"{answers[2][:60]!r} scores {wrong:g}"
+            )
+        if scores[0] <= max(wrong, empty):
+            poor.append(prompt.origin)
+    if poor:
+        run.notes.append(
+            f"{poor[0]}, and so {len(poor):,} of {count:,} that were tried: the ground truth as an "
+            f"answer scores no more than a wrong or an empty answer; is a right answer of another "
+            f"form?"
         )
+    if run.longest_call > run.args.reward_timeout / 2:
+        run.notes.append(f"a call of the reward took {run.longest_call:.1f} s: {SLOW_CALLS}")
 
-    return max(score(truth), score(f"\\boxed{{{truth}}}")), score(wrong), score("")
+
+SLOW_CALLS = "load what takes long when the file is imported, or raise --reward_timeout"
+
+
+def score(run, workers, prompt, answer):
+    """The score of an answer. Mistake: the reward fails on it."""
+    script, args = run.script, run.args
+    start = time.perf_counter()
+    try:
+        if not args.reward_fn:
+            return script.compute_score(prompt.data_source, answer, prompt.ground_truth)
+        token_ids = [*run.tokenizer(answer)["input_ids"], 0]  # with a stop token
+        response = script.Response(
+            prompt=prompt, token_ids=token_ids, logprobs=None, stopped=True, text=answer
+        )
+        response = script.call_worker(workers, response, args)
+        failure = response.failure
+    except Exception as error:
+        failure = describe(error)
+    if not failure:
+        run.longest_call = max(run.longest_call, time.perf_counter() - start)
+        return response.verifiable
+    cause = "but a model may answer anything"
+    # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
+    if answer == str(prompt.ground_truth) or re.search(r"extra_info[\[.']", failure):
+        cause = (
+            f"so look at the row, whose ground truth is {prompt.ground_truth!r:.60} and whose "
+            f"extra_info is {prompt.extra_info!r:.60}"
+        )
+    if f'File "{script.__file__}"' in failure:  # none of the function's own lines
+        cause = "so look at what it takes and returns"
+    if failure.startswith("TimeoutError"):
+        cause = SLOW_CALLS
+    raise Mistake(
+        f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
+        f"{answer[:60]!r}, {cause}: {failure}"
+    )
 
 
 # ------------------------------------------------------------------ folder, checkpoint, disk, hub
@@ -715,17 +836,21 @@ def check_run_folder(run):
     run.run_dir, run.checkpoint_dir = run_dir, checkpoint_dir
 
 
-# Under others the steps until the checkpoint would have been others. The scripts refuse them, too,
-# and other data
-MUST_AGREE = {"seed", "beta", "episodes_per_step", "number_samples_per_prompt", "mini_batch_size"}
-MUST_AGREE |= {"num_epochs", "num_updates", "lora_rank", "lora_alpha"}
-MUST_AGREE |= {"value_model_path", "reward_model_path"}
-MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash"}
+MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash", "num_sources"}
+
+
+def kept_arguments(script):
+    """Arguments that may not change on resume: the loop's in which the script looks at them."""
+    names = set()
+    for node in ast.walk(ast.parse(inspect.getsource(script))):
+        if isinstance(node, ast.For) and "--resume_from_checkpoint: " in ast.unparse(node.body):
+            names.update(ast.literal_eval(node.iter))
+    return names
 
 
 def check_checkpoint(run):
     """Refuses a checkpoint of another run, or of another script. Finds what has changed."""
-    path, must_agree = run.checkpoint_dir, MUST_AGREE
+    path, must_agree = run.checkpoint_dir, kept_arguments(run.script)
     given = f"--resume_from_checkpoint {path}"
     try:
         json.loads((path / "state.json").read_text())
@@ -733,10 +858,8 @@ def check_checkpoint(run):
     except (OSError, ValueError) as error:
         raise Mistake(f"{given}: it is damaged; resume an older one ({error})") from error
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    if not run.trains_reward_model():  # whose checkpoints have all weights
-        must_agree = must_agree | {"model_name_or_path"}
-    if hasattr(run.script, "load_rollout"):  # the checkpoint may have answers to an evaluation
-        must_agree = must_agree | {"num_evals", "eval_temperature"}
+    if not must_agree:
+        run.notes.append("what the script refuses on resume is not known; see check_checkpoint")
     strange = must_agree & current.keys() - saved.keys()
     if strange:
         raise Mistake(f"{given} was written by another script: it has no {', '.join(strange)}")
@@ -771,6 +894,20 @@ def check_disk(run):
         f"--output_dir {args.output_dir}: {in_words(free)} free, {in_words(needed)} are needed, "
         f"{in_words(number * size)} of them for checkpoints; see --keep_last_n"
     )
+
+
+def check_shared_memory(run):
+    """Refuses a /dev/shm without room for what goes by it to vLLM, as of a plain container."""
+    options = run.options
+    if options.has_gpus() and torch.cuda.device_count() == 0:
+        return  # it is another machine's
+    free = shutil.disk_usage("/dev/shm").free
+    text = f"/dev/shm: {in_words(free)} free; docker run --ipc=host or --shm-size=8g gives more"
+    needed = options.local_processes() * plan.shared_memory(run)
+    if needed > free:
+        raise Mistake(f"{text}. Weights go to vLLM by files there, of {in_words(needed)}")
+    if options.local_processes() + len(run.args.vllm_gpus) > 1 and free < GIB:
+        run.notes.append(f"{text}. By it NCCL, and vLLM's workers, exchange what they have")
 
 
 def check_accounts(run):
@@ -814,11 +951,6 @@ def check_hub(run):
 # ----------------------------------------------------------------------------------------- memory
 
 
-def in_words(count):
-    """A number of bytes, as MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
-
-
 def check_memory(run):
     """Refuses a run that needs more memory than its GPUs have."""
     if run.options.gpu_memory is None and torch.cuda.device_count() > 0:
@@ -834,16 +966,9 @@ def check_memory(run):
         for name, (needed, room) in parts.items()
         if needed > room
     )
-    helps = "; ".join(in_flags(*found) for found in plan.what_fits(run)[:4])
+    helps = "; ".join(plan.in_flags(*found) for found in plan.what_fits(run)[:4])
     other = "no flags make room; GPUs for vLLM alone may (--vllm_gpus), or a smaller model"
     raise Mistake(f"memory: {problem}; {f'this fits: {helps}' if helps else other}")
-
-
-def in_flags(flags, run):
-    """What is typed, and what a learner then needs and has."""
-    typed = (f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
-    needed, room = plan.learner_needs(run), plan.learner_room(run)
-    return f"{' '.join(typed) or 'these flags'}: {in_words(needed)} of {in_words(room)}"
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -878,36 +1003,6 @@ def plan_of_data(run):
     yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
 
 
-def plan_of_processes(run):
-    """Lines on learners and engines."""
-    args, options = run.args, run.options
-    yield "learners", f"{options.num_processes}"
-    if run.trains_reward_model() or args.num_updates == 0:
-        return
-    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
-    engines = options.num_processes
-    if args.vllm_gpus:
-        gpus = len(args.vllm_gpus) * options.num_machines
-        engines = gpus // args.vllm_tensor_parallel_size
-        place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
-    yield "engines", f"{engines} of vLLM, {place}"
-
-
-def room_for_responses(run):
-    """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
-    count, share = plan.responses_at_once(run), plan.propose_share(run)
-    words = (
-        f"which has room for {count:,} of a step's {plan.local_episodes(run):,} responses at once, "
-        f"if all are of {run.max_length():,} tokens with their prompts"
-    )
-    if count >= min(plan.local_episodes(run), FEW_RESPONSES):
-        return words
-    other = with_changes(run, {"vllm_gpu_memory_utilization": share})
-    if share <= run.args.vllm_gpu_memory_utilization or not plan.fits(other):
-        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
-    return f"{words}: few; with {share:g} there is room for {plan.responses_at_once(other):,}"
-
-
 def plan_of_memory(run):
     """Lines on memory, by part and in sum, and on the disk."""
     if not run.knows_sizes():
@@ -927,12 +1022,18 @@ def plan_of_memory(run):
         share = f"{args.vllm_gpu_memory_utilization:g} (--vllm_gpu_memory_utilization)"
         yield "", f"of vLLM: at least {in_words(least)}; of GPUs {share}"
         if run.shares_gpus() and run.options.gpu_memory:
-            yield "", room_for_responses(run)
+            yield "", plan.room_for_responses(run)
     number, size = plan.checkpoints_on_disk(run)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
     if args.save_freq == 0:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
+
+
+def span(scores):
+    """A score, or where several are."""
+    least, most = np.min(scores), np.max(scores)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
 def plan_of_reward(run):
@@ -944,9 +1045,13 @@ def plan_of_reward(run):
         yield "reward", f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}"
     if run.script.uses_reward_model(args):
         yield "reward", f"{args.reward_model_multiplier:g} x the reward model's score"
-    for source, (right, wrong, empty) in run.answers.items():
-        others = f"a wrong answer {wrong:g}, an empty one {empty:g}"
-        yield "", f"the ground truth of a row of {source} scores {right:g}, {others}"
+    answers = {f"a row of {source}": scores for source, scores in run.answers.items()}
+    if len(answers) > FEW_SOURCES:
+        answers = {f"{len(answers):,} sources that were tried": zip(*answers.values(), strict=True)}
+    for rows, scores in answers.items():
+        right, wrong, empty = map(span, scores)
+        others = f"a wrong answer {wrong}, an empty one {empty}"
+        yield "", f"the ground truth of {rows} scores {right}, {others}"
 
 
 def plan_of_checkpoint(run):
@@ -966,8 +1071,8 @@ def plan_of_checkpoint(run):
 def print_plan(run):
     """Prints what the run will do, as far as it is known."""
     print(f"Plan of {run.script.__name__}.py")
-    parts = [plan_of_data, plan_of_processes, plan_of_memory, plan_of_reward, plan_of_checkpoint]
-    for part in parts:
+    parts = [plan_of_data, plan.plan_of_processes, plan_of_memory, plan_of_reward]
+    for part in [*parts, plan_of_checkpoint]:
         try:
             for name, text in part(run):
                 print(f"  {name:<9}{printable(text)}")
@@ -984,7 +1089,7 @@ def one_line(mistake):
     """A mistake in one line that a terminal shows."""
     line = printable(" ".join(str(mistake).split()))
     if " debug_assets/" in f" {line}" and not os.path.exists("debug_assets"):
-        line += "; scripts/make_debug_assets.py makes debug_assets"
+        line += "; scripts/dev/make_debug_assets.py makes debug_assets"
     if len(line) > 450:
         line = f"{line[:330]} ... {line[-115:]}"
     return f"preflight: error: {line}"
@@ -1019,6 +1124,7 @@ def check(run):
     attempt(check_run_folder)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)
     attempt(check_disk, run.run_dir, run.knows_sizes())
+    attempt(check_shared_memory, not is_trainer, run.knows_sizes())
     attempt(check_accounts)
     attempt(check_memory, run.knows_sizes())
     return mistakes
@@ -1058,5 +1164,8 @@ def main(words):
 
 
 if __name__ == "__main__":
-    sys.dont_write_bytecode = True  # beside the script, or the file of a reward
+    # Beside the script, or, in another process, the file of a reward
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    forget_neighbours()
     sys.exit(main(sys.argv[1:]))

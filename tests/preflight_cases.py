@@ -193,7 +193,11 @@ def several(folder):
 BROKEN = json.dumps(ROW) + "\n{'prompt':\n"
 DATA = {
     "no file": (missing("dataset", "no.parquet"), "no.parquet: FileNotFoundError", EVERY),
-    "no debug data": (given(dataset="debug_assets/no.jsonl"), "make_debug_assets.py", EVERY),
+    "no debug data": (
+        given(dataset="debug_assets/no.jsonl"),
+        "scripts/dev/make_debug_assets.py makes debug_assets",
+        EVERY,
+    ),
     "neither file nor hub": (given(dataset="no/such"), "no/such | .parquet | hub"),
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
@@ -282,26 +286,64 @@ CLASSIFIERS = {
     "tokenizer": (OTHER_TOKENS, "--reward_model_path | policy's tokenizer"),
 }
 
-FIVE = ROW | {"reward_model": {"ground_truth": "5"}}
+
+def truth(answer):
+    return ROW | {"reward_model": {"ground_truth": answer}}
+
+
+FIVE, EMPTY = truth("5"), truth("")
 # The wrong answer to a row is another row's ground truth
 WRONG = together(call("return 1.0 / (text != '5')"), rows(*[ROW] * 35, *[FIVE] * 35))
 FIRST = call("return text[0] == '1'")
 BY_ROW = call("return 1.0 if text == truth else extra_info['unit']")
+IS_IN = call("return float(truth in text)")
+LATER = together(call("return 1.0 / (truth != '68')"), rows(*[truth(f"{i}") for i in range(70)]))
 OF_ROW = "good.jsonl, row 0: | r.py:f"
-LOOK = "so look at the row, whose extra_info is {'index': 0}"
+LOOK = "so look at the row, whose ground truth is '12358' and whose extra_info is {'index': 0}"
 ANYTHING = "but a model may answer anything"
-# Each that has a file starts a process
+TAKES = "so look at what it takes and returns"
+OF_TEXT_ALONE = rows(ROW, ROW | {"extra_info": "index 1"})
 REWARDS = {
     "none": (given(apply_verifiable_reward=False), "no reward | --apply_verifiable_reward"),
     "no file": (missing("reward_fn", "none.py:f"), "--reward_fn | none.py | file.py:function"),
+    "another file": (file("reward_fn", "r.txt:f", ""), "--reward_fn | r.txt | file.py:function"),
     "function not named": (reward("def f(): 1\n", function=""), "r.py | file.py:function"),
-    "no such function": (reward("def g(): 1\n"), "--reward_fn | r.py:f | no attribute 'f'"),
-    "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
+    "no such function": (reward("def g(): 1\n"), "--reward_fn | r.py:f: | no attribute 'f'"),
+    "relative import": (reward("from .g import f\n"), "relative import | without a dot"),
     "fails": (call("return 1 / 0"), f"{OF_ROW} | '12358', {LOOK} | ZeroDivisionError | line 3"),
     "fails on a wrong answer": (WRONG, f"row 0 | answer '5', {ANYTHING}: | ZeroDivisionError"),
     "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '', {ANYTHING}: | IndexError"),
     "fails by the row": (BY_ROW, rf"{OF_ROW} | '\\boxed{{12358}}', {LOOK} | KeyError: 'unit'"),
-    "hangs": (together(call("time.sleep(99)"), given(reward_timeout=0.5)), "TimeoutError | 0.5 s"),
+    "fails on a later row": (LATER, "row 68: | answer '68', so look at the row | ZeroDivision"),
+    "fails on another type": (
+        together(IS_IN, rows(ROW, truth(5))),
+        "row 1: | whose ground truth is 5 and | TypeError",
+    ),
+    "of lists, as TRL's": (
+        reward("def f(prompts, completions, answer, **more): return [1.0]\n"),
+        f"{OF_ROW} | {TAKES}: | 'list'",
+    ),
+    "no number": (call("return float('nan')"), f"{OF_ROW} | {TAKES}: | the reward is nan"),
+    "empty truth": (
+        together(IS_IN, rows(ROW, EMPTY, EMPTY)),
+        "row 1: the ground truth is empty, and any answer is right: '12358' scores 1",
+    ),
+    "text as extra_info": (
+        together(IS_IN, OF_TEXT_ALONE),
+        "row 1: extra_info is no dictionary: 'index 1'",
+    ),
+}
+# Each starts a process
+IN_PROCESS = {
+    "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
+    "takes something else": (
+        reward("def f(completions, **more): return 0\n"),
+        "--reward_fn | r.py:f: | it is called with data_source, solution_str, ground_truth",
+    ),
+    "hangs": (
+        together(call("time.sleep(99)"), given(reward_timeout=0.5)),
+        "TimeoutError | 0.5 s | when the file is imported, or raise --reward_timeout",
+    ),
     "crashes": (call("ctypes.string_at(0)"), f"{OF_ROW} | BrokenProcessPool"),
 }
 
@@ -340,6 +382,7 @@ TABLES = {
     "model": MODELS,
     "classifier": CLASSIFIERS,
     "reward": REWARDS,
+    "process": IN_PROCESS,
     "number": NUMBERS,
     "output": FOLDERS,
 }
@@ -422,7 +465,7 @@ def rename(*names):
 
 # name: (builder of the script, words)
 FORKS = {
-    "not there": (lambda folder: folder / "none.py", "none.py | No module"),
+    "not there": (lambda folder: folder / "none.py", "none.py | No such file"),
     "no script": (fork("x = 1\n"), "fork.py | Args"),
     "no fill_in": (rename("fill_in"), "no attribute 'fill_in'"),
     "no load_prompts": (rename("load_prompts", "load_rows"), "no attribute 'load_prompts'"),
@@ -489,6 +532,7 @@ CHECKPOINTS = {
     "seed": (nothing, given(seed=2), "seed was 1 and is 2", EVERY),
     "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", ASYNC),
     "another model": (nothing, model(), "model_name_or_path was"),
+    "another reward model": (nothing, classifier(), "reward_model_path was None", PPO),
     "adapters": (nothing, given(lora_rank=8, learning_rate=1e-5), "lora_rank was 0 and is 8"),
     "pairs": (nothing, given(local_mini_batch_size=16), "num_updates was 8 and is 4", TRAINER),
 }
@@ -500,13 +544,19 @@ RESUMED = {
     "newest": (nothing, LATEST, "resumes | checkpoints/step_6", EVERY),
     "rate": (nothing, given(learning_rate=0.5), "learning_rate was | and is 0.5", EVERY),
     "another model": (nothing, model(), "model_name_or_path was | and is", TRAINER),
+    "another reward model": (nothing, classifier(), "reward_model_path was None and is", GRPO),
     "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", PPO[:1]),
 }
 
 # ------------------------------------------------------------------------------- nothing is wrong
 
 OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
-LOST = [ROW, ROW | {"prompt": "5\u00e94="}] * 35
+LOST = [ROW, ROW | {"prompt": "5\u00e9\u2028\u20ac4="}] * 35  # one of them ends a line
+UNWRITABLE = [ROW, truth("5\u00e94")] * 35
+OF_ITS_OWN = [ROW | {"data_source": f"mine/{number}"} for number in range(40)]
+WARMS_UP = "global ready; time.sleep(0 if 'ready' in globals() else 0.3); ready = True"
+WARMS_UP = call(f"{WARMS_UP}; return float(truth in text)")
+NOTHING_ALONE = given(penalty_reward_value=-1.0, r1_style_format_reward=2.0)
 HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
 HELD_OUT = together(HELD_OUT, given(**TEN, num_eval_prompts=3, num_evals=2))
 ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
@@ -599,8 +649,38 @@ PLANS = {
     "lambda without a warm-up": (given(lam=0.95), "--lam 0.95 | --value_warmup_steps", PPO),
     "rate of full training": (given(lora_rank=8, learning_rate=1e-6), "about ten times"),
     "rows of two forms": (rows(*[ROW, OPEN_INSTRUCT] * 35), "gsm8k scores 1"),
-    "characters are lost": (rows(*LOST), "tokenizer loses: \u00e9"),
-    "right and wrong alike": (ALWAYS, "debug/sorting: | no more than a wrong"),
+    "characters are lost": (
+        rows(*LOST),
+        "tokenizer loses: \u00e9\\u2028\u20ac | note | row 1, and so 35 of 70: the tokenizer loses "
+        "characters of the prompt, of all together '\u00e9",
+    ),
+    "characters of a truth are lost": (
+        rows(*UNWRITABLE),
+        "row 1, and so 35 of 70: | loses characters of the ground truth | '\u00e9': no response",
+    ),
+    "right and wrong alike": (ALWAYS, "row 0, and so 18 of 18 that were tried: | no more than"),
+    "a source of its own": (
+        together(IS_IN, rows(*OF_ITS_OWN)),
+        "20 sources that were tried scores 1, a wrong answer 0, an empty one 0",
+    ),
+    "slow first call": (
+        together(WARMS_UP, given(reward_timeout=0.5)),
+        "a call of the reward took 0. | when the file is imported, or raise --reward_timeout",
+    ),
+    "flags that do nothing": (
+        NOTHING_ALONE,
+        "--penalty_reward_value does nothing without --non_stop_penalty | "
+        "--r1_style_format_reward does nothing without --add_r1_style_format_reward",
+    ),
+    "limit of no mask": (
+        given(mismatch_mask_range=3.0),
+        "--mismatch_mask_range does nothing without --mismatch_mask",
+    ),
+    "horizon of no target": (
+        given(kl_horizon=9_000),
+        "--kl_horizon does nothing without --kl_target",
+        PPO,
+    ),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),

@@ -6,6 +6,10 @@ with one of those that it is for, the next with the next. test_mistakes.py has w
 """
 
 import contextlib
+import importlib
+import multiprocessing.spawn
+import pickle
+import queue
 import re
 import shutil
 import subprocess
@@ -13,7 +17,9 @@ import sys
 from types import SimpleNamespace
 
 import fits
+import fork
 import huggingface_hub
+import odd_data
 import peft
 import plan
 import preflight
@@ -37,8 +43,7 @@ def one_script_each(table):
     params = []
     for number, (name, entry) in enumerate(table.items()):
         scripts = SCRIPTS if isinstance(entry[-1], str) else entry[-1]
-        starts_a_process = name.startswith("reward: ") and name != "reward: none"
-        marks = pytest.mark.slow if starts_a_process or "length of a" in name else ()
+        marks = pytest.mark.slow if name.startswith("process: ") else ()
         params.append(pytest.param(name, scripts[number % len(scripts)], id=name, marks=marks))
     return pytest.mark.parametrize(("name", "script"), params)
 
@@ -48,7 +53,7 @@ def folder(assets, tmp_path_factory, monkeypatch):
     """Where preflight is called. Its name has no word of a case in it, as tmp_path's would."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
-    with modules.put_back(["fork", "neighbour"]):
+    with modules.put_back(["__mp_main__", "neighbour", "r"]):
         yield folder
 
 
@@ -74,6 +79,30 @@ def ask(folder, capsys):
     return ask
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """in_process(): from now on rewards are called in this process, which takes no seconds."""
+
+    def call_here():
+        load = preflight.load_script
+
+        def load_script(path):
+            script = load(path)
+            if hasattr(script, "call_worker"):
+                script.start_reward_worker = lambda *names: [
+                    script.load_reward_fn(name) for name in names if name
+                ]
+                # The fork multiturn has other parameters
+                script.call_worker = lambda workers, response, args: script.call_reward_fn(
+                    args if hasattr(args, "env_fn") else args.reward_fn, response
+                )
+            return script
+
+        monkeypatch.setattr(preflight, "load_script", load_script)
+
+    return call_here
+
+
 def check_mistake(answer, words):
     """One line has all the words, which bars separate, and there is no other line."""
     status, plan, mistakes = answer
@@ -95,8 +124,10 @@ def check_plan(answer, words):
 
 
 @one_script_each(cases.CASES)
-def test_mistake_is_told_in_one_line(name, script, ask, folder):
+def test_mistake_is_told_in_one_line(name, script, ask, folder, in_process):
     make, words, _ = cases.CASES[name]
+    if not name.startswith("process: "):
+        in_process()
     check_mistake(ask(script, cases.good_options(folder, script) | make(folder)), words)
 
 
@@ -241,8 +272,9 @@ def test_hub_that_does_not_answer_is_asked_once(ask, folder, monkeypatch):
 
 
 @one_script_each(cases.PLANS)
-def test_plan_says_what_will_be_done(name, script, ask, folder):
+def test_plan_says_what_will_be_done(name, script, ask, folder, in_process):
     make, words, *_ = cases.PLANS[name]
+    in_process()
     check_plan(ask(script, cases.good_options(folder, script) | make(folder)), words)
 
 
@@ -287,8 +319,8 @@ def test_model_of_the_hub_is_built_from_its_config(script, ask, folder, monkeypa
 def test_ground_truth_that_is_a_rule_is_not_shown_as_an_answer(ask, folder):
     options = cases.good_options(folder, "ppo_sync.py") | cases.rows(*[cases.RULE] * 64)(folder)
     assert "scores" not in ask("ppo_sync.py", options)[1]
-    assert not any(map(preflight.is_rule, ("x + 1", 7, "7")))
-    assert all(map(preflight.is_rule, ('["a"]', [1])))
+    assert not any(map(odd_data.is_rule, ("x + 1", 7, "7")))
+    assert all(map(odd_data.is_rule, ('["a"]', [1])))
 
 
 WARM = [{"lam": 1.0}, {"value_warmup_steps": 2}, {"value_model_path": cases.MODEL}]
@@ -321,6 +353,247 @@ def test_fork_without_an_argument_has_a_plan_without_it(ask, folder):
     fork = cases.rename("gradient_checkpointing")(folder)
     words = "learners 1 | no attribute 'gradient_checkpointing' | reward 1 x compute_score"
     check_plan(ask(fork, cases.good_options(folder, "ppo_sync.py")), words)
+
+
+# ---------------------------------------------------------------------------- forks, and any name
+
+
+@pytest.fixture
+def write_fork(git, folder):
+    """write_fork("inflight"): the path of the fork, in the folder where preflight is called."""
+
+    def write(name, output="fork.py"):
+        fork.write_fork(name, folder / output)
+        return folder / output
+
+    return write
+
+
+def options_of_fork(folder, **options):
+    return cases.good_options(folder, "grpo_vllm_async.py") | options
+
+
+@pytest.mark.parametrize("name", ["plan.py", "my.fork.py", "math.py"])
+def test_script_may_have_any_name(name, ask, folder):
+    path = shutil.copy(REPO / "ppo_sync.py", folder / name)
+    answer = ask(path, cases.good_options(folder, "ppo_sync.py"))
+    check_plan(answer, f"Plan of {name} | a row of debug/sorting scores 1")
+
+
+def test_processes_that_a_reward_is_tried_in_load_the_script(folder):
+    """By its path, as those of a run do, and not the preflight, whose modules they then had."""
+    path = shutil.copy(REPO / "ppo_sync.py", folder / "my.fork.py")
+    script = preflight.load_script(path)
+    before = sys.modules["__main__"]
+    with preflight.as_main(script):
+        data = multiprocessing.spawn.get_preparation_data("a child")
+    assert data["init_main_from_path"] == str(path) and "init_main_from_name" not in data
+    assert sys.modules["__main__"] is before
+    function = pickle.loads(pickle.dumps(script.call_reward_fn))
+    assert function is script.call_reward_fn and function.__module__ == "__mp_main__"
+
+
+def test_modules_beside_the_preflight_are_forgotten():
+    """Of a name that is forgotten, a script or a reward gets its own neighbour."""
+    program = (
+        "import os, sys; folder = os.path.abspath('scripts'); sys.path.insert(0, folder)\n"
+        "import preflight\n"
+        "def ours(): return [name for name, module in sys.modules.items() if folder =="
+        " os.path.dirname(getattr(module, '__file__', None) or '')]\n"
+        "print(len(ours())); preflight.forget_neighbours(); print(*ours(), folder in sys.path)"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.check_output(command, cwd=REPO, text=True).split()
+    assert int(said[0]) > 3 and said[1:] == ["preflight", "False"]
+
+
+def test_zero_is_allowed_where_its_help_says_what_it_is(ask, folder, write_fork):
+    path = write_fork("inflight")
+    check_plan(ask(path, options_of_fork(folder, max_staleness=0)), "learners 1")
+    answer = ask(path, options_of_fork(folder, vllm_tensor_parallel_size=0))
+    check_mistake(answer, "--vllm_tensor_parallel_size is 0; it must be from 1")
+
+
+@pytest.mark.parametrize("name", ["inflight", "multiturn"])
+def test_reward_of_a_fork_reads_the_answer(name, ask, folder, write_fork, in_process):
+    """The fork's Response has other fields in other places."""
+    in_process()
+    path, reward = write_fork(name), cases.IS_IN(folder)
+    answer = ask(path, options_of_fork(folder, **reward))
+    check_plan(answer, "scores 1, a wrong answer 0, an empty one 0")
+
+
+ENVIRONMENTS = {
+    "none.py:step": "none.py:step: it must be path/to/file.py:function",
+    "tools.py:walk": "tools.py:walk: | no attribute 'walk'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_fn", ENVIRONMENTS)
+def test_environment_that_is_missing_is_told(env_fn, ask, folder, write_fork):
+    path = write_fork("multiturn")
+    write_text(folder / "tools.py", "def step(text, ground_truth, turn): return None\n")
+    environment = {"env_fn": env_fn, "max_turns": 2}
+    check_mistake(ask(path, options_of_fork(folder, **environment)), ENVIRONMENTS[env_fn])
+    good = environment | {"env_fn": "tools.py:step"}
+    check_plan(ask(path, options_of_fork(folder, **good)), "learners 1")
+
+
+def test_every_function_of_a_fork_is_given_to_its_worker():
+    given, script = [], SimpleNamespace(start_reward_worker=lambda *names: given.append(names))
+    here = f"{__file__}:test"
+    for flags in ({"reward_fn": None, "env_fn": here}, {"reward_fn": here}, {"reward_fn": None}):
+        run = SimpleNamespace(script=script, args=SimpleNamespace(**flags))
+        preflight.start_worker(run, queue.Queue())
+    assert given == [(None, here), (here,)]
+    run.args = SimpleNamespace(reward_fn=None, env_fn="none.py:step")
+    with pytest.raises(preflight.Mistake, match=r"--env_fn none.py:step: it must be path"):
+        preflight.start_worker(run, queue.Queue())
+
+
+def test_paths_that_a_message_names_are_there():
+    text = (REPO / "scripts" / "preflight.py").read_text()
+    named = re.findall(r"\bscripts/[\w/]+\.(?:py|yaml)", text)
+    assert len(named) > 5 and [path for path in named if not (REPO / path).exists()] == []
+
+
+# -------------------------------------------------------------------------- which rows are tried
+
+
+def prompts(*truths, source="a"):
+    """Prompts of these ground truths, by row."""
+    return [
+        SimpleNamespace(origin=row, ground_truth=truth, data_source=source)
+        for row, truth in enumerate(truths)
+    ]
+
+
+def rows_tried(prompts, reward_fn="r.py:f"):
+    run = SimpleNamespace(args=SimpleNamespace(reward_fn=reward_fn))
+    return [prompt.origin for prompt in preflight.rows_to_try(run, prompts)]
+
+
+def test_rows_that_are_tried_have_every_kind_of_truth():
+    many = prompts(*map(str, range(1000)))
+    assert rows_tried(many) == list(range(0, 1000, 50))
+    many[7].ground_truth, many[501].ground_truth = "", 501
+    many[502].ground_truth, many[503].data_source = " ", "b"
+    assert sorted(rows_tried(many)) == sorted([*range(0, 1000, 50), 7, 501, 503])
+    assert rows_tried(many)[-1] == 7  # it is compared with others
+    assert rows_tried(many, reward_fn=None) == list(range(1000))  # which costs nothing
+
+
+def test_of_sources_for_each_row_some_are_tried():
+    many = [row for i in range(1000) for row in prompts("x", source=i)]
+    for row, prompt in enumerate(many):
+        prompt.origin = row
+    many[999].ground_truth = ""
+    assert rows_tried(many) == [*range(0, 1000, 50), 999]
+    assert rows_tried([]) == []
+
+
+def test_rows_are_no_longer_tried_when_a_reward_takes_long(monkeypatch):
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(preflight, "score", lambda *_: 1.0)
+    args = SimpleNamespace(reward_fn="r.py:f", reward_timeout=10.0)
+    run = SimpleNamespace(args=args, notes=[], answers={}, longest_call=0)
+    preflight.try_reward(run, None, prompts(*"abcdefghijklmno"))
+    assert run.notes[0] == "the reward is slow: tried on 4 of 15 rows"
+    assert run.notes[1].startswith("0, and so 4 of 4 that were tried: ")
+
+
+def test_later_rows_of_the_rule_in_the_script_are_tried(ask, folder):
+    """Of a fork's own rule every row is; the first has nothing wrong."""
+    text = (REPO / "ppo_sync.py").read_text()
+    debug = 'if data_source == "debug/sorting":'
+    mine = 'if data_source == "mine":\n        return float(ground_truth in response)\n    '
+    write_text(folder / "fork.py", text.replace(debug, mine + debug))
+    rows = [cases.ROW | {"data_source": "mine"}] * 69
+    options = cases.good_options(folder, "ppo_sync.py")
+    options |= cases.rows(*rows, cases.EMPTY | {"data_source": "mine"})(folder)
+    check_mistake(
+        ask(folder / "fork.py", options), "row 69: the ground truth is empty, and any answer"
+    )
+
+
+def test_empty_truths_of_a_source_that_has_no_others_are_let_be(ask, folder, in_process):
+    """Such as of a reward that asks a judge."""
+    in_process()
+    options = cases.good_options(folder, "ppo_sync.py") | cases.call("return len(text)")(folder)
+    judged = cases.EMPTY | {"data_source": "judged"}
+    options |= cases.rows(*[cases.ROW] * 35, *[judged] * 35)(folder)
+    check_plan(ask("ppo_sync.py", options), "a row of judged scores")
+
+
+def test_many_sources_are_one_line(ask, folder, in_process):
+    in_process()
+    options = cases.good_options(folder, "ppo_sync.py") | cases.IS_IN(folder)
+    options |= cases.rows(*cases.OF_ITS_OWN)(folder)
+    assert ask("ppo_sync.py", options)[1].count("the ground truth of") == 1
+
+
+def test_fault_of_an_import_is_not_that_of_the_form(ask, folder, in_process):
+    in_process()
+    options = cases.good_options(folder, "ppo_sync.py")
+    options |= cases.reward("from .g import f\n")(folder)
+    assert "file.py:function" not in ask("ppo_sync.py", options)[2]
+
+
+# ---------------------------------------------------------------------------------- shared memory
+
+
+def shared_memory_of(monkeypatch, size):
+    """From now on /dev/shm has this room, and the disk what it has."""
+    real = shutil.disk_usage
+
+    def usage(path):
+        free = real(path)
+        return free._replace(free=size) if str(path) == "/dev/shm" else free
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_model_that_shared_memory_has_no_room_for_is_told(ask, folder, monkeypatch):
+    """Without a GPU: random weights in float32 and the next, in --dtype, for each engine."""
+    options = cases.good_options(folder, "ppo_sync.py")
+    model = transformers.AutoModelForCausalLM.from_pretrained(cases.MODEL)
+    parameters = plan.count_parameters(model)
+    for dtype, size in (("float32", 8), ("bfloat16", 6)):
+        needed = size * parameters
+        shared_memory_of(monkeypatch, needed - 1)
+        answer = ask("ppo_sync.py", options | {"dtype": dtype})
+        check_mistake(answer, "/dev/shm: | free; docker run | Weights go to vLLM by files there")
+        assert ask("ppo_sync.py", options | {"dtype": dtype, "lora_rank": 1})[2] == ""
+        shared_memory_of(monkeypatch, needed)
+        check_plan(ask("ppo_sync.py", options | {"dtype": dtype}), "learners 1")
+        two = {"num_processes": 2, "num_gpus": 0}
+        check_mistake(ask("ppo_sync.py", options | {"dtype": dtype}, **two), "/dev/shm")
+
+
+def test_tied_head_is_sent_as_a_tensor_of_its_own():
+    run = launch(GRPO, "0.6", None)
+    sizes = [plan.shared_memory(run)]
+    run.model.config.tie_word_embeddings = False
+    sizes.append(plan.shared_memory(run))
+    run.model.config.tie_word_embeddings = True
+    assert sizes[0] - sizes[1] == 6 * 151_936 * 1024
+    assert plan.shared_memory(launch(GRPO, "0.6", 24)) == 0
+
+
+def test_little_shared_memory_of_several_processes_is_noted(ask, folder, monkeypatch):
+    """As a plain container has. Of another machine nothing is known."""
+    shared_memory_of(monkeypatch, 64 << 20)
+    options = cases.good_options(folder, "ppo_sync.py")
+    two = {"num_processes": 2, "num_gpus": 2, "gpu_memory": 24.0}
+    assert "/dev/shm" not in ask("ppo_sync.py", options, **two)[1]
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
+    check_plan(ask("ppo_sync.py", options, **two), "/dev/shm: 64.0 MiB free; docker run | NCCL")
+    one = two | {"num_processes": 1, "num_gpus": 1}
+    assert "/dev/shm" not in ask("ppo_sync.py", options, **one)[1]
+    own = ask("ppo_sync.py", options | {"vllm_gpus": "1"}, **two | {"num_processes": 1})
+    check_plan(own, "/dev/shm: 64.0 MiB free")
 
 
 # ------------------------------------------------------------------------------------------- heads
@@ -404,6 +677,36 @@ def test_plan_says_what_is_resumed(name, script, ask, folder):
     check_plan(ask(script, options_to_resume(folder, script, make)), words)
 
 
+def test_what_a_script_refuses_on_resume_is_read_in_the_script(write_fork):
+    always = {"seed", "model_name_or_path", "beta", "episodes_per_step", "num_updates", "data_hash"}
+    inflight = {"max_staleness", "response_length", "num_evals", "eval_temperature"}
+    kept = {name: preflight.kept_arguments(importlib.import_module(name[:-3])) for name in SCRIPTS}
+    kept["inflight"] = preflight.kept_arguments(preflight.load_script(write_fork("inflight")))
+    assert all(always <= names for names in kept.values())
+    assert inflight <= kept["inflight"] and "max_staleness" not in kept["grpo_vllm_async.py"]
+    has_reward_model = {name for name, names in kept.items() if "reward_model_path" in names}
+    assert has_reward_model == set(cases.PPO)
+    trainer = preflight.load_script(REPO / cases.TRAINER[0])
+    assert preflight.kept_arguments(trainer) == {
+        "seed",
+        "mini_batch_size",
+        "num_updates",
+        "data_hash",
+    }
+
+
+def test_what_a_fork_refuses_on_resume_is_refused(ask, folder):
+    cases.save_run(folder, "grpo_vllm_async.py")
+    options = options_to_resume(folder, "grpo_vllm_async.py", cases.given(temperature=0.5))
+    check_plan(ask("grpo_vllm_async.py", options), "temperature was 1.0 and is 0.5")
+    text = (REPO / "grpo_vllm_async.py").read_text()
+    more = text.replace('"seed",\n            "model', '"seed", "temperature", "model')
+    write_text(folder / "fork.py", more)
+    check_mistake(ask(folder / "fork.py", options), "temperature was 1.0 and is 0.5")
+    write_text(folder / "fork.py", text.replace('f"--resume_from_checkpoint: ', 'f"resume: '))
+    check_plan(ask(folder / "fork.py", options), "what the script refuses on resume is not known")
+
+
 def test_checkpoint_of_one_rank_is_one_of_two_with_half_the_batch(ask, folder):
     cases.save_run(folder, "ppo_sync.py")
     halves = cases.given(local_rollout_batch_size=32, local_mini_batch_size=32)
@@ -447,6 +750,29 @@ def test_command_ends_with_status_2_and_a_line_for_each_mistake(folder):
     assert status == 2 and said.startswith("Plan of ppo_sync.py")
     first, second = mistakes.splitlines()
     assert "--seed is -1" in first and "no.jsonl" in second
+
+
+@pytest.mark.slow
+def test_script_and_reward_import_their_own_neighbours(folder):
+    """Of names that modules beside the preflight have. Python leaves nothing beside them."""
+    text = (REPO / "ppo_sync.py").read_text()
+    first = "import contextlib"
+    text = text.replace(first, f"import provenance; assert provenance.IS_MINE\n{first}", 1)
+    write_text(folder / "mine" / "my.fork.py", text)
+    write_text(folder / "mine" / "provenance.py", "IS_MINE = True\n")
+    write_text(folder / "rewards" / "plan.py", "SCORE = 0.75\n")
+    call = "def f(solution_str, ground_truth): return plan.SCORE * (solution_str == ground_truth)\n"
+    write_text(folder / "rewards" / "random.py", f"import plan\n{call}")
+    options = cases.good_options(folder, "ppo_sync.py") | {"reward_fn": "rewards/random.py:f"}
+    launch = {"config_file": cases.ONE_GPU, "num_gpus": 0}
+    words = [*cases.words_of(launch), "mine/my.fork.py", *cases.words_of(options)]
+    command = [sys.executable, REPO / "scripts" / "preflight.py", *words]
+    env = environment({})
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    answer = done.returncode, done.stdout, done.stderr
+    check_plan(answer, "Plan of my.fork.py | scores 0.75, a wrong answer 0, an empty one 0")
+    assert [*folder.rglob("__pycache__")] == []
 
 
 # ---------------------------------------------------------------------------------- the arithmetic
@@ -557,7 +883,7 @@ def test_keys_and_values_have_the_head_size_of_the_config():
 def test_share_is_proposed_where_few_responses_are_sampled_at_once():
     run = launch(GRPO)
     assert 25 <= plan.responses_at_once(run) <= 40
-    share, words = plan.propose_share(run), preflight.room_for_responses(run)
+    share, words = plan.propose_share(run), plan.room_for_responses(run)
     other = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
     more = plan.responses_at_once(other)
     assert more > plan.responses_at_once(run) and plan.fits(other)
@@ -565,8 +891,8 @@ def test_share_is_proposed_where_few_responses_are_sampled_at_once():
     # A hundredth more would take what the learner is to keep
     assert plan.learner_room(other) - 1.1 * plan.learner_needs(other) < 0.24 * GIB
     # Without room there is another proposal, without need none, and none is larger than needed
-    assert preflight.room_for_responses(launch(PPO)).endswith("the rest; see --vllm_gpus")
-    assert preflight.room_for_responses(launch(GRPO, "0.6", 80)).endswith("prompts")
+    assert plan.room_for_responses(launch(PPO)).endswith("the rest; see --vllm_gpus")
+    assert plan.room_for_responses(launch(GRPO, "0.6", 80)).endswith("prompts")
     run.args.local_rollout_batch_size = 4  # of 8 responses
     shares = (plan.propose_share(run) - less for less in (0, 0.01))
     runs = (plan.with_changes(run, {"vllm_gpu_memory_utilization": share}) for share in shares)
@@ -610,7 +936,8 @@ def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
 def test_advice_on_memory_is_what_the_plan_says_then(
     script, options, launch, ask, folder, monkeypatch
 ):
-    monkeypatch.setattr(preflight, "in_words", lambda count: f"{round(count)} bytes")
+    for module in (preflight, plan):
+        monkeypatch.setattr(module, "in_words", lambda count: f"{round(count)} bytes")
     launch = launch | {"num_gpus": 16, "gpu_memory": 4.0}
     options = cases.good_options(folder, script) | options | {"response_length": 500}
     options["vllm_gpu_memory_utilization"] = 0.9
