@@ -101,7 +101,8 @@ def folder(git, assets, reward_model, tmp_path_factory):
         write_rows(folder / name, [pair] * 64)
     rewards = block_of("rewards.md", r"    # my_rewards.py\n((?:    .*\n)+)")
     write_text(folder / "my_rewards.py", rewards)
-    step = block_of("forks.md", r"```python\n(def step(?:.*\n)+?)```")
+    text = (REPO / "docs" / "forks.md").read_text()
+    step = re.search(r"```python\n(def step.*?)```", text, re.DOTALL)[1]
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
     for name in {word for command in COMMANDS for word in command if "Qwen/" in word}:
         shutil.copytree(assets / "model", folder / name)
