@@ -718,8 +718,8 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     if "gsm8k" in str(data_source):
         return grade_gsm8k(response, ground_truth)
     raise NotImplementedError(
-        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math* and *hellaswag* use "
-        f"--reward_fn scripts/rewards/graders.py:compute_score, for others one of your own"
+        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
+        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
     )
 
 

@@ -598,7 +598,8 @@ GOES_ON = "ends an answer with '<|end|>' | no stop token | --stop_token '<|end|>
 SECOND = template("{{ messages[0].content }}{{ messages[1].content }}")
 IMAGE = {"images": [{"path": "1.png"}]}
 DIALOGUE = {"chosen": [ASK, SAYS], "rejected": [ASK, SAYS | {"content": "1"}]}
-RENDERED = {side: [ASK | {"content": "<|user|>1="}, says] for side, (_, says) in DIALOGUE.items()}
+ASKS_RENDERED = ASK | {"content": "<|user|>1="}
+RENDERED = {name: [ASKS_RENDERED, answer] for name, (_, answer) in DIALOGUE.items()}
 HELD_OUT_MAIN = given(eval_dataset="gsm8k", eval_dataset_config="main", eval_dataset_split="train")
 HELD_OUT_MAIN = together(lambda folder: several(folder) and {}, HELD_OUT_MAIN)
 # name: (builder, words of the plan), for the three scripts; or with the scripts that it is for

@@ -141,10 +141,15 @@ def load(name):
 
 
 @pytest.fixture(scope="module")
-def extract_code():
+def sandbox():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_SANDBOX_URL", "http://sandbox/run_code")  # it loads without bubblewrap
-        return load("code_sandbox_of_forms").extract_code
+        return load("code_sandbox_of_forms")
+
+
+@pytest.fixture
+def extract_code(sandbox):
+    return sandbox.extract_code
 
 
 def passes(program):
@@ -172,10 +177,15 @@ def test_body_of_a_function_keeps_its_indentation(extract_code):
     assert extract_code(f"1. So:\n{block(body, margin='   ')}") == body
 
 
+def test_block_ends_at_a_fence_that_is_as_long(sandbox):
+    text = "````\na\n```\n~~~~\nb\n````` \nc\n"
+    assert sandbox.fenced_blocks(text) == [("", "a\n```\n~~~~\nb\n")]
+
+
 LONG_TEXTS = [
     "```\n" * 8000,
     '```python\n"""\n' + "```python\n```\n" * 4000,
-    " " * 100_000 + "x",
+    " " * 300_000 + "x",
     "1. " * 50_000 + "x",
     "```x" * 50_000,
     "```\n```" + "</a> " * 40_000 + "x",
