@@ -835,7 +835,9 @@ def start_reward_worker(reward_fn):
     # Long imports are done once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
-    process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
+    # Where the run starts there may be a random.py, which Python must not take for its own
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+        process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
     process_groups.append(process_group)
     return executor, process_group
 
@@ -1527,6 +1529,7 @@ def vllm_settings(gpus, folder, max_length, args):
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONSAFEPATH": "1",  # see start_reward_worker
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {

@@ -7,9 +7,9 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 14_255,
-    "ppo_vllm_async.py": 14_720,
-    "grpo_vllm_async.py": 14_630,
+    "ppo_sync.py": 14_275,
+    "ppo_vllm_async.py": 14_740,
+    "grpo_vllm_async.py": 14_650,
     "scripts/train_reward_model.py": 4_030,
     "scripts/preflight.py": 7_200,
     "scripts/odd_data.py": 900,

@@ -513,3 +513,19 @@ def test_killed_script_leaves_no_worker_that_holds_the_gil(at_its_start, tmp_pat
         end(process)
         for left in processes_with(mark):
             left.kill()
+
+
+@pytest.mark.slow
+def test_reward_beside_which_a_run_starts_may_have_the_name_of_pythons_own(tmp_path):
+    """The fork server's Python would look in the working folder first."""
+    write_text(tmp_path / "random.py", "def score(response):\n    return 0.5")
+    program = write_text(tmp_path / "elsewhere" / "calls.py", f"{CALLS}    print('answered')\n")
+    done = subprocess.run(
+        [sys.executable, str(program), "random.py:score", ""],
+        cwd=tmp_path,
+        env=environment({"PYTHONPATH": str(REPO)}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "answered" in done.stdout, done.stderr[-2000:]
