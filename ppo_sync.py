@@ -141,243 +141,6 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
-FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
-
-# Logits that exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, which small chunks would
-# slow
-LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
-# Programs that work on a run's folder; a copy of this script may be without
-PROGRAMS = Path(__file__).with_name("scripts")
-# Seconds for the start of vLLM or a reward worker, and for each message of a weight sync
-START_TIMEOUT = 1800
-WEIGHT_SYNC_TIMEOUT = 300
-
-
-@dataclass
-class Args:
-    """What a run is told."""
-
-    # -- The run
-    exp_name: str = Path(__file__).stem
-    """name of the experiment"""
-    seed: int = 1
-    """seed of everything random"""
-    run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed and the time"""
-    output_dir: str = "output"
-    """folder of all runs"""
-
-    # -- Data
-    dataset: str = "debug_assets/train.parquet"
-    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
-    dataset_config: str | None = None
-    """its configuration, where there are several"""
-    dataset_split: str = "train"
-    """its split, unless it is a file"""
-    eval_dataset: str | None = None
-    """held-out prompts, in the same form; None: no evaluation"""
-    eval_dataset_config: str | None = None
-    """its configuration, where there are several"""
-    eval_dataset_split: str = "test"
-    """its split, unless it is a file"""
-    max_prompt_token_length: int = 256
-    """longer prompts are dropped"""
-
-    # -- Models
-    model_name_or_path: str = "debug_assets/model"
-    """policy and reference policy: a folder or a name on the hub"""
-    model_revision: str | None = None
-    """its revision on the hub"""
-    tokenizer_name_or_path: str | None = None
-    """None: the policy's"""
-    chat_template: str | None = None
-    """file with a Jinja chat template; None: the tokenizer's own"""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """of forward passes and vLLM; trained weights stay float32"""
-    attn_implementation: str = "sdpa"
-    """sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
-    lora_rank: int = 0
-    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
-    lora_alpha: int = 32
-    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
-    reward_model_path: str | None = None
-    """one-label classifier with the policy's tokenizer"""
-    reward_model_revision: str | None = None
-    """its revision on the hub"""
-    value_model_path: str | None = None
-    """start of the value model; None: the reward model, or else the policy"""
-
-    # -- Optimization
-    learning_rate: float = 1e-6
-    """learning rate of the policy"""
-    value_learning_rate: float = 1e-5
-    """learning rate of the value model"""
-    value_warmup_steps: int = 0
-    """first steps, in which only the value model learns"""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """learning rate after its warm-up"""
-    warm_up_steps: int = 0
-    """a model's first updates (not steps), in which its learning rate rises"""
-    warmup_ratio: float = 0.0
-    """warm_up_steps as a share of all updates"""
-    eps: float = 1e-8
-    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
-    weight_decay: float = 0.0
-    """AdamW's"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
-
-    # -- Batches
-    total_episodes: int = 100_000
-    """responses to train on"""
-    number_samples_per_prompt: int = 1
-    """responses sampled for each prompt: a group"""
-    local_rollout_batch_size: int = 256
-    """prompts per training step and rank"""
-    local_mini_batch_size: int = 64
-    """responses per optimizer update and rank"""
-    per_device_train_batch_size: int = 8
-    """responses per forward and backward pass of a rank: a micro-batch"""
-    local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of reference policy and reward model"""
-    micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
-    num_epochs: int = 1
-    """passes over each batch"""
-    num_evals: int = 10
-    """evaluations while training, the first before any update; one more at the end"""
-    num_eval_prompts: int = 500
-    """held-out prompts, the same for every seed; 0: all"""
-    eval_temperature: float = 0.0
-    """of evaluations; 0: greedy"""
-
-    # -- Generation
-    response_length: int = 256
-    """most tokens in a response"""
-    stop_token: str | None = None
-    """another token that ends a response; "eos": the tokenizer's"""
-    stop_token_id: int | None = None
-    """another token that ends a response, as an id"""
-    temperature: float = 1.0
-    """of sampling, and of all log-probabilities"""
-    vllm_gpus: tuple[int, ...] = ()
-    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
-    vllm_tensor_parallel_size: int = 1
-    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
-    vllm_gpu_memory_utilization: float | None = None
-    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
-    vllm_enforce_eager: bool = False
-    """no CUDA graphs: starts faster, generates slower"""
-
-    # -- Reward
-    reward_model_multiplier: float = 1.0
-    """times the reward model's score; 0: PPO's value model still starts from it"""
-    apply_verifiable_reward: bool = True
-    """score responses with compute_score or reward_fn"""
-    verification_reward: float = 1.0
-    """times the verifiable score"""
-    reward_fn: str | None = None
-    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
-    reward_workers: int | None = None
-    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
-    reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
-    add_r1_style_format_reward: bool = False
-    """reward <think>...</think><answer>...</answer>"""
-    r1_style_format_reward: float = 1.0
-    """worth of that form"""
-    non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value instead"""
-    penalty_reward_value: float = -10.0
-    """with non_stop_penalty: score of a response without a stop token"""
-    min_response_length: int = 0
-    """with non_stop_penalty: shorter responses are penalized, too"""
-
-    # -- The algorithm
-    beta: float = 0.001
-    """weight of the KL penalty in the reward (with kl_target: at first); 0: no reference policy"""
-    kl_target: float = 0.0
-    """KL of a response that beta is adapted to (1909.08593, 2.2); 0: beta is constant"""
-    kl_horizon: int = 10_000
-    """episodes in which beta changes by a fifth where the KL is far off"""
-    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
-    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
-    whiten_rewards: bool = False
-    """to unit variance, keeping the mean"""
-    cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]; GRPO has a cliprange_higher"""
-    dual_clip: float = 0.0
-    """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
-    cliprange_value: float = 0.0
-    """values are clipped to within this of the old ones; 0: no clipping"""
-    gamma: float = 1.0
-    """discount per token"""
-    lam: float = 1.0
-    """GAE's lambda for advantages; below 1, warm the value model up first (docs/ppo_sync.md)"""
-    value_lam: float = 1.0
-    """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
-    tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
-    mismatch_mask: Literal["none", "token", "sequence"] = "none"
-    """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
-    mismatch_mask_range: float = 2.0
-    """far from 1 is outside [1/this, this]"""
-
-    # -- Checkpoints
-    save_freq: int = 0
-    """steps between checkpoints; 0: none"""
-    keep_last_n: int = 3
-    """newest checkpoints to keep; 0: all"""
-    resume_from_checkpoint: str | None = None
-    """a checkpoint, or latest: run_name's newest; newer ones are removed"""
-
-    # -- Output
-    with_tracking: bool = False
-    """log to Weights & Biases as well"""
-    wandb_project_name: str = "tandem"
-    """project there"""
-    wandb_entity: str | None = None
-    """its owner (user or team)"""
-    push_to_hub: bool = False
-    """upload the model at the end, by scripts/push_to_hub.py"""
-    hf_entity: str | None = None
-    """owner of the repository; None: who is logged in"""
-    hf_repo_id: str | None = None
-    """repository; None: exp_name"""
-    hf_repo_revision: str | None = None
-    """branch; None: the run's name"""
-
-    # -- Filled in at run time
-    mini_batch_size: FilledIn[int] = 0
-    """responses per update, over all ranks"""
-    world_size: FilledIn[int] = 1
-    """learner processes"""
-    local_world_size: FilledIn[int] = 1
-    """learner processes of a node"""
-    rollout_batch_size: FilledIn[int] = 0
-    """prompts per step, over all ranks"""
-    episodes_per_step: FilledIn[int] = 0
-    """responses per step, over all ranks"""
-    updates_per_step: FilledIn[int] = 0
-    """optimizer updates per step"""
-    num_training_steps: FilledIn[int] = 0
-    """of the run"""
-    num_updates: FilledIn[int] = 0
-    """of the run"""
-    stop_token_ids: FilledIn[tuple[int, ...]] = ()
-    """ids that end a response"""
-    data_hash: FilledIn[int] = 0
-    """hash of all prompts"""
-    num_sources: FilledIn[int] = 0
-    """data sources of all prompts"""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, str):  # no shell expands a quoted ~
-                setattr(self, name, os.path.expanduser(value))
-
 
 @dataclass
 class Prompt:
@@ -452,1939 +215,7 @@ class Batch:
     returns: Tensor  # (episodes, length), the value model's targets
 
 
-# ---------------------------------------------------------------------------------- small helpers
-
-
-def is_rank_0():
-    return os.environ.get("RANK", "0") == "0"
-
-
-def stable_hash(*parts):
-    """A 63-bit integer, the same in every process and on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-@contextlib.contextmanager
-def timed(metrics, name):
-    """Notes the seconds spent inside, as the metric time/<name>."""
-    start = time.perf_counter()
-    yield
-    # Kernels run behind Python; only the main thread starts any
-    if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
-        torch.cuda.synchronize()
-    metrics[f"time/{name}"] = time.perf_counter() - start
-
-
-process_groups = []  # vLLM's and the reward workers'
-folders = []  # vLLM's
-ending = threading.Lock()
-
-
-def end_children():
-    """Ends vLLM and the reward workers, with what they started and wrote."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    for process_group in process_groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process_group, signal.SIGKILL)
-
-
-def end_at_once(error):
-    """Prints an error and ends this process, whatever its threads wait for."""
-    ending.acquire()  # for good: others wait here for the end
-    try:
-        traceback.print_exception(error)
-        sys.stdout.flush()
-    finally:  # also where nobody reads what is printed
-        end_children()
-        os._exit(1)
-
-
-# ------------------------------------------------------------------------------------------- data
-
-
-@contextlib.contextmanager
-def naming_row(path, index):
-    """Turns any error inside into a ValueError that names file and row."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
-
-
-def load_rows(path, config, split):
-    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
-    if path.endswith(".jsonl"):
-        # datasets would make "01" beside 2 a 1
-        rows = []
-        with open(path, "rb") as file:
-            for line in file:
-                with naming_row(path, len(rows)):
-                    rows.append(json.loads(line))
-        return rows
-    if path.endswith(".parquet"):
-        return parquet.read_table(path).to_pylist()
-    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
-        return datasets.load_from_disk(path).to_list()
-    with tempfile.TemporaryDirectory() as cache:
-        # datasets knows a folder by its name: it would take the rows of another one, or older ones
-        cache_dir = cache if Path(path).is_dir() else None
-        return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
-
-
-def drop_nulls(value):
-    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
-
-    >>> drop_nulls([{"role": "user", "tool_calls": None}])
-    [{'role': 'user'}]
-    """
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
-
-
-def tokenize_prompt(prompt, row, tokenizer):
-    """The text of a prompt and its token ids.
-
-    prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template writes the same whatever a message says, as of a role that it does not know.
-    """
-    if isinstance(prompt, str):
-        return prompt, tokenizer(prompt)["input_ids"]
-    messages = drop_nulls(prompt)
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ValueError("it has no prompt")
-
-    def render(messages):
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=drop_nulls(row.get("tools")),
-            tokenize=False,
-            add_generation_prompt=True,
-            **drop_nulls(row.get("chat_template_kwargs") or {}),
-        )
-
-    text = render(messages)
-    for i, message in enumerate(messages):
-        if message["role"] in ("assistant", "tool"):  # which a template may leave out
-            continue
-        content = message.get("content", "")
-        more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
-        longer = message | {"content": content + more}
-        if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
-            raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
-    # The template has written the special tokens
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def uses_reward_model(args):
-    return args.reward_model_path and args.reward_model_multiplier
-
-
-def read_prompt(row, origin, tokenizer, args, is_eval):
-    """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
-
-    Its columns are verl's, `prompt` (a string, or messages), `data_source`, `reward_model: {style,
-    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`.
-    """
-    content = row.get("messages") or row.get("prompt")
-    data_source = row.get("data_source") or row.get("dataset")
-    ground_truth = row.get("ground_truth")
-    rule = row.get("reward_model") or {}
-    # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
-    if ground_truth is None and (rule.get("style") != "model" or rule.get("eval")):
-        ground_truth = rule.get("ground_truth")
-    # Without a ground truth a row may be scored by the reward model
-    if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("it has no `ground_truth`, which the reward needs")
-    # Held-out prompts are scored by a rule where they can be
-    if not args.apply_verifiable_reward and not is_eval:
-        ground_truth = None
-    if ground_truth is not None and not args.reward_fn:
-        compute_score(data_source, "", ground_truth)  # it must know the source
-    text, token_ids = tokenize_prompt(content, row, tokenizer)
-    return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
-
-
-def load_prompts(path, config, split, tokenizer, args, is_eval):
-    """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
-    rows = load_rows(path, config, split)
-    prompts, lost = [], set()
-    for index, row in enumerate(rows):
-        with naming_row(path, index):
-            prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
-        if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
-            prompts.append(prompt)
-            lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
-    if not prompts:
-        raise ValueError(
-            f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
-        )
-    if is_rank_0():
-        print(
-            f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
-            f"characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}"
-        )
-    return prompts
-
-
-def draw_prompts(num_prompts, start, count, seed):
-    """Indices of prompts number `start` to `start + count` of the run.
-
-    Each pass over the dataset is a seeded permutation.
-
-    >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
-    [0, 1, 2, 3, 4]
-    """
-    indices = []
-    while len(indices) < count:
-        pass_index, offset = divmod(start + len(indices), num_prompts)
-        generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", pass_index))
-        indices += torch.randperm(num_prompts, generator=generator).tolist()[offset:]
-    return indices[:count]
-
-
-def make_request(training_step, train_prompts, eval_prompts, args):
-    """The request for a training step; after the last, for the last evaluation alone.
-
-    Seeds are hashes: with sums, runs of neighbouring --seed would share responses.
-    """
-    steps_before, num_steps = training_step - 1, args.num_training_steps
-    count = args.rollout_batch_size if steps_before < num_steps else 0
-    drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
-    prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
-    seeds = [
-        stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
-        for i in range(len(prompts))
-    ]
-    if not evaluation_is_due(steps_before, args):
-        eval_prompts = []
-    return Request(prompts, seeds, eval_prompts)
-
-
-def evaluation_is_due(steps, args):
-    """Whether the policy is evaluated after this number of training steps.
-
-    Evaluations are two steps apart at least: an async script's steps 1 and 2 have the same weights.
-    The last step's metrics have the last evaluation.
-    """
-    num_steps = args.num_training_steps
-    num_evals = min(args.num_evals, num_steps // 2)
-    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
-
-
-# ---------------------------------------------------------------------------------------- rewards
-
-
-# A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
-NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
-
-
-def read_number(text):
-    """A number such as -$1,200.50 as a Decimal; None: it is none as a whole."""
-    text = text.replace("\u2212", "-")  # the minus of mathematics
-    if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
-        return Decimal(re.sub(r"[$,]", "", text))
-    return None
-
-
-def grade_gsm8k(response, ground_truth):
-    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
-
-    >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
-    1.0
-    """
-    truth = read_number("".join(str(ground_truth).split()).rstrip("."))
-    if truth is None:
-        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a number")
-    _, mark, end = response.rpartition("####")
-    answers = NUMBER.findall(response)[-1:]
-    if mark:
-        answers = NUMBER.findall(end)[:1] or answers
-    return float(bool(answers) and read_number(answers[0]) == truth)
-
-
-def compute_score(data_source: str, response: str, ground_truth: str) -> float:
-    """The verifiable reward of a response."""
-    if data_source == "debug/sorting":
-        return float(response.strip() == ground_truth.strip())
-    if "gsm8k" in str(data_source):
-        return grade_gsm8k(response, ground_truth)
-    raise NotImplementedError(
-        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
-        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
-    )
-
-
-def read_score(result):
-    """The score in what a reward function returned, and its metrics (verl's return a dictionary).
-
-    >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
-    (0.5, {'acc': 1.0})
-    """
-    if not isinstance(result, dict):
-        return float(result), {}
-    metrics = {
-        name: float(value)
-        for name, value in result.items()
-        if name != "score" and isinstance(value, int | float)
-    }
-    return float(result["score"]), metrics
-
-
-# The next four functions run in a reward worker's process.
-
-
-@cache
-def load_reward_fn(reward_fn):
-    """The function of path/to/file.py:function, which can import its neighbours."""
-    path, _, name = reward_fn.rpartition(":")
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
-def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
-    """How a reward function is called: inspect.BoundArguments.
-
-    By keyword where it needs no more than these names (solution_str is verl's for a response), else
-    by position. TypeError, ValueError: neither goes.
-
-    >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
-    <BoundArguments (solution_str='#### 4', ground_truth='4')>
-    """
-    signature = inspect.signature(reward_fn)
-    parameters = signature.parameters
-    text = "response" if "response" in parameters else "solution_str"
-    values = {
-        "data_source": data_source,
-        text: response,
-        "ground_truth": ground_truth,
-        "extra_info": extra_info,
-    }
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = {name: value for name, value in values.items() if takes_all or name in parameters}
-    if text in known:
-        with contextlib.suppress(TypeError):  # it needs others, too
-            return signature.bind(**known)
-    known = {"extra_info": extra_info} if "extra_info" in known else {}
-    call = signature.bind(data_source, response, ground_truth, **known)
-    if any(call.arguments.get(name, value) is not value for name, value in values.items()):
-        raise ValueError(
-            f"it takes {signature}; name all of data_source, solution_str (or response), "
-            f"ground_truth and extra_info that it takes so, or take the first three in this order"
-        )
-    return call
-
-
-def start_reward_process(reward_fn):
-    """Prepares a worker's process. Returns its id, which is its process group's, too.
-
-    It dies with its parent, the fork server (PDEATHSIG). That ends with the script, when the write
-    end of its pipe is closed everywhere: so the inherited one is closed here.
-    """
-    os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    os.close(mp.forkserver._forkserver._forkserver_alive_fd)
-    reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
-    return os.getpid()
-
-
-def call_reward_fn(reward_fn, response):
-    """A copy of a response with its verifiable reward, or with what went wrong."""
-    pid, prompt = os.getpid(), response.prompt
-    about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
-    try:
-        function = load_reward_fn(reward_fn)
-        call = reward_arguments(
-            function,
-            prompt.data_source,
-            response.text,
-            prompt.ground_truth,
-            about | (prompt.extra_info or {}),
-        )
-        score, metrics = read_score(function(*call.args, **call.kwargs))
-        if not math.isfinite(score):
-            raise ValueError(f"the reward is {score}")
-        response = replace(response, verifiable=score, reward_metrics=metrics)
-    except BaseException:  # sys.exit() raises no Exception
-        response = replace(response, failure=traceback.format_exc(limit=-1))
-    if os.getpid() != pid:  # a child that the reward has forked must not answer
-        os._exit(1)
-    return response
-
-
-# The rest runs in the learner's process.
-
-
-def start_reward_worker(reward_fn):
-    """Starts a process for --reward_fn. Returns it, and its group's id."""
-    # Long imports are done once, by the fork server
-    mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
-    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
-    # Where the run starts there may be a random.py, which Python must not take for its own
-    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-        process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
-    process_groups.append(process_group)
-    return executor, process_group
-
-
-def call_worker(workers, response, args):
-    """As call_reward_fn, in an idle worker.
-
-    --reward_fn may raise, hang, exit or crash. That costs one response its score: a worker that
-    does not answer in time, or dies, is replaced.
-    """
-    executor, process_group = workers.get()
-    try:
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
-    except Exception as error:
-        process_groups.remove(process_group)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process_group, signal.SIGKILL)
-        executor, process_group = start_reward_worker(args.reward_fn)
-        return replace(
-            response,
-            failure=f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s",
-        )
-    finally:
-        workers.put((executor, process_group))
-
-
-def grade_responses(responses, tokenizer, workers, args):
-    """Copies of the responses with texts and verifiable rewards.
-
-    workers: a queue of what start_reward_worker returns.
-    """
-
-    def grade(response):
-        prompt = response.prompt
-        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
-        response = replace(response, text=text)
-        if prompt.ground_truth is None:
-            return response
-        if args.reward_fn:
-            return call_worker(workers, response, args)
-        return replace(
-            response, verifiable=compute_score(prompt.data_source, text, prompt.ground_truth)
-        )
-
-    with ThreadPoolExecutor(args.reward_workers) as threads:
-        return list(threads.map(grade, responses))
-
-
-def check_sources(workers, prompts, args):
-    """ValueError: --reward_fn raises NotImplementedError on a data source of the prompts."""
-    of_source = {p.data_source: p for p in prompts if p.ground_truth is not None}
-    for prompt in list(of_source.values())[:50]:
-        failure = call_worker(workers, Response(prompt, [], [], stopped=False), args).failure
-        if failure and "NotImplementedError" in failure:
-            raise ValueError(f"{prompt.origin}: {failure}")
-
-
-# The parts may hold anything but these tags
-NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
-R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
-
-
-def has_r1_format(response):
-    """Whether a response has the form <think>...</think><answer>...</answer>.
-
-    The prompt may have opened <think> already.
-    """
-    text = response.text
-    if response.prompt.text.rstrip().endswith("<think>"):
-        text = "<think>" + text
-    return R1_FORMAT.fullmatch(text) is not None
-
-
-def score_responses(accelerator, reward_model, responses, args, is_eval=False):
-    """Collective. Copies of the responses with their scores.
-
-    In an evaluation the rule replaces the reward model where there is a ground truth.
-    """
-    model_scores = reward_model_scores(accelerator, reward_model, responses, args)
-    with_scores = []
-    for response, model_score in zip(responses, model_scores, strict=True):
-        has_rule = response.prompt.ground_truth is not None
-        uses_rule = has_rule and (args.apply_verifiable_reward or is_eval)
-        score = 0.0
-        if model_score is not None and not (has_rule and is_eval):
-            score += model_score * args.reward_model_multiplier
-        if uses_rule and response.verifiable is not None:
-            score += response.verifiable * args.verification_reward
-        if args.add_r1_style_format_reward and has_r1_format(response):
-            score += args.r1_style_format_reward
-        if uses_rule and response.failure:
-            score = None  # not known, which does not mean wrong
-        is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:
-            score = args.penalty_reward_value
-        with_scores.append(replace(response, model_score=model_score, score=score))
-
-    failed = [response for response in responses if response.failure]
-    if failed and is_rank_0():
-        print(
-            f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.origin}: {failed[0].failure}"
-        )
-    return with_scores
-
-
-# ----------------------------------------------------------------------------------------- models
-
-
-def revision_of(path, args):
-    return {
-        args.reward_model_path: args.reward_model_revision,
-        args.model_name_or_path: args.model_revision,
-    }.get(path)
-
-
-def lora_config(args):
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules="all-linear",
-        base_model_name_or_path=args.model_name_or_path,
-        revision=args.model_revision,
-        task_type="CAUSAL_LM",
-    )
-
-
-def add_adapter(model, args):
-    """Gives each linear layer of a frozen model, but its head, an adapter (2106.09685), in float32.
-
-    W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B is 0.
-    """
-    from peft import inject_adapter_in_model
-
-    torch.manual_seed(args.seed)
-    inject_adapter_in_model(lora_config(args), model.base_model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
-
-def set_adapter_scale(model, scale):
-    """Sets a factor on what adapters add: with 0 a policy is the model that was loaded.
-
-    peft's disable_adapters would clear requires_grad as well, which FSDP2 reads.
-    """
-    for module in model.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("default", scale)
-
-
-def load_model(auto_class, path, args, trained, **config_options):
-    """A model without dropout (1909.08593, p. 3).
-
-    It is float32 if it is trained whole, else (frozen, adapters) of args.dtype. ValueError: the
-    checkpoint lacks a tensor. A value model may lack its head: zeros, so that the first advantages
-    are rewards to come and no noise.
-    """
-    is_trained_whole = trained and not args.lora_rank
-    revision = revision_of(path, args)
-    config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, 0.0)
-    model, report = auto_class.from_pretrained(
-        path,
-        config=config,
-        revision=revision,
-        dtype=torch.float32 if is_trained_whole else getattr(torch, args.dtype),
-        attn_implementation=args.attn_implementation,
-        output_loading_info=True,
-    )
-    missing = set(report["missing_keys"])
-    if trained and missing == {"score.weight"}:
-        model.score.weight.data.zero_()
-    elif missing:
-        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
-    if auto_class is AutoModelForCausalLM:
-        # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
-        # this one
-        head = model.get_output_embeddings().weight
-        model.config.tie_word_embeddings = head is model.get_input_embeddings().weight
-    if trained and args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    # Gradient checkpointing needs training mode. Dropout is off by the config
-    model.train(trained).requires_grad_(is_trained_whole)
-    if trained and args.lora_rank:
-        add_adapter(model, args)
-    return model
-
-
-def token_logprobs(logits, labels):
-    """Log-probabilities of the labels, and entropies: each (positions,).
-
-    logits: (positions, vocabulary), at the sampling temperature; labels: (positions,), token ids.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    entropies = -torch.linalg.vecdot(logprobs.exp(), logprobs)
-    return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
-
-
-@contextlib.contextmanager
-def tf32(enabled):
-    """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
-
-    Outside, its 11 bits would round positions above 2,048 in rotary embeddings.
-    """
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def head_logits(hidden, head, soft_cap):
-    """Logits, kept within plus or minus soft_cap unless that is None.
-
-    hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
-    """
-    logits = hidden @ head.T
-    if not soft_cap:
-        return logits
-    return soft_cap * torch.tanh(logits / soft_cap)
-
-
-class ChunkedHead(torch.autograd.Function):
-    """token_logprobs of head_logits, for some positions at a time.
-
-    All logits would be the largest thing in memory. The backward pass computes them again, and adds
-    to one gradient of the head. Entropies have no gradient here (docs/fork.md). torch's
-    linear_cross_entropy knows neither entropies nor soft_cap.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
-        ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
-        size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
-        ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
-        logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
-        with tf32(in_tf32):
-            for part in ctx.parts:
-                logits = head_logits(hidden[part], head, soft_cap)
-                logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
-        ctx.save_for_backward(hidden, head, labels)
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx, logprobs_grad, _):
-        hidden, head, labels = ctx.saved_tensors
-        hidden_grad = torch.empty_like(hidden)
-        # None if the head is frozen
-        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        with tf32(ctx.in_tf32):
-            for part in ctx.parts:
-                logits = head_logits(hidden[part], head, ctx.soft_cap)
-                # The gradient of log p(label) is onehot(label) - p
-                logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
-                logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
-                if ctx.soft_cap:
-                    logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
-                hidden_grad[part] = logits_grad @ head
-                if head_grad is not None:
-                    head_grad.addmm_(logits_grad.T, hidden[part])
-        return hidden_grad, head_grad, None, None, None
-
-
-def hidden_states(model, input_ids, args):
-    """What a model's head reads: (batch, length, hidden_size).
-
-    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
-    """
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        return model.base_model(input_ids, use_cache=False).last_hidden_state
-
-
-class PolicyModel(nn.Module):
-    """A causal language model, read at the positions that predict the response tokens."""
-
-    def __init__(self, model, args):
-        super().__init__()
-        self.model = model
-        self.args = args
-        # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
-        self.scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
-        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
-        self.soft_cap = getattr(config, "final_logit_softcapping", None)
-        if self.soft_cap:
-            self.soft_cap *= self.scale
-
-    def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
-
-        mask: 1 where there is a response token.
-        """
-        hidden = hidden_states(self.model, input_ids, self.args)
-        # What is read at a position predicts the token after it
-        hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
-        labels = input_ids[mask.bool()]  # (tokens,)
-        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
-        head = self.model.get_output_embeddings().weight
-        dtype = torch.promote_types(head.dtype, torch.float32)
-        logprobs, entropies = ChunkedHead.apply(
-            hidden.to(dtype) * self.scale,
-            head.to(dtype),
-            labels,
-            self.soft_cap,
-            self.args.dtype == "bfloat16",
-        )
-        return to_rows(logprobs, mask), to_rows(entropies, mask)
-
-
-class HiddenStates(BaseModelOutputWithPast):
-    """What a base model returns; what some kinds return besides is None."""
-
-    def __getattr__(self, name):
-        return None
-
-
-@torch.no_grad()
-def check_head(policy):
-    """ValueError: a PolicyModel and its model disagree on the log-probabilities of hidden states.
-
-    Hidden states of 0 show a bias of the head, and a logit of -30 shows a multiplier or a cap.
-    """
-    model = policy.model
-    head = model.get_output_embeddings().weight
-    label = head.norm(dim=1).argmax()
-    hidden = torch.zeros(2, 2, head.shape[1], dtype=head.dtype)
-    hidden[1] = -30 * head[label] / head[label].norm() ** 2
-    input_ids = label.repeat(2, 2)
-    forward = mock.Mock(return_value=HiddenStates(last_hidden_state=hidden))
-    with mock.patch.object(model.base_model, "forward", forward):
-        logits = model(input_ids, use_cache=False).logits[:, 0].float()  # (2, vocabulary)
-        if not forward.called:  # OPT's head passes its base model by
-            return
-        logprobs, _ = policy(input_ids, torch.tensor([[0, 1], [0, 1]]))
-    expected, _ = token_logprobs(logits / policy.args.temperature, input_ids[:, 1])
-    difference = (logprobs[1, 1] - expected[1]).abs()
-    if logits[0].any() or not difference <= -0.01 * expected[1]:
-        raise ValueError(
-            f"a {type(model).__name__} has a head with a bias or multiplier that PolicyModel does "
-            f"not know: log-probabilities would be wrong (by {difference:.2g} at a logit of -30)"
-        )
-
-
-class ValueModel(nn.Module):
-    """A one-label sequence classifier, whose head is read at every token.
-
-    A value model's head says what rewards are to come after a token: the value that the next begins
-    with. A reward model's scores the sequence up to and with the token.
-    """
-
-    def __init__(self, model, args):
-        super().__init__()
-        self.model = model
-        self.args = args
-
-    def forward(self, input_ids, mask):
-        """Values: (batch, length). The mask is not needed."""
-        hidden = hidden_states(self.model, input_ids, self.args)
-        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-
-
-def place_model(accelerator, model, args):
-    """Collective. Puts a PolicyModel or ValueModel on this rank's device.
-
-    Under FSDP2 the rank gets its part of each parameter, else a copy, in DDP if it is trained.
-    """
-    if not accelerator.is_fsdp2:
-        return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
-    # A layer is gathered in args.dtype while it computes, the rest (embedding, head) in its own;
-    # gradients are added in float32
-    precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model.model._no_split_modules:
-            fully_shard(module, mp_policy=precision)
-    return fully_shard(model, reshard_after_forward=True)
-
-
-def load_value_or_reward_model(accelerator, path, args, trained):
-    """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
-
-    In bfloat16 many scores would be equal.
-    """
-    model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    model.score.float().requires_grad_(trained)
-    return place_model(accelerator, ValueModel(model, args), args)
-
-
-def to_rows(values, mask):
-    """Puts values where the mask is 1, in order, and 0 elsewhere. Returns a tensor like the mask.
-
-    >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
-    tensor([[0., 5., 6.],
-            [0., 7., 0.]])
-    """
-    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask.bool(), values)
-
-
-def collate(responses, device):
-    """One row of each prompt with its response, padded on the right.
-
-    Returns input_ids, mask, lengths and sampler_logprobs, as in Batch.
-
-    >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
-    >>> responses = [
-    ...     Response(prompt, np.array([7, 8]), np.array([-0.5, -0.5]), stopped=True),
-    ...     Response(prompt, np.array([9]), np.array([-0.5]), stopped=True),
-    ... ]
-    >>> input_ids, mask, lengths, _ = collate(responses, device="cpu")
-    >>> input_ids.tolist(), lengths.tolist()
-    ([[5, 6, 7, 8], [5, 6, 9, 0]], [4, 3])
-    >>> mask.tolist()
-    [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
-    """
-    prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
-    rows = [response.row for response in responses]
-    lengths = torch.tensor([len(row) for row in rows])
-    positions = torch.arange(lengths.max())
-    is_token = positions < lengths[:, None]
-    mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    input_ids = to_rows(torch.tensor(np.concatenate(rows)), is_token)
-    logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    return [tensor.to(device) for tensor in (input_ids, mask, lengths, to_rows(logprobs, mask))]
-
-
-# ------------------------------------------------------------------------------------ mathematics
-
-
-def masked_mean(values, mask):
-    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
-
-    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
-    1.5
-    """
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
-def sequence_mean(values, mask):
-    """Each token gets the mean over its response: (batch, length), like values.
-
-    Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
-
-    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]))
-    tensor([[2., 2.],
-            [5., 0.]])
-    """
-    means = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return means * mask
-
-
-def masked_whiten(values, mask, shift_mean=True):
-    """Scales values to unit variance (Bessel-corrected, eps 1e-8). Shapes alike; 0 where masked.
-
-    Their mean becomes 0; with shift_mean=False it stays.
-
-    >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0])).tolist()
-    [-0.7071067690849304, 0.7071067690849304, 0.0]
-    """
-    mean = masked_mean(values, mask)
-    variance = ((values - mean) ** 2 * mask).sum() / (mask.sum() - 1).clamp(min=1)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened * mask
-
-
-def kl_penalty(logprobs, ref_logprobs, estimator):
-    """KL(policy || reference), estimated at each token of the policy; logprobs' shape.
-
-    With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html).
-
-    >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl2").item()
-    0.5
-    """
-    d = logprobs - ref_logprobs
-    if estimator == "kl1":
-        return d
-    if estimator == "kl2":
-        return d**2 / 2
-    return torch.expm1(-d) + d
-
-
-def adapted_beta(beta, kl, args):
-    """The next step's beta: larger where this step's mean KL was above kl_target (1909.08593, 2.2).
-
-    >>> adapted_beta(1.0, 9.0, Args(kl_target=6.0, kl_horizon=100, episodes_per_step=50))
-    1.1
-    """
-    error = min(0.2, max(-0.2, kl / args.kl_target - 1))
-    return beta * (1 + error * args.episodes_per_step / args.kl_horizon)
-
-
-def compute_gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
-
-    All are (batch, length); results are 0 outside the mask. A response's last token is terminal.
-
-    >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
-    >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
-    (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
-    """
-    rewards = rewards * mask
-    values = values * mask
-    advantages = torch.zeros_like(values)
-    next_advantage, next_value = 0.0, 0.0  # after the last token
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = delta + gamma * lam * next_advantage
-        next_advantage = advantages[:, t]
-        next_value = values[:, t]
-    advantages = advantages * mask
-    return advantages, advantages + values
-
-
-def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
-
-    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
-    the token still counts in the loss's mean.
-
-    >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
-    >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
-    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
-    tensor([[1.6487, 2.0000]])
-    >>> args.mismatch_mask = "token"
-    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
-    tensor([[1.6487, 0.0000]])
-    """
-    log_ratios = (old_logprobs - sampler_logprobs) * mask
-    weights = mask
-    if args.tis_cap > 0:
-        weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
-    if args.mismatch_mask == "sequence":
-        log_ratios = sequence_mean(log_ratios, mask)
-    if args.mismatch_mask != "none":
-        weights = weights * (log_ratios.abs() <= math.log(args.mismatch_mask_range))
-    return weights
-
-
-def policy_loss(
-    log_ratio, advantages, importance_weights, cliprange, cliprange_higher, dual_clip=0.0
-):
-    """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
-
-    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; for
-    negative advantages dual_clip is another limit (1912.09729). A number for each token, all of one
-    shape.
-
-    >>> loss, clipped = policy_loss(
-    ...     log_ratio=torch.tensor([0.0, 1.0]),
-    ...     advantages=torch.tensor([2.0, 2.0]),
-    ...     importance_weights=torch.ones(2),
-    ...     cliprange=0.2,
-    ...     cliprange_higher=0.2,
-    ... )
-    >>> loss.tolist(), clipped.tolist()
-    ([-2.0, -2.4000000953674316], [False, True])
-    """
-    plain_loss = -advantages * log_ratio.exp()
-    clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
-    loss = torch.max(plain_loss, clipped_loss)
-    clipped = clipped_loss > plain_loss
-    if dual_clip > 0:
-        largest_loss = -advantages * dual_clip
-        too_large = (advantages < 0) & (loss > largest_loss)
-        loss = torch.where(too_large, largest_loss, loss)
-        clipped = clipped | too_large
-    return loss * importance_weights, clipped
-
-
-def value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error, and where its clip (0: none) binds, per token; all of one shape.
-
-    >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
-    (tensor([0.5000]), tensor([False]))
-    """
-    plain_loss = (values - returns) ** 2 / 2
-    if cliprange_value == 0:
-        return plain_loss, torch.zeros_like(plain_loss, dtype=torch.bool)
-    change = (values - old_values).clamp(-cliprange_value, cliprange_value)
-    clipped_loss = (old_values + change - returns) ** 2 / 2
-    return torch.max(plain_loss, clipped_loss), clipped_loss > plain_loss
-
-
-def lr_multiplier(update, num_updates, args):
-    """The learning rate of a model's update, from 0, as a share of the base rate; never 0.
-
-    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
-    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
-    if update < args.warm_up_steps:
-        return (update + 1) / args.warm_up_steps
-    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
-    if args.lr_scheduler_type == "linear":
-        return 1 - done
-    if args.lr_scheduler_type == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
-    return 1.0
-
-
-# ------------------------------------------------------------------------------------------- vLLM
-
-
-# The next three functions run in vLLM's process.
-
-llm = None  # vLLM's LLM
-
-
-def start_llm(options, config, folder):
-    """Makes the LLM. Returns the id of the process, which is its process group's, too.
-
-    config: of the policy. `folder`, the engine's own, and all processes end with the script.
-    """
-    global llm
-    os.setsid()  # a Ctrl-C is for the script alone
-
-    def end_with_script():
-        mp.parent_process().join()
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=end_with_script, daemon=True).start()
-    # vLLM's cache of compiled code goes by the model's path: "." in every run
-    os.chdir(folder)
-    config.save_pretrained(".")
-    # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
-    if "load_format" not in options and "enable_lora" not in options:
-        AutoModelForCausalLM.from_config(config).save_pretrained(".")
-    from vllm import LLM
-
-    llm = LLM(**options)
-    return os.getpid()
-
-
-def call_llm(method, *args, **kwargs):
-    return getattr(llm, method)(*args, **kwargs)
-
-
-def sample_responses(prompts, seeds, temperature, version, args):
-    """Samples a Response to each Prompt, each with its seed.
-
-    version: of the policy, whose adapter, if any, is in the folder version_<version>.
-    """
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    inputs = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
-    sampling = [
-        SamplingParams(
-            seed=seed,
-            temperature=temperature,
-            max_tokens=args.response_length,
-            stop_token_ids=args.stop_token_ids,
-            ignore_eos=True,  # stop_token_ids alone end a response
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        for seed in seeds
-    ]
-    adapter = None
-    if args.lora_rank:
-        # A name, an id from 1 on (versions start at check_adapter's -1), and a folder
-        adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
-    outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
-    responses = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        (completion,) = output.outputs
-        token_ids = np.array(completion.token_ids, np.int32)
-        logprobs = np.array(completion.logprobs.logprobs, np.float32)
-        stopped = token_ids[-1] in args.stop_token_ids
-        responses.append(Response(prompt, token_ids, logprobs, stopped))
-    return responses
-
-
-# All that follows runs in the learner's process.
-
-
-def place_engine(rank, num_gpus, args):
-    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
-
-    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
-    are indices into the node's num_gpus visible ones; () is the CPU.
-
-    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
-    (3, 4, (1,))
-    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
-    >>> args.world_size, args.local_world_size = 8, 4  # two nodes
-    >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
-    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
-    """
-    node, local_rank = divmod(rank, args.local_world_size)
-    size = args.vllm_tensor_parallel_size
-    gpus = args.vllm_gpus or tuple(range(args.local_world_size))
-    engines_per_node = len(gpus) // size
-    if local_rank >= engines_per_node:
-        return None
-    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
-    count = args.world_size // args.local_world_size * engines_per_node
-    return node * engines_per_node + local_rank, count, own_gpus
-
-
-def vllm_settings(gpus, folder, max_length, args):
-    """The environment of an engine's process, and the arguments of vLLM's LLM.
-
-    It starts with random weights, so that a tensor that a weight sync leaves out shows; with LoRA
-    with the checkpoint's.
-    """
-    # The learners' RANK, MASTER_PORT, ... are not for the engine
-    launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    environment = {
-        # Defaults, which the user's environment overrides
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TQDM_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "PYTHONSAFEPATH": "1",  # see start_reward_worker
-        "TMPDIR": folder,  # vLLM leaves files there when it is killed
-    }
-    options = {
-        "model": ".",  # start_llm goes to the engine's folder
-        "dtype": args.dtype,
-        "max_model_len": max_length,
-        "skip_tokenizer_init": True,  # token ids in and out
-        "generation_config": "vllm",  # not the model's, which may have a top-k
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "enforce_eager": args.vllm_enforce_eager or not gpus,
-        "use_tqdm_on_load": False,
-    }
-    if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else range(torch.cuda.device_count())
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        if not args.lora_rank:
-            options["load_format"] = "dummy"  # random
-            options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
-    else:
-        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
-        # Learner and engine share the cores
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
-        # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
-        options["enable_chunked_prefill"] = False
-        options["max_num_batched_tokens"] = max(8192, max_length)
-    if args.lora_rank:
-        # The checkpoint's weights, by our config: load_model may have untied the head
-        file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
-        options |= {
-            "model": str(Path(file).parent.absolute()),
-            "hf_config_path": ".",
-            "enable_lora": True,
-            # The next power of two: vLLM takes those from 8 to 512
-            "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
-            "max_loras": 2,  # the last version's, and this one's
-        }
-    return environment, options
-
-
-def end_if_failed(call):
-    """Ends this process where a call of vLLM's has failed, or its process has died."""
-    if call.exception() is not None:
-        end_at_once(call.exception())
-
-
-class VLLM:
-    """One vLLM engine in a process of its own. One thread at a time may use it."""
-
-    def __init__(self, placement, config, max_length, args):
-        """Starts the engine, and waits until it is up.
-
-        placement: see place_engine; max_length: of a prompt with its response.
-        """
-        self.index, self.count, self.gpus = placement
-        self.args = args
-        self.policy_version = None  # of the weights that were synced last
-        self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
-        # Without a GPU weights are handed over in memory
-        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
-        folders.append(self.folder)
-        environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
-        self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
-        # vLLM and torch read the environment when they are imported: the process is born with it
-        with clear_environment():
-            os.environ.update(environment)
-            start = self.submit(start_llm, options, config, self.folder)
-        process_groups.append(start.result(START_TIMEOUT))
-
-    def submit(self, function, *args, **kwargs):
-        """Makes vLLM's process run a function. If it fails, this process ends at once."""
-        call = self.executor.submit(function, *args, **kwargs)
-        call.add_done_callback(end_if_failed)
-        return call
-
-    def call(self, method, *args, **kwargs):
-        """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
-        return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
-
-    def sample(self, prompts, seeds, temperature):
-        """Samples the Responses to this engine's share of some Prompts."""
-        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
-        return self.submit(
-            sample_responses,
-            prompts[first:end],
-            seeds[first:end],
-            temperature,
-            self.policy_version,
-            self.args,
-        ).result()
-
-    def sync_weights(self, weights, version):
-        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights.
-
-        vLLM loads an adapter's folder with the first request that names it.
-        """
-        if self.args.lora_rank:
-            shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
-            save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
-        elif self.gpus:
-            self.send_weights(weights)
-        else:
-            # Clones: tied weights share memory, which the file must not
-            weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, f"{self.folder}/model.safetensors")
-            self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
-        was_idle = self.call("reset_prefix_cache")
-        assert was_idle, "vLLM was busy during a weight sync"
-        self.policy_version = version
-
-    def send_weights(self, weights):
-        """Sends weights by the protocol of vLLM's workers, one tensor at a time in vLLM's dtype.
-
-        To a shared GPU handles of the learner's memory travel ("ipc"), to others the numbers, by
-        NCCL.
-        """
-        if self.policy_version is None:
-            self.connect()
-        self.call("start_weight_update")
-        for name, tensor in weights:
-            tensor = tensor.contiguous()
-            info = {
-                "names": [name],
-                "dtype_names": [self.args.dtype],
-                "shapes": [list(tensor.shape)],
-            }
-            if not self.nccl:
-                uuid = str(torch.cuda.get_device_properties().uuid)
-                info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]}]
-            update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.nccl:
-                self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-            update.result(WEIGHT_SYNC_TIMEOUT)
-        self.call("finish_weight_update")
-        torch.cuda.ipc_collect()  # memory that vLLM has read
-
-    def connect(self):
-        if not self.args.vllm_gpus:
-            self.call("init_weight_transfer_engine", {"init_info": {}})
-            return
-        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-
-        port = get_free_port()
-        world_size = 1 + len(self.gpus)  # this rank is number 0, vLLM's workers follow
-        info = {
-            "master_address": "127.0.0.1",
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": world_size,
-        }
-        joined = self.submit(call_llm, "init_weight_transfer_engine", {"init_info": info})
-        self.nccl = stateless_init_process_group(
-            "127.0.0.1", port, 0, world_size, torch.cuda.current_device()
-        )
-        joined.result(WEIGHT_SYNC_TIMEOUT)
-
-
-def gather_weights(model, args):
-    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one.
-
-    Under FSDP2 a rank casts its part to args.dtype before all exchange their parts.
-    """
-    # vLLM on a CPU has a copy of a tied head: it is sent as the head, too
-    for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
-        if args.lora_rank and not parameter.requires_grad:
-            continue
-        weight = parameter.detach().to(getattr(torch, args.dtype))
-        if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
-        yield name, weight
-
-
-def save_adapter(weights, folder, args):
-    """Writes the adapter among the weights, {name: whole tensor}, to a folder, in peft's form."""
-    lora_config(args).save_pretrained(folder)
-    tensors = {
-        f"base_model.model.{name.replace('.default', '')}": weight
-        for name, weight in weights.items()
-        if ".lora_" in name
-    }
-    save_file(tensors, f"{folder}/adapter_model.safetensors")
-
-
-def sync_weights(vllm, model, version, args):
-    """Collective. Gives vLLM, which is None on a rank without an engine, a version's weights.
-
-    model: that in the policy.
-    """
-    weights = gather_weights(model, args)
-    if vllm:
-        vllm.sync_weights(weights, version)
-    for _ in weights:
-        pass
-
-
-def generate_rollout(vllm, workers, tokenizer, request, args):
-    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout.
-
-    None where this rank owns no engine: vllm is None.
-    """
-    if not vllm:
-        return None
-    times = {}
-    with timed(times, "generation"):
-        responses = vllm.sample(request.prompts, request.seeds, args.temperature)
-    with timed(times, "reward"):
-        responses = grade_responses(responses, tokenizer, workers, args)
-    with timed(times, "evaluation"):
-        # With the same seeds in every evaluation
-        answers = vllm.sample(
-            request.eval_prompts, range(len(request.eval_prompts)), args.eval_temperature
-        )
-        answers = grade_responses(answers, tokenizer, workers, args)
-    return Rollout(vllm.policy_version, responses, answers, times)
-
-
-def gather_rollout(share, cpu_group):
-    """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
-
-    cpu_group: the ranks' gloo group; None: one rank. Shares by rank are in the request's order.
-    """
-    if not cpu_group:
-        return share
-    shares = [None] * cpu_group.size()
-    torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = filter(None, shares)  # its times are reported
-    for other in others:
-        rollout.responses += other.responses
-        rollout.eval_responses += other.eval_responses
-    return rollout
-
-
-# --------------------------------------------------------------------------- forward and backward
-
-
-def draw_mini_batches(training_step, args):
-    """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
-
-    Each epoch is a permutation, on all ranks the same.
-    """
-    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
-    return [
-        torch.randperm(args.episodes_per_step, generator=generator)
-        .view(-1, args.mini_batch_size)
-        .tolist()
-        for _ in range(args.num_epochs)
-    ]
-
-
-def cut_micro_batches(accelerator, rows, lengths, size, args):
-    """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
-
-    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has `size`
-    rows; or, with micro_batch_tokens, as many as stay within it, padding included. All ranks cut
-    alike, since under FSDP2 they compute together: `longest` is the longest of their n-th rows.
-    lengths: of all rows of the batch.
-
-    >>> rank = Accelerator(cpu=True)
-    >>> lengths = torch.tensor([3, 10, 4, 4])
-    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=0))
-    [([0, 2], 4), ([3, 1], 10)]
-    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=15))
-    [([0, 2, 3], 4), ([1], 10)]
-    """
-    num_ranks, lengths = accelerator.num_processes, lengths.tolist()
-    in_order = sorted(rows, key=lambda row: (lengths[row], row))
-    own_rows = in_order[accelerator.process_index :: num_ranks]
-    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
-    cuts = [0]
-    for i, length in enumerate(longest):
-        if args.micro_batch_tokens > 0:
-            size = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= size:
-            cuts.append(i)
-    cuts.append(len(own_rows))
-    return [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
-
-
-@torch.no_grad()
-def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
-    """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
-
-    Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
-    mini-batch.
-    """
-    whole = torch.zeros_like(mask)
-    for mini_batch in mini_batches:
-        for rows, length in cut_micro_batches(accelerator, mini_batch, lengths, size, args):
-            outputs = model(input_ids[rows, :length], mask[rows, :length])
-            if isinstance(outputs, tuple):  # a policy's entropies
-                outputs, _ = outputs
-            whole[rows, :length] = outputs
-    # A row is 0 on all ranks but one: the sum is exact
-    return accelerator.reduce(whole)
-
-
-def reward_model_scores(accelerator, reward_model, responses, args):
-    """Collective. The reward model's scores at the last token of each response, or Nones.
-
-    Equal responses are scored once: what else is in a micro-batch moves the last bits.
-    """
-    if not reward_model:
-        return [None] * len(responses)
-    distinct = {tuple(response.row): response for response in responses}
-    rows = list(distinct.values())
-    rows += rows[:1] * (-len(rows) % accelerator.num_processes)
-    input_ids, mask, lengths, _ = collate(rows, accelerator.device)
-    indices = list(range(len(rows)))
-    values = forward_all(
-        accelerator,
-        reward_model,
-        [indices],
-        input_ids,
-        mask,
-        lengths,
-        args.local_rollout_forward_batch_size,
-        args,
-    )
-    scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
-    return [scores[tuple(response.row)] for response in responses]
-
-
-def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
-    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
-
-    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
-    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
-    """
-    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
-    micro_batches = cut_micro_batches(
-        accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
-    )
-    sums = Counter()
-    for i, (rows, length) in enumerate(micro_batches):
-        # All that follows is (micro_batch, length)
-        input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
-        loss_mask = batch.loss_mask[rows, :length]
-        sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each:
-        # else it would keep whole ones
-        policy.require_backward_grad_sync = i == len(micro_batches) - 1
-        value_model.require_backward_grad_sync = policy.require_backward_grad_sync
-
-        # The value before a token is read at the token before it
-        values = value_model(input_ids, mask).roll(1, dims=1)
-        vf_loss, vf_clipped = value_loss(
-            values,
-            batch.values[rows, :length],
-            batch.returns[rows, :length],
-            args.cliprange_value,
-        )
-        loss = (vf_loss * loss_mask).sum() / normalizer
-        sums["objective/loss"] += loss.detach()
-        (loss * accelerator.num_processes).backward()
-        add_sums(sums, {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}, loss_mask)
-        if not trains_policy:
-            continue
-
-        logprobs, entropies = policy(input_ids, mask)
-        old_logprobs = batch.logprobs[rows, :length]
-        sampler_logprobs = batch.sampler_logprobs[rows, :length]
-        weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
-        log_ratio = (logprobs - old_logprobs) * loss_mask
-        pg_loss, pg_clipped = policy_loss(
-            log_ratio,
-            batch.advantages[rows, :length],
-            weights,
-            cliprange=args.cliprange,
-            cliprange_higher=args.cliprange,
-            dual_clip=args.dual_clip,
-        )
-        loss = (pg_loss * loss_mask).sum() / normalizer
-        sums["objective/loss"] += loss.detach()
-        # Ranks average their gradients; times the number of ranks, that is their sum
-        (loss * accelerator.num_processes).backward()
-        ratio = log_ratio.exp()
-        per_token = {
-            "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": log_ratio**2 / 2,
-            "policy/clipfrac_avg": pg_clipped,
-            "mismatch/masked": weights == 0,
-            "policy/entropy_avg": entropies,
-            "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
-        }
-        add_sums(sums, per_token, loss_mask)
-    return sums
-
-
-@torch.no_grad()
-def add_sums(sums, per_token, mask):
-    """Adds to sums those over the mask; per_token: {metric: tensor like the mask}."""
-    for name, tensor in per_token.items():
-        sums[name] += (tensor * mask).sum(dtype=torch.float64)
-
-
-def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
-
-    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
-    """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    if isinstance(norm, DTensor):  # under FSDP2
-        norm = norm.full_tensor()
-    if not torch.isfinite(norm):
-        if is_rank_0():
-            torch.save(vars(batch), run_dir / "bad_batch.pt")
-        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
-        raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
-    optimizer.param_groups[0]["lr"] = lr
-    optimizer.step()
-    # In DDP's buckets. If they were None, the next passes would make others
-    optimizer.zero_grad(set_to_none=False)
-    return norm
-
-
-def check_sampler(logprobs, sampler_logprobs, mask, args):
-    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
-
-    All are (episodes, length). RuntimeError: they differ by more than rounding. A difference that
-    is not finite is left to apply_gradients, which saves the batch.
-    """
-    difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    limit = 1e-2  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # a low temperature makes rounding larger
-        limit = 0.1 / min(1.0, args.temperature)
-    if limit < difference < math.inf:
-        raise RuntimeError(
-            f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
-        )
-
-
-@torch.no_grad()
-def check_adapter(vllm, policy, model, prompt, args):
-    """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
-
-    B starts at 0: an engine that ignores the adapter, or has another lora_alpha, would pass
-    check_sampler. So B is noise in here, and 0 afterwards. model: that in the policy.
-    """
-    matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
-    for matrix in matrices:
-        # The adapter adds about a quarter of what a layer gives, for any rank and alpha.
-        # add_adapter has seeded the generator
-        matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-    sync_weights(vllm, model, -1, args)  # a version that is never trained on
-    # A rank without an engine joins the forward pass, with any response
-    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
-    if vllm:  # each engine samples all of them
-        responses = vllm.submit(
-            sample_responses,
-            [prompt] * 8,
-            range(8),
-            args.temperature,
-            -1,
-            replace(args, response_length=16),
-        ).result()
-    input_ids, mask, _, sampler_logprobs = collate(responses, model.device)
-    logprobs, _ = policy(input_ids, mask)
-    if vllm:
-        check_sampler(logprobs, sampler_logprobs, mask, args)
-    for matrix in matrices:
-        matrix.zero_()
-
-
-# ------------------------------------------------------------------------------ metrics and files
-
-
-def update_metrics(accelerator, sums, args):
-    """Collective. Metrics of a step's updates, from each rank's sums."""
-    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
-    totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
-    loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
-    tokens = max(1, totals.pop("tokens"))
-    return {name: total / tokens for name, total in totals.items()} | {"objective/loss": loss}
-
-
-def batch_metrics(batch, beta, args):
-    """Metrics of a step's batch, before its updates: tensors of one element."""
-    mask = batch.mask
-    returns = batch.returns[batch.loss_mask.bool()]  # (tokens,)
-    residuals = (batch.returns - batch.values)[batch.loss_mask.bool()]
-    logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
-    # How far the sampler's log-probabilities are from the learner's
-    mismatch = logprobs - sampler_logprobs
-    ratios = mismatch.exp()[mask.bool()]  # (tokens,)
-    metrics = {
-        "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
-        "objective/entropy": -logprobs.sum(1).mean(),
-        "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
-        "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
-        "mismatch/logprob_diff_max": mismatch.abs().max(),
-        # KL of the sampler to the learner
-        "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
-        # Effective sample size, as a share of the tokens
-        "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
-        "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
-    }
-    if args.beta > 0:
-        ref_logprobs = batch.ref_logprobs * mask
-        kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
-        non_score_reward = (-beta * kl).sum(1).mean()
-        metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
-        metrics["objective/non_score_reward"] = non_score_reward
-        metrics["objective/rlhf_reward"] = (
-            masked_mean(batch.scores, batch.has_score) + non_score_reward
-        )
-    return metrics
-
-
-def score_metrics(prefix, responses, args):
-    """What responses earned: metrics of a prefix, "objective" or "eval".
-
-    With several data sources, not hundreds, there is each mean for each of them, too.
-    """
-    sources = {response.prompt.data_source for response in responses}
-    collected = defaultdict(list)
-    for response in responses:
-        parts = {
-            "scores": response.score,
-            "reward_model_score": response.model_score,
-            "verifiable_score": response.verifiable,
-            "reward_failures": response.failure is not None,
-            "sequence_lengths": len(response.token_ids),
-            "stop_rate": response.stopped,
-        }
-        parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
-        if response.verifiable is not None:
-            parts["verifiable_correct_rate"] = response.verifiable >= 1
-        for name, value in parts.items():
-            if value is not None:
-                collected[f"{prefix}/{name}"].append(value)
-                if len(sources) > 1 and args.num_sources <= 50:
-                    collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
-    return {name: sum(values) / len(values) for name, values in collected.items()}
-
-
-def append_line(path, line):
-    if is_rank_0():
-        with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def describe(response, policy_version):
-    """What samples.jsonl and rollouts.jsonl say of a response."""
-    return {
-        "prompt": response.prompt.text,
-        "response": response.text,
-        "score": response.score,
-        "verifiable_score": response.verifiable,
-        "reward_model_score": response.model_score,
-        "reward_metrics": response.reward_metrics,
-        "failure": response.failure,
-        "ground_truth": str(response.prompt.ground_truth),
-        "data_source": response.prompt.data_source,
-        "length": len(response.token_ids),
-        "stopped": response.stopped,
-        "policy_version": policy_version,
-    }
-
-
-def log_samples(accelerator, samples):
-    for tracker in accelerator.trackers:
-        tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
-
-
-def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
-    """Collective. Scores answers to held-out prompts, writes them, returns eval/*."""
-    responses = score_responses(
-        accelerator, reward_model, rollout.eval_responses, args, is_eval=True
-    )
-    samples = [describe(response, rollout.policy_version) for response in responses]
-    for sample in samples:
-        append_line(run_dir / "samples.jsonl", sample)
-    log_samples(accelerator, samples)
-    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
-
-
-def run_program(name, run_dir, *options):
-    """Runs one of the PROGRAMS on the run's folder, on rank 0."""
-    path = PROGRAMS / name
-    if is_rank_0() and path.exists():
-        subprocess.run([sys.executable, path, run_dir, *options])
-
-
-drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on
-
-
-def report_prompt_lengths(accelerator, prompts, run_dir):
-    """Histograms of the prompts' token counts: token_length.png, and in the trackers."""
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
-    drawing.submit(run_program, "plot_lengths.py", run_dir)
-    for tracker in accelerator.trackers:
-        import wandb
-
-        tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
-
-
-def write_metrics(accelerator, metrics, run_dir):
-    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some.
-
-    After an evaluation the curves are drawn, too.
-    """
-    metrics = {name: float(value) for name, value in metrics.items()}
-    accelerator.log(metrics)
-    append_line(run_dir / "metrics.jsonl", metrics)
-    if "eval/policy_version" in metrics:
-        drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
-    for name in ("training_step", "time/from_scratch", "objective/scores", "eval/scores"):
-        if name in metrics:
-            accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
-    accelerator.print(flush=True)
-
-
-def save_model(accelerator, model, tokenizer, path, args):
-    """Collective. Writes a model and its tokenizer in Hugging Face format.
-
-    The generation config is the model's, with the run's end tokens. An adapter is written to a
-    folder beside it, and merged into the model in float32: bfloat16 would round small changes away.
-    """
-    weights = accelerator.get_state_dict(model)  # gathered under FSDP2
-    if not is_rank_0():
-        return
-    if args.lora_rank:
-        from peft import PeftModel
-
-        folder = path.with_name("adapter")
-        save_adapter(weights, folder, args)
-        # The base, rounded to args.dtype as in training
-        base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-        model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
-        weights = model.state_dict()
-    generation_config = model.generation_config
-    generation_config.eos_token_id = list(args.stop_token_ids)
-    # transformers refuses to save some that models come with (a temperature without do_sample): it
-    # saves a default, and we write this file
-    model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(path, state_dict=weights)
-    tokenizer.save_pretrained(path)
-    generation_config.to_json_file(path / "generation_config.json")
-
-
-# ------------------------------------------------------------------------------------ checkpoints
-
-
-def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. They get their names when they are whole."""
-    return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
-
-
-def step_of(checkpoint_dir):
-    """The completed training steps of checkpoints/step_N: N."""
-    return int(checkpoint_dir.name.removeprefix("step_"))
-
-
-def remove_checkpoints(checkpoints):
-    """Removes checkpoints; while it does, none has the name of a whole one."""
-    for path in checkpoints:
-        unfinished = path.with_name("unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        path.rename(unfinished)
-        shutil.rmtree(unfinished)
-
-
-def checkpoint_parts(trained, folder):
-    """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
-
-    trained: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in place, are
-    those that train. DDP, FSDP2 and the number of ranks may be others on resume.
-    """
-    for name, (model, optimizer) in trained.items():
-        weights = {
-            key.removeprefix("module."): parameter.detach()
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        yield weights, folder / name
-        # Before a model's first update its optimizer has no state. To load one, torch makes it, by
-        # a step with a learning rate of 0
-        path = folder / f"{name}_optimizer"
-        if optimizer.state or path.exists():
-            yield get_optimizer_state_dict(model, optimizer)["state"], path
-
-
-def finish_checkpoint(accelerator, run_dir, step, state, args):
-    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
-
-    Only the newest keep_last_n checkpoints are kept.
-    """
-    folder = run_dir / "checkpoints/unfinished"
-    if not accelerator.is_main_process:
-        return
-    (folder / "state.json").write_text(json.dumps(state))
-    for path in run_dir.glob("*.jsonl"):
-        shutil.copy(path, folder)
-    folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
-        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
-
-
-def find_run(args):
-    """The folder of the run, and the checkpoint to resume, or None."""
-    run_dir = Path(args.output_dir, args.run_name)
-    if args.resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(run_dir)
-        if not checkpoints:
-            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
-    if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
-        return checkpoint_dir.parents[1], checkpoint_dir
-    if (run_dir / "metrics.jsonl").exists():
-        raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
-    return run_dir, None
-
-
-def rewind_run(run_dir, checkpoint_dir):
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
-    for path in checkpoint_dir.glob("*.jsonl"):
-        shutil.copy(path, run_dir)
-    step = step_of(checkpoint_dir)
-    remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
-
-
-# -------------------------------------------------------------------------------------- arguments
-
-
-def fill_in(args, world_size):
-    """A copy with the fields of run time. ValueError: arguments do not fit together."""
-    if not (
-        args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
-    ):
-        raise ValueError(
-            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
-            "--reward_model_path whose --reward_model_multiplier is above 0"
-        )
-    if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
-        raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
-    if args.min_response_length and not args.non_stop_penalty:
-        raise ValueError("--min_response_length needs --non_stop_penalty")
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    args = replace(args, world_size=world_size, local_world_size=local_world_size)
-    if not args.run_name:
-        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
-
-    local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
-    args.rollout_batch_size = args.local_rollout_batch_size * world_size
-    args.episodes_per_step = local_episodes * world_size
-    args.mini_batch_size = args.local_mini_batch_size * world_size
-    if local_episodes % args.local_mini_batch_size:
-        raise ValueError(
-            f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be a "
-            f"multiple of local_mini_batch_size ({args.local_mini_batch_size}); "
-            f"{math.gcd(local_episodes, args.local_mini_batch_size)} would do"
-        )
-
-    args.num_training_steps = args.total_episodes // args.episodes_per_step
-    args.updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
-    args.num_updates = args.num_training_steps * args.updates_per_step
-    if args.warm_up_steps == 0:
-        args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-
-    # GPUs and CPU cores
-    size = args.vllm_tensor_parallel_size
-    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= local_world_size}
-    num_engines = len(free_gpus) // size
-    are_shared_out = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
-    if not are_shared_out or (size > 1 and not num_engines):
-        raise ValueError(
-            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
-            f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
-            f"engine, and no more engines than learners"
-        )
-    if not args.reward_workers:
-        args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
-    if not args.vllm_gpu_memory_utilization:
-        args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
-    return args
-
-
-def load_tokenizer(args):
-    """The tokenizer. ValueError: a reward or value model has others, or too few embeddings."""
-    path = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-    vocabulary = tokenizer.get_vocab()
-    # GRPO has no value model
-    for flag in ("reward_model_path", "value_model_path"):
-        path = getattr(args, flag, None)
-        if not path:
-            continue
-        revision = revision_of(path, args)
-        if AutoTokenizer.from_pretrained(path, revision=revision).get_vocab() != vocabulary:
-            raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
-        # Within a family sizes may differ, by unused rows
-        config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
-        if config.vocab_size <= max(vocabulary.values()):
-            raise ValueError(f"--{flag} {path}: its vocab_size is {config.vocab_size}, too small")
-    return tokenizer
-
-
-def find_stop_tokens(args, tokenizer, model):
-    """The ids that end a response: the model's end tokens, the tokenizer's, and the flags'."""
-    eos = model.generation_config.eos_token_id
-    stop_ids = {args.stop_token_id, tokenizer.eos_token_id}
-    stop_ids |= set(eos if isinstance(eos, list) else [eos])
-    if args.stop_token:
-        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        # inf: not in the vocabulary, and refused below
-        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
-    stop_ids.discard(None)
-    if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
-        raise ValueError(
-            f"stop tokens {stop_ids}: there are none, or one is not in the vocabulary; see "
-            f"--stop_token {args.stop_token}, --stop_token_id and the model's generation config"
-        )
-    return tuple(sorted(stop_ids))
-
-
-# ------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
 
 
 def main(args):
@@ -2735,6 +566,2202 @@ def main(args):
     drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
+
+
+# ------------------------------------------------------------------------------- KL and advantages
+
+
+def kl_penalty(logprobs, ref_logprobs, estimator):
+    """KL(policy || reference), estimated at each token of the policy; logprobs' shape.
+
+    With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
+    (http://joschu.net/blog/kl-approx.html).
+
+    >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl2").item()
+    0.5
+    """
+    d = logprobs - ref_logprobs
+    if estimator == "kl1":
+        return d
+    if estimator == "kl2":
+        return d**2 / 2
+    return torch.expm1(-d) + d
+
+
+def compute_gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
+
+    All are (batch, length); results are 0 outside the mask. A response's last token is terminal.
+
+    >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
+    >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
+    (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
+    """
+    rewards = rewards * mask
+    values = values * mask
+    advantages = torch.zeros_like(values)
+    next_advantage, next_value = 0.0, 0.0  # after the last token
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    advantages = advantages * mask
+    return advantages, advantages + values
+
+
+def masked_whiten(values, mask, shift_mean=True):
+    """Scales values to unit variance (Bessel-corrected, eps 1e-8). Shapes alike; 0 where masked.
+
+    Their mean becomes 0; with shift_mean=False it stays.
+
+    >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0])).tolist()
+    [-0.7071067690849304, 0.7071067690849304, 0.0]
+    """
+    mean = masked_mean(values, mask)
+    variance = ((values - mean) ** 2 * mask).sum() / (mask.sum() - 1).clamp(min=1)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened * mask
+
+
+def masked_mean(values, mask):
+    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
+    1.5
+    """
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+# ------------------------------------------------------------------------------ losses and updates
+
+
+def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
+    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
+
+    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
+    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
+    """
+    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
+    micro_batches = cut_micro_batches(
+        accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
+    )
+    sums = Counter()
+    for i, (rows, length) in enumerate(micro_batches):
+        # All that follows is (micro_batch, length)
+        input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
+        loss_mask = batch.loss_mask[rows, :length]
+        sums["tokens"] += loss_mask.sum(dtype=torch.float64)
+        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each:
+        # else it would keep whole ones
+        policy.require_backward_grad_sync = i == len(micro_batches) - 1
+        value_model.require_backward_grad_sync = policy.require_backward_grad_sync
+
+        # The value before a token is read at the token before it
+        values = value_model(input_ids, mask).roll(1, dims=1)
+        vf_loss, vf_clipped = value_loss(
+            values,
+            batch.values[rows, :length],
+            batch.returns[rows, :length],
+            args.cliprange_value,
+        )
+        loss = (vf_loss * loss_mask).sum() / normalizer
+        sums["objective/loss"] += loss.detach()
+        (loss * accelerator.num_processes).backward()
+        add_sums(sums, {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}, loss_mask)
+        if not trains_policy:
+            continue
+
+        logprobs, entropies = policy(input_ids, mask)
+        old_logprobs = batch.logprobs[rows, :length]
+        sampler_logprobs = batch.sampler_logprobs[rows, :length]
+        weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
+        log_ratio = (logprobs - old_logprobs) * loss_mask
+        pg_loss, pg_clipped = policy_loss(
+            log_ratio,
+            batch.advantages[rows, :length],
+            weights,
+            cliprange=args.cliprange,
+            cliprange_higher=args.cliprange,
+            dual_clip=args.dual_clip,
+        )
+        loss = (pg_loss * loss_mask).sum() / normalizer
+        sums["objective/loss"] += loss.detach()
+        # Ranks average their gradients; times the number of ranks, that is their sum
+        (loss * accelerator.num_processes).backward()
+        ratio = log_ratio.exp()
+        per_token = {
+            "loss/policy_avg": pg_loss,
+            "policy/approxkl_avg": log_ratio**2 / 2,
+            "policy/clipfrac_avg": pg_clipped,
+            "mismatch/masked": weights == 0,
+            "policy/entropy_avg": entropies,
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
+        }
+        add_sums(sums, per_token, loss_mask)
+    return sums
+
+
+def importance_weights(old_logprobs, sampler_logprobs, mask, args):
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
+
+    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
+    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
+    the token still counts in the loss's mean.
+
+    >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
+    >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
+    tensor([[1.6487, 2.0000]])
+    >>> args.mismatch_mask = "token"
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
+    tensor([[1.6487, 0.0000]])
+    """
+    log_ratios = (old_logprobs - sampler_logprobs) * mask
+    weights = mask
+    if args.tis_cap > 0:
+        weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
+    if args.mismatch_mask == "sequence":
+        log_ratios = sequence_mean(log_ratios, mask)
+    if args.mismatch_mask != "none":
+        weights = weights * (log_ratios.abs() <= math.log(args.mismatch_mask_range))
+    return weights
+
+
+def policy_loss(
+    log_ratio, advantages, importance_weights, cliprange, cliprange_higher, dual_clip=0.0
+):
+    """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
+
+    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; for
+    negative advantages dual_clip is another limit (1912.09729). A number for each token, all of one
+    shape.
+
+    >>> loss, clipped = policy_loss(
+    ...     log_ratio=torch.tensor([0.0, 1.0]),
+    ...     advantages=torch.tensor([2.0, 2.0]),
+    ...     importance_weights=torch.ones(2),
+    ...     cliprange=0.2,
+    ...     cliprange_higher=0.2,
+    ... )
+    >>> loss.tolist(), clipped.tolist()
+    ([-2.0, -2.4000000953674316], [False, True])
+    """
+    plain_loss = -advantages * log_ratio.exp()
+    clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
+    loss = torch.max(plain_loss, clipped_loss)
+    clipped = clipped_loss > plain_loss
+    if dual_clip > 0:
+        largest_loss = -advantages * dual_clip
+        too_large = (advantages < 0) & (loss > largest_loss)
+        loss = torch.where(too_large, largest_loss, loss)
+        clipped = clipped | too_large
+    return loss * importance_weights, clipped
+
+
+def value_loss(values, old_values, returns, cliprange_value):
+    """Half the squared error, and where its clip (0: none) binds, per token; all of one shape.
+
+    >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
+    (tensor([0.5000]), tensor([False]))
+    """
+    plain_loss = (values - returns) ** 2 / 2
+    if cliprange_value == 0:
+        return plain_loss, torch.zeros_like(plain_loss, dtype=torch.bool)
+    change = (values - old_values).clamp(-cliprange_value, cliprange_value)
+    clipped_loss = (old_values + change - returns) ** 2 / 2
+    return torch.max(plain_loss, clipped_loss), clipped_loss > plain_loss
+
+
+def sequence_mean(values, mask):
+    """Each token gets the mean over its response: (batch, length), like values.
+
+    Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
+
+    >>> sequence_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]))
+    tensor([[2., 2.],
+            [5., 0.]])
+    """
+    means = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return means * mask
+
+
+@torch.no_grad()
+def add_sums(sums, per_token, mask):
+    """Adds to sums those over the mask; per_token: {metric: tensor like the mask}."""
+    for name, tensor in per_token.items():
+        sums[name] += (tensor * mask).sum(dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------- forward passes and models
+
+
+def draw_mini_batches(training_step, args):
+    """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
+
+    Each epoch is a permutation, on all ranks the same.
+    """
+    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
+    return [
+        torch.randperm(args.episodes_per_step, generator=generator)
+        .view(-1, args.mini_batch_size)
+        .tolist()
+        for _ in range(args.num_epochs)
+    ]
+
+
+@torch.no_grad()
+def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
+    """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
+
+    Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
+    mini-batch.
+    """
+    whole = torch.zeros_like(mask)
+    for mini_batch in mini_batches:
+        for rows, length in cut_micro_batches(accelerator, mini_batch, lengths, size, args):
+            outputs = model(input_ids[rows, :length], mask[rows, :length])
+            if isinstance(outputs, tuple):  # a policy's entropies
+                outputs, _ = outputs
+            whole[rows, :length] = outputs
+    # A row is 0 on all ranks but one: the sum is exact
+    return accelerator.reduce(whole)
+
+
+class PolicyModel(nn.Module):
+    """A causal language model, read at the positions that predict the response tokens."""
+
+    def __init__(self, model, args):
+        super().__init__()
+        self.model = model
+        self.args = args
+        # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
+        self.scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
+        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
+        self.soft_cap = getattr(config, "final_logit_softcapping", None)
+        if self.soft_cap:
+            self.soft_cap *= self.scale
+
+    def forward(self, input_ids, mask):
+        """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
+
+        mask: 1 where there is a response token.
+        """
+        hidden = hidden_states(self.model, input_ids, self.args)
+        # What is read at a position predicts the token after it
+        hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
+        labels = input_ids[mask.bool()]  # (tokens,)
+        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
+        head = self.model.get_output_embeddings().weight
+        dtype = torch.promote_types(head.dtype, torch.float32)
+        logprobs, entropies = ChunkedHead.apply(
+            hidden.to(dtype) * self.scale,
+            head.to(dtype),
+            labels,
+            self.soft_cap,
+            self.args.dtype == "bfloat16",
+        )
+        return to_rows(logprobs, mask), to_rows(entropies, mask)
+
+
+def token_logprobs(logits, labels):
+    """Log-probabilities of the labels, and entropies: each (positions,).
+
+    logits: (positions, vocabulary), at the sampling temperature; labels: (positions,), token ids.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropies = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+    return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
+
+
+class ValueModel(nn.Module):
+    """A one-label sequence classifier, whose head is read at every token.
+
+    A value model's head says what rewards are to come after a token: the value that the next begins
+    with. A reward model's scores the sequence up to and with the token.
+    """
+
+    def __init__(self, model, args):
+        super().__init__()
+        self.model = model
+        self.args = args
+
+    def forward(self, input_ids, mask):
+        """Values: (batch, length). The mask is not needed."""
+        hidden = hidden_states(self.model, input_ids, self.args)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+
+
+def hidden_states(model, input_ids, args):
+    """What a model's head reads: (batch, length, hidden_size).
+
+    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
+    """
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        return model.base_model(input_ids, use_cache=False).last_hidden_state
+
+
+def collate(responses, device):
+    """One row of each prompt with its response, padded on the right.
+
+    Returns input_ids, mask, lengths and sampler_logprobs, as in Batch.
+
+    >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
+    >>> responses = [
+    ...     Response(prompt, np.array([7, 8]), np.array([-0.5, -0.5]), stopped=True),
+    ...     Response(prompt, np.array([9]), np.array([-0.5]), stopped=True),
+    ... ]
+    >>> input_ids, mask, lengths, _ = collate(responses, device="cpu")
+    >>> input_ids.tolist(), lengths.tolist()
+    ([[5, 6, 7, 8], [5, 6, 9, 0]], [4, 3])
+    >>> mask.tolist()
+    [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+    """
+    prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
+    rows = [response.row for response in responses]
+    lengths = torch.tensor([len(row) for row in rows])
+    positions = torch.arange(lengths.max())
+    is_token = positions < lengths[:, None]
+    mask = (is_token & (positions >= prompt_lengths[:, None])).float()
+    input_ids = to_rows(torch.tensor(np.concatenate(rows)), is_token)
+    logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
+    return [tensor.to(device) for tensor in (input_ids, mask, lengths, to_rows(logprobs, mask))]
+
+
+def to_rows(values, mask):
+    """Puts values where the mask is 1, in order, and 0 elsewhere. Returns a tensor like the mask.
+
+    >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
+    tensor([[0., 5., 6.],
+            [0., 7., 0.]])
+    """
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask.bool(), values)
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def score_responses(accelerator, reward_model, responses, args, is_eval=False):
+    """Collective. Copies of the responses with their scores.
+
+    In an evaluation the rule replaces the reward model where there is a ground truth.
+    """
+    model_scores = reward_model_scores(accelerator, reward_model, responses, args)
+    with_scores = []
+    for response, model_score in zip(responses, model_scores, strict=True):
+        has_rule = response.prompt.ground_truth is not None
+        uses_rule = has_rule and (args.apply_verifiable_reward or is_eval)
+        score = 0.0
+        if model_score is not None and not (has_rule and is_eval):
+            score += model_score * args.reward_model_multiplier
+        if uses_rule and response.verifiable is not None:
+            score += response.verifiable * args.verification_reward
+        if args.add_r1_style_format_reward and has_r1_format(response):
+            score += args.r1_style_format_reward
+        if uses_rule and response.failure:
+            score = None  # not known, which does not mean wrong
+        is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
+        if args.non_stop_penalty and not is_complete:
+            score = args.penalty_reward_value
+        with_scores.append(replace(response, model_score=model_score, score=score))
+
+    failed = [response for response in responses if response.failure]
+    if failed and is_rank_0():
+        print(
+            f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
+            f"{failed[0].prompt.origin}: {failed[0].failure}"
+        )
+    return with_scores
+
+
+def compute_score(data_source: str, response: str, ground_truth: str) -> float:
+    """The verifiable reward of a response."""
+    if data_source == "debug/sorting":
+        return float(response.strip() == ground_truth.strip())
+    if "gsm8k" in str(data_source):
+        return grade_gsm8k(response, ground_truth)
+    raise NotImplementedError(
+        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
+        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
+    )
+
+
+# -------------------------------------------------------------------------------------- generation
+
+
+def generate_rollout(vllm, workers, tokenizer, request, args):
+    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout.
+
+    None where this rank owns no engine: vllm is None.
+    """
+    if not vllm:
+        return None
+    times = {}
+    with timed(times, "generation"):
+        responses = vllm.sample(request.prompts, request.seeds, args.temperature)
+    with timed(times, "reward"):
+        responses = grade_responses(responses, tokenizer, workers, args)
+    with timed(times, "evaluation"):
+        # With the same seeds in every evaluation
+        answers = vllm.sample(
+            request.eval_prompts, range(len(request.eval_prompts)), args.eval_temperature
+        )
+        answers = grade_responses(answers, tokenizer, workers, args)
+    return Rollout(vllm.policy_version, responses, answers, times)
+
+
+def sync_weights(vllm, model, version, args):
+    """Collective. Gives vLLM, which is None on a rank without an engine, a version's weights.
+
+    model: that in the policy.
+    """
+    weights = gather_weights(model, args)
+    if vllm:
+        vllm.sync_weights(weights, version)
+    for _ in weights:
+        pass
+
+
+def check_sampler(logprobs, sampler_logprobs, mask, args):
+    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
+
+    All are (episodes, length). RuntimeError: they differ by more than rounding. A difference that
+    is not finite is left to apply_gradients, which saves the batch.
+    """
+    difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
+    limit = 1e-2  # vLLM's kernels on a GPU may use TF32
+    if args.dtype == "bfloat16":  # a low temperature makes rounding larger
+        limit = 0.1 / min(1.0, args.temperature)
+    if limit < difference < math.inf:
+        raise RuntimeError(
+            f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
+        )
+
+
+# ================================================================================================
+# The algorithm ends here. What follows is machinery: look it up when you need it.
+# ================================================================================================
+
+
+# --------------------------------------------------------------------------------------- arguments
+
+
+FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
+
+
+@dataclass
+class Args:
+    """What a run is told."""
+
+    # -- The run
+    exp_name: str = Path(__file__).stem
+    """name of the experiment"""
+    seed: int = 1
+    """seed of everything random"""
+    run_name: str | None = None
+    """folder of the run in output_dir; None: exp_name, seed and the time"""
+    output_dir: str = "output"
+    """folder of all runs"""
+
+    # -- Data
+    dataset: str = "debug_assets/train.parquet"
+    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    dataset_config: str | None = None
+    """its configuration, where there are several"""
+    dataset_split: str = "train"
+    """its split, unless it is a file"""
+    eval_dataset: str | None = None
+    """held-out prompts, in the same form; None: no evaluation"""
+    eval_dataset_config: str | None = None
+    """its configuration, where there are several"""
+    eval_dataset_split: str = "test"
+    """its split, unless it is a file"""
+    max_prompt_token_length: int = 256
+    """longer prompts are dropped"""
+
+    # -- Models
+    model_name_or_path: str = "debug_assets/model"
+    """policy and reference policy: a folder or a name on the hub"""
+    model_revision: str | None = None
+    """its revision on the hub"""
+    tokenizer_name_or_path: str | None = None
+    """None: the policy's"""
+    chat_template: str | None = None
+    """file with a Jinja chat template; None: the tokenizer's own"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """of forward passes and vLLM; trained weights stay float32"""
+    attn_implementation: str = "sdpa"
+    """sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = True
+    """compute activations again in the backward pass: less memory, a third slower"""
+    lora_rank: int = 0
+    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
+    lora_alpha: int = 32
+    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
+    reward_model_path: str | None = None
+    """one-label classifier with the policy's tokenizer"""
+    reward_model_revision: str | None = None
+    """its revision on the hub"""
+    value_model_path: str | None = None
+    """start of the value model; None: the reward model, or else the policy"""
+
+    # -- Optimization
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    value_learning_rate: float = 1e-5
+    """learning rate of the value model"""
+    value_warmup_steps: int = 0
+    """first steps, in which only the value model learns"""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """learning rate after its warm-up"""
+    warm_up_steps: int = 0
+    """a model's first updates (not steps), in which its learning rate rises"""
+    warmup_ratio: float = 0.0
+    """warm_up_steps as a share of all updates"""
+    eps: float = 1e-8
+    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, for each model"""
+
+    # -- Batches
+    total_episodes: int = 100_000
+    """responses to train on"""
+    number_samples_per_prompt: int = 1
+    """responses sampled for each prompt: a group"""
+    local_rollout_batch_size: int = 256
+    """prompts per training step and rank"""
+    local_mini_batch_size: int = 64
+    """responses per optimizer update and rank"""
+    per_device_train_batch_size: int = 8
+    """responses per forward and backward pass of a rank: a micro-batch"""
+    local_rollout_forward_batch_size: int = 32
+    """responses per forward pass of reference policy and reward model"""
+    micro_batch_tokens: int = 0
+    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
+    num_epochs: int = 1
+    """passes over each batch"""
+    num_evals: int = 10
+    """evaluations while training, the first before any update; one more at the end"""
+    num_eval_prompts: int = 500
+    """held-out prompts, the same for every seed; 0: all"""
+    eval_temperature: float = 0.0
+    """of evaluations; 0: greedy"""
+
+    # -- Generation
+    response_length: int = 256
+    """most tokens in a response"""
+    stop_token: str | None = None
+    """another token that ends a response; "eos": the tokenizer's"""
+    stop_token_id: int | None = None
+    """another token that ends a response, as an id"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probabilities"""
+    vllm_gpus: tuple[int, ...] = ()
+    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
+    vllm_tensor_parallel_size: int = 1
+    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
+    vllm_gpu_memory_utilization: float | None = None
+    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
+    vllm_enforce_eager: bool = False
+    """no CUDA graphs: starts faster, generates slower"""
+
+    # -- Reward
+    reward_model_multiplier: float = 1.0
+    """times the reward model's score; 0: PPO's value model still starts from it"""
+    apply_verifiable_reward: bool = True
+    """score responses with compute_score or reward_fn"""
+    verification_reward: float = 1.0
+    """times the verifiable score"""
+    reward_fn: str | None = None
+    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
+    reward_workers: int | None = None
+    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
+    reward_timeout: float = 10.0
+    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
+    add_r1_style_format_reward: bool = False
+    """reward <think>...</think><answer>...</answer>"""
+    r1_style_format_reward: float = 1.0
+    """worth of that form"""
+    non_stop_penalty: bool = False
+    """a response without a stop token scores penalty_reward_value instead"""
+    penalty_reward_value: float = -10.0
+    """with non_stop_penalty: score of a response without a stop token"""
+    min_response_length: int = 0
+    """with non_stop_penalty: shorter responses are penalized, too"""
+
+    # -- The algorithm
+    beta: float = 0.001
+    """weight of the KL penalty in the reward (with kl_target: at first); 0: no reference policy"""
+    kl_target: float = 0.0
+    """KL of a response that beta is adapted to (1909.08593, 2.2); 0: beta is constant"""
+    kl_horizon: int = 10_000
+    """episodes in which beta changes by a fifth where the KL is far off"""
+    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
+    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
+    whiten_rewards: bool = False
+    """to unit variance, keeping the mean"""
+    cliprange: float = 0.2
+    """the ratio is clipped to [1 - this, 1 + this]; GRPO has a cliprange_higher"""
+    dual_clip: float = 0.0
+    """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
+    cliprange_value: float = 0.0
+    """values are clipped to within this of the old ones; 0: no clipping"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 1.0
+    """GAE's lambda for advantages; below 1, warm the value model up first (docs/ppo_sync.md)"""
+    value_lam: float = 1.0
+    """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
+    tis_cap: float = 2.0
+    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    mismatch_mask: Literal["none", "token", "sequence"] = "none"
+    """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
+    mismatch_mask_range: float = 2.0
+    """far from 1 is outside [1/this, this]"""
+
+    # -- Checkpoints
+    save_freq: int = 0
+    """steps between checkpoints; 0: none"""
+    keep_last_n: int = 3
+    """newest checkpoints to keep; 0: all"""
+    resume_from_checkpoint: str | None = None
+    """a checkpoint, or latest: run_name's newest; newer ones are removed"""
+
+    # -- Output
+    with_tracking: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project_name: str = "tandem"
+    """project there"""
+    wandb_entity: str | None = None
+    """its owner (user or team)"""
+    push_to_hub: bool = False
+    """upload the model at the end, by scripts/push_to_hub.py"""
+    hf_entity: str | None = None
+    """owner of the repository; None: who is logged in"""
+    hf_repo_id: str | None = None
+    """repository; None: exp_name"""
+    hf_repo_revision: str | None = None
+    """branch; None: the run's name"""
+
+    # -- Filled in at run time
+    mini_batch_size: FilledIn[int] = 0
+    """responses per update, over all ranks"""
+    world_size: FilledIn[int] = 1
+    """learner processes"""
+    local_world_size: FilledIn[int] = 1
+    """learner processes of a node"""
+    rollout_batch_size: FilledIn[int] = 0
+    """prompts per step, over all ranks"""
+    episodes_per_step: FilledIn[int] = 0
+    """responses per step, over all ranks"""
+    updates_per_step: FilledIn[int] = 0
+    """optimizer updates per step"""
+    num_training_steps: FilledIn[int] = 0
+    """of the run"""
+    num_updates: FilledIn[int] = 0
+    """of the run"""
+    stop_token_ids: FilledIn[tuple[int, ...]] = ()
+    """ids that end a response"""
+    data_hash: FilledIn[int] = 0
+    """hash of all prompts"""
+    num_sources: FilledIn[int] = 0
+    """data sources of all prompts"""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, str):  # no shell expands a quoted ~
+                setattr(self, name, os.path.expanduser(value))
+
+
+# ------------------------------------------------------------------------------------------ set-up
+
+
+def fill_in(args, world_size):
+    """A copy with the fields of run time. ValueError: arguments do not fit together."""
+    if not (
+        args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
+    ):
+        raise ValueError(
+            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
+            "--reward_model_path whose --reward_model_multiplier is above 0"
+        )
+    if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
+        raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
+    if args.min_response_length and not args.non_stop_penalty:
+        raise ValueError("--min_response_length needs --non_stop_penalty")
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args = replace(args, world_size=world_size, local_world_size=local_world_size)
+    if not args.run_name:
+        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
+
+    local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
+    args.rollout_batch_size = args.local_rollout_batch_size * world_size
+    args.episodes_per_step = local_episodes * world_size
+    args.mini_batch_size = args.local_mini_batch_size * world_size
+    if local_episodes % args.local_mini_batch_size:
+        raise ValueError(
+            f"local_rollout_batch_size * number_samples_per_prompt ({local_episodes}) must be a "
+            f"multiple of local_mini_batch_size ({args.local_mini_batch_size}); "
+            f"{math.gcd(local_episodes, args.local_mini_batch_size)} would do"
+        )
+
+    args.num_training_steps = args.total_episodes // args.episodes_per_step
+    args.updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
+    args.num_updates = args.num_training_steps * args.updates_per_step
+    if args.warm_up_steps == 0:
+        args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+
+    # GPUs and CPU cores
+    size = args.vllm_tensor_parallel_size
+    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= local_world_size}
+    num_engines = len(free_gpus) // size
+    are_shared_out = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
+    if not are_shared_out or (size > 1 and not num_engines):
+        raise ValueError(
+            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
+            f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
+            f"engine, and no more engines than learners"
+        )
+    if not args.reward_workers:
+        args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
+    if not args.vllm_gpu_memory_utilization:
+        args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
+    return args
+
+
+def find_run(args):
+    """The folder of the run, and the checkpoint to resume, or None."""
+    run_dir = Path(args.output_dir, args.run_name)
+    if args.resume_from_checkpoint == "latest":
+        checkpoints = list_checkpoints(run_dir)
+        if not checkpoints:
+            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
+        return run_dir, checkpoints[-1]
+    if args.resume_from_checkpoint:
+        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
+        return checkpoint_dir.parents[1], checkpoint_dir
+    if (run_dir / "metrics.jsonl").exists():
+        raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+    return run_dir, None
+
+
+# -------------------------------------------------------------------- tokenizer, data and requests
+
+
+def load_tokenizer(args):
+    """The tokenizer. ValueError: a reward or value model has others, or too few embeddings."""
+    path = args.tokenizer_name_or_path or args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+    vocabulary = tokenizer.get_vocab()
+    # GRPO has no value model
+    for flag in ("reward_model_path", "value_model_path"):
+        path = getattr(args, flag, None)
+        if not path:
+            continue
+        revision = revision_of(path, args)
+        if AutoTokenizer.from_pretrained(path, revision=revision).get_vocab() != vocabulary:
+            raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
+        # Within a family sizes may differ, by unused rows
+        config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
+        if config.vocab_size <= max(vocabulary.values()):
+            raise ValueError(f"--{flag} {path}: its vocab_size is {config.vocab_size}, too small")
+    return tokenizer
+
+
+def find_stop_tokens(args, tokenizer, model):
+    """The ids that end a response: the model's end tokens, the tokenizer's, and the flags'."""
+    eos = model.generation_config.eos_token_id
+    stop_ids = {args.stop_token_id, tokenizer.eos_token_id}
+    stop_ids |= set(eos if isinstance(eos, list) else [eos])
+    if args.stop_token:
+        stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
+        # inf: not in the vocabulary, and refused below
+        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
+    stop_ids.discard(None)
+    if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
+        raise ValueError(
+            f"stop tokens {stop_ids}: there are none, or one is not in the vocabulary; see "
+            f"--stop_token {args.stop_token}, --stop_token_id and the model's generation config"
+        )
+    return tuple(sorted(stop_ids))
+
+
+def load_prompts(path, config, split, tokenizer, args, is_eval):
+    """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
+    rows = load_rows(path, config, split)
+    prompts, lost = [], set()
+    for index, row in enumerate(rows):
+        with naming_row(path, index):
+            prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
+        if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
+            prompts.append(prompt)
+            lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
+    if not prompts:
+        raise ValueError(
+            f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
+        )
+    if is_rank_0():
+        print(
+            f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
+            f"characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}"
+        )
+    return prompts
+
+
+def read_prompt(row, origin, tokenizer, args, is_eval):
+    """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
+
+    Its columns are verl's, `prompt` (a string, or messages), `data_source`, `reward_model: {style,
+    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`.
+    """
+    content = row.get("messages") or row.get("prompt")
+    data_source = row.get("data_source") or row.get("dataset")
+    ground_truth = row.get("ground_truth")
+    rule = row.get("reward_model") or {}
+    # Style "model" means no rule, except in verl's HellaSwag rows, which have `eval`
+    if ground_truth is None and (rule.get("style") != "model" or rule.get("eval")):
+        ground_truth = rule.get("ground_truth")
+    # Without a ground truth a row may be scored by the reward model
+    if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
+        raise ValueError("it has no `ground_truth`, which the reward needs")
+    # Held-out prompts are scored by a rule where they can be
+    if not args.apply_verifiable_reward and not is_eval:
+        ground_truth = None
+    if ground_truth is not None and not args.reward_fn:
+        compute_score(data_source, "", ground_truth)  # it must know the source
+    text, token_ids = tokenize_prompt(content, row, tokenizer)
+    return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
+
+
+def tokenize_prompt(prompt, row, tokenizer):
+    """The text of a prompt and its token ids.
+
+    prompt: a string; or messages, which the chat template renders with the row's `tools` and
+    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
+    template writes the same whatever a message says, as of a role that it does not know.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer(prompt)["input_ids"]
+    messages = drop_nulls(prompt)
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError("it has no prompt")
+
+    def render(messages):
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=drop_nulls(row.get("tools")),
+            tokenize=False,
+            add_generation_prompt=True,
+            **drop_nulls(row.get("chat_template_kwargs") or {}),
+        )
+
+    text = render(messages)
+    for i, message in enumerate(messages):
+        if message["role"] in ("assistant", "tool"):  # which a template may leave out
+            continue
+        content = message.get("content", "")
+        more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
+        longer = message | {"content": content + more}
+        if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
+            raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
+    # The template has written the special tokens
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def load_rows(path, config, split):
+    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
+    if path.endswith(".jsonl"):
+        # datasets would make "01" beside 2 a 1
+        rows = []
+        with open(path, "rb") as file:
+            for line in file:
+                with naming_row(path, len(rows)):
+                    rows.append(json.loads(line))
+        return rows
+    if path.endswith(".parquet"):
+        return parquet.read_table(path).to_pylist()
+    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
+        return datasets.load_from_disk(path).to_list()
+    with tempfile.TemporaryDirectory() as cache:
+        # datasets knows a folder by its name: it would take the rows of another one, or older ones
+        cache_dir = cache if Path(path).is_dir() else None
+        return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
+
+
+@contextlib.contextmanager
+def naming_row(path, index):
+    """Turns any error inside into a ValueError that names file and row."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+
+
+def drop_nulls(value):
+    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
+
+    >>> drop_nulls([{"role": "user", "tool_calls": None}])
+    [{'role': 'user'}]
+    """
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def uses_reward_model(args):
+    return args.reward_model_path and args.reward_model_multiplier
+
+
+def make_request(training_step, train_prompts, eval_prompts, args):
+    """The request for a training step; after the last, for the last evaluation alone.
+
+    Seeds are hashes: with sums, runs of neighbouring --seed would share responses.
+    """
+    steps_before, num_steps = training_step - 1, args.num_training_steps
+    count = args.rollout_batch_size if steps_before < num_steps else 0
+    drawn = draw_prompts(len(train_prompts), steps_before * count, count, args.seed)
+    prompts = [train_prompts[i] for i in drawn for _ in range(args.number_samples_per_prompt)]
+    seeds = [
+        stable_hash(args.seed, "episode", steps_before * args.episodes_per_step + i)
+        for i in range(len(prompts))
+    ]
+    if not evaluation_is_due(steps_before, args):
+        eval_prompts = []
+    return Request(prompts, seeds, eval_prompts)
+
+
+def evaluation_is_due(steps, args):
+    """Whether the policy is evaluated after this number of training steps.
+
+    Evaluations are two steps apart at least: an async script's steps 1 and 2 have the same weights.
+    The last step's metrics have the last evaluation.
+    """
+    num_steps = args.num_training_steps
+    num_evals = min(args.num_evals, num_steps // 2)
+    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
+
+
+def draw_prompts(num_prompts, start, count, seed):
+    """Indices of prompts number `start` to `start + count` of the run.
+
+    Each pass over the dataset is a seeded permutation.
+
+    >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
+    [0, 1, 2, 3, 4]
+    """
+    indices = []
+    while len(indices) < count:
+        pass_index, offset = divmod(start + len(indices), num_prompts)
+        generator = torch.Generator().manual_seed(stable_hash(seed, "prompts", pass_index))
+        indices += torch.randperm(num_prompts, generator=generator).tolist()[offset:]
+    return indices[:count]
+
+
+# ---------------------------------------------------------------------------------- loading models
+
+
+def load_model(auto_class, path, args, trained, **config_options):
+    """A model without dropout (1909.08593, p. 3).
+
+    It is float32 if it is trained whole, else (frozen, adapters) of args.dtype. ValueError: the
+    checkpoint lacks a tensor. A value model may lack its head: zeros, so that the first advantages
+    are rewards to come and no noise.
+    """
+    is_trained_whole = trained and not args.lora_rank
+    revision = revision_of(path, args)
+    config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    model, report = auto_class.from_pretrained(
+        path,
+        config=config,
+        revision=revision,
+        dtype=torch.float32 if is_trained_whole else getattr(torch, args.dtype),
+        attn_implementation=args.attn_implementation,
+        output_loading_info=True,
+    )
+    missing = set(report["missing_keys"])
+    if trained and missing == {"score.weight"}:
+        model.score.weight.data.zero_()
+    elif missing:
+        raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
+    if auto_class is AutoModelForCausalLM:
+        # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
+        # this one
+        head = model.get_output_embeddings().weight
+        model.config.tie_word_embeddings = head is model.get_input_embeddings().weight
+    if trained and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    # Gradient checkpointing needs training mode. Dropout is off by the config
+    model.train(trained).requires_grad_(is_trained_whole)
+    if trained and args.lora_rank:
+        add_adapter(model, args)
+    return model
+
+
+def revision_of(path, args):
+    return {
+        args.reward_model_path: args.reward_model_revision,
+        args.model_name_or_path: args.model_revision,
+    }.get(path)
+
+
+def load_value_or_reward_model(accelerator, path, args, trained):
+    """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
+
+    In bfloat16 many scores would be equal.
+    """
+    model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
+    model.score.float().requires_grad_(trained)
+    return place_model(accelerator, ValueModel(model, args), args)
+
+
+def place_model(accelerator, model, args):
+    """Collective. Puts a PolicyModel or ValueModel on this rank's device.
+
+    Under FSDP2 the rank gets its part of each parameter, else a copy, in DDP if it is trained.
+    """
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
+    # A layer is gathered in args.dtype while it computes, the rest (embedding, head) in its own;
+    # gradients are added in float32
+    precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model.model._no_split_modules:
+            fully_shard(module, mp_policy=precision)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+@torch.no_grad()
+def check_head(policy):
+    """ValueError: a PolicyModel and its model disagree on the log-probabilities of hidden states.
+
+    Hidden states of 0 show a bias of the head, and a logit of -30 shows a multiplier or a cap.
+    """
+    model = policy.model
+    head = model.get_output_embeddings().weight
+    label = head.norm(dim=1).argmax()
+    hidden = torch.zeros(2, 2, head.shape[1], dtype=head.dtype)
+    hidden[1] = -30 * head[label] / head[label].norm() ** 2
+    input_ids = label.repeat(2, 2)
+    forward = mock.Mock(return_value=HiddenStates(last_hidden_state=hidden))
+    with mock.patch.object(model.base_model, "forward", forward):
+        logits = model(input_ids, use_cache=False).logits[:, 0].float()  # (2, vocabulary)
+        if not forward.called:  # OPT's head passes its base model by
+            return
+        logprobs, _ = policy(input_ids, torch.tensor([[0, 1], [0, 1]]))
+    expected, _ = token_logprobs(logits / policy.args.temperature, input_ids[:, 1])
+    difference = (logprobs[1, 1] - expected[1]).abs()
+    if logits[0].any() or not difference <= -0.01 * expected[1]:
+        raise ValueError(
+            f"a {type(model).__name__} has a head with a bias or multiplier that PolicyModel does "
+            f"not know: log-probabilities would be wrong (by {difference:.2g} at a logit of -30)"
+        )
+
+
+class HiddenStates(BaseModelOutputWithPast):
+    """What a base model returns; what some kinds return besides is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+# --------------------------------------------------------------------------------- adapters (LoRA)
+
+
+def lora_config(args):
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear",
+        base_model_name_or_path=args.model_name_or_path,
+        revision=args.model_revision,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_adapter(model, args):
+    """Gives each linear layer of a frozen model, but its head, an adapter (2106.09685), in float32.
+
+    W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B is 0.
+    """
+    from peft import inject_adapter_in_model
+
+    torch.manual_seed(args.seed)
+    inject_adapter_in_model(lora_config(args), model.base_model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def set_adapter_scale(model, scale):
+    """Sets a factor on what adapters add: with 0 a policy is the model that was loaded.
+
+    peft's disable_adapters would clear requires_grad as well, which FSDP2 reads.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", scale)
+
+
+def save_adapter(weights, folder, args):
+    """Writes the adapter among the weights, {name: whole tensor}, to a folder, in peft's form."""
+    lora_config(args).save_pretrained(folder)
+    tensors = {
+        f"base_model.model.{name.replace('.default', '')}": weight
+        for name, weight in weights.items()
+        if ".lora_" in name
+    }
+    save_file(tensors, f"{folder}/adapter_model.safetensors")
+
+
+@torch.no_grad()
+def check_adapter(vllm, policy, model, prompt, args):
+    """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
+
+    B starts at 0: an engine that ignores the adapter, or has another lora_alpha, would pass
+    check_sampler. So B is noise in here, and 0 afterwards. model: that in the policy.
+    """
+    matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
+    for matrix in matrices:
+        # The adapter adds about a quarter of what a layer gives, for any rank and alpha.
+        # add_adapter has seeded the generator
+        matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
+    sync_weights(vllm, model, -1, args)  # a version that is never trained on
+    # A rank without an engine joins the forward pass, with any response
+    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
+    if vllm:  # each engine samples all of them
+        responses = vllm.submit(
+            sample_responses,
+            [prompt] * 8,
+            range(8),
+            args.temperature,
+            -1,
+            replace(args, response_length=16),
+        ).result()
+    input_ids, mask, _, sampler_logprobs = collate(responses, model.device)
+    logprobs, _ = policy(input_ids, mask)
+    if vllm:
+        check_sampler(logprobs, sampler_logprobs, mask, args)
+    for matrix in matrices:
+        matrix.zero_()
+
+
+# ----------------------------------------------------------------------------- the head, in chunks
+
+
+# Logits that exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, which small chunks would
+# slow
+LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
+
+
+class ChunkedHead(torch.autograd.Function):
+    """token_logprobs of head_logits, for some positions at a time.
+
+    All logits would be the largest thing in memory. The backward pass computes them again, and adds
+    to one gradient of the head. Entropies have no gradient here (docs/fork.md). torch's
+    linear_cross_entropy knows neither entropies nor soft_cap.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
+        ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
+        size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
+        ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
+        logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
+        with tf32(in_tf32):
+            for part in ctx.parts:
+                logits = head_logits(hidden[part], head, soft_cap)
+                logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
+        ctx.save_for_backward(hidden, head, labels)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, logprobs_grad, _):
+        hidden, head, labels = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden)
+        # None if the head is frozen
+        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        with tf32(ctx.in_tf32):
+            for part in ctx.parts:
+                logits = head_logits(hidden[part], head, ctx.soft_cap)
+                # The gradient of log p(label) is onehot(label) - p
+                logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
+                logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
+                if ctx.soft_cap:
+                    logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
+                hidden_grad[part] = logits_grad @ head
+                if head_grad is not None:
+                    head_grad.addmm_(logits_grad.T, hidden[part])
+        return hidden_grad, head_grad, None, None, None
+
+
+def head_logits(hidden, head, soft_cap):
+    """Logits, kept within plus or minus soft_cap unless that is None.
+
+    hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
+    """
+    logits = hidden @ head.T
+    if not soft_cap:
+        return logits
+    return soft_cap * torch.tanh(logits / soft_cap)
+
+
+@contextlib.contextmanager
+def tf32(enabled):
+    """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
+
+    Outside, its 11 bits would round positions above 2,048 in rotary embeddings.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+# -------------------------------------------------------- micro-batches, gradients, learning rates
+
+
+def cut_micro_batches(accelerator, rows, lengths, size, args):
+    """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
+
+    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has `size`
+    rows; or, with micro_batch_tokens, as many as stay within it, padding included. All ranks cut
+    alike, since under FSDP2 they compute together: `longest` is the longest of their n-th rows.
+    lengths: of all rows of the batch.
+
+    >>> rank = Accelerator(cpu=True)
+    >>> lengths = torch.tensor([3, 10, 4, 4])
+    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=0))
+    [([0, 2], 4), ([3, 1], 10)]
+    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=15))
+    [([0, 2, 3], 4), ([1], 10)]
+    """
+    num_ranks, lengths = accelerator.num_processes, lengths.tolist()
+    in_order = sorted(rows, key=lambda row: (lengths[row], row))
+    own_rows = in_order[accelerator.process_index :: num_ranks]
+    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
+    cuts = [0]
+    for i, length in enumerate(longest):
+        if args.micro_batch_tokens > 0:
+            size = max(1, args.micro_batch_tokens // length)
+        if i - cuts[-1] >= size:
+            cuts.append(i)
+    cuts.append(len(own_rows))
+    return [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+
+
+def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
+    """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
+
+    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if isinstance(norm, DTensor):  # under FSDP2
+        norm = norm.full_tensor()
+    if not torch.isfinite(norm):
+        if is_rank_0():
+            torch.save(vars(batch), run_dir / "bad_batch.pt")
+        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
+        raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    # In DDP's buckets. If they were None, the next passes would make others
+    optimizer.zero_grad(set_to_none=False)
+    return norm
+
+
+def lr_multiplier(update, num_updates, args):
+    """The learning rate of a model's update, from 0, as a share of the base rate; never 0.
+
+    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
+    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if update < args.warm_up_steps:
+        return (update + 1) / args.warm_up_steps
+    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
+    if args.lr_scheduler_type == "linear":
+        return 1 - done
+    if args.lr_scheduler_type == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    return 1.0
+
+
+def adapted_beta(beta, kl, args):
+    """The next step's beta: larger where this step's mean KL was above kl_target (1909.08593, 2.2).
+
+    >>> adapted_beta(1.0, 9.0, Args(kl_target=6.0, kl_horizon=100, episodes_per_step=50))
+    1.1
+    """
+    error = min(0.2, max(-0.2, kl / args.kl_target - 1))
+    return beta * (1 + error * args.episodes_per_step / args.kl_horizon)
+
+
+# -------------------------------------------------------------------------------------- the engine
+
+
+# Seconds for the start of vLLM or a reward worker, and for each message of a weight sync
+START_TIMEOUT = 1800
+WEIGHT_SYNC_TIMEOUT = 300
+
+
+class VLLM:
+    """One vLLM engine in a process of its own. One thread at a time may use it."""
+
+    def __init__(self, placement, config, max_length, args):
+        """Starts the engine, and waits until it is up.
+
+        placement: see place_engine; max_length: of a prompt with its response.
+        """
+        self.index, self.count, self.gpus = placement
+        self.args = args
+        self.policy_version = None  # of the weights that were synced last
+        self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
+        # Without a GPU weights are handed over in memory
+        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
+        folders.append(self.folder)
+        environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
+        self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
+        # vLLM and torch read the environment when they are imported: the process is born with it
+        with clear_environment():
+            os.environ.update(environment)
+            start = self.submit(start_llm, options, config, self.folder)
+        process_groups.append(start.result(START_TIMEOUT))
+
+    def submit(self, function, *args, **kwargs):
+        """Makes vLLM's process run a function. If it fails, this process ends at once."""
+        call = self.executor.submit(function, *args, **kwargs)
+        call.add_done_callback(end_if_failed)
+        return call
+
+    def call(self, method, *args, **kwargs):
+        """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
+        return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
+
+    def sample(self, prompts, seeds, temperature):
+        """Samples the Responses to this engine's share of some Prompts."""
+        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        return self.submit(
+            sample_responses,
+            prompts[first:end],
+            seeds[first:end],
+            temperature,
+            self.policy_version,
+            self.args,
+        ).result()
+
+    def sync_weights(self, weights, version):
+        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights.
+
+        vLLM loads an adapter's folder with the first request that names it.
+        """
+        if self.args.lora_rank:
+            shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
+            save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
+        elif self.gpus:
+            self.send_weights(weights)
+        else:
+            # Clones: tied weights share memory, which the file must not
+            weights = {name: weight.clone() for name, weight in weights}
+            save_file(weights, f"{self.folder}/model.safetensors")
+            self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
+        was_idle = self.call("reset_prefix_cache")
+        assert was_idle, "vLLM was busy during a weight sync"
+        self.policy_version = version
+
+    def send_weights(self, weights):
+        """Sends weights by the protocol of vLLM's workers, one tensor at a time in vLLM's dtype.
+
+        To a shared GPU handles of the learner's memory travel ("ipc"), to others the numbers, by
+        NCCL.
+        """
+        if self.policy_version is None:
+            self.connect()
+        self.call("start_weight_update")
+        for name, tensor in weights:
+            tensor = tensor.contiguous()
+            info = {
+                "names": [name],
+                "dtype_names": [self.args.dtype],
+                "shapes": [list(tensor.shape)],
+            }
+            if not self.nccl:
+                uuid = str(torch.cuda.get_device_properties().uuid)
+                info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]}]
+            update = self.submit(call_llm, "update_weights", {"update_info": info})
+            if self.nccl:
+                self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            update.result(WEIGHT_SYNC_TIMEOUT)
+        self.call("finish_weight_update")
+        torch.cuda.ipc_collect()  # memory that vLLM has read
+
+    def connect(self):
+        if not self.args.vllm_gpus:
+            self.call("init_weight_transfer_engine", {"init_info": {}})
+            return
+        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+
+        port = get_free_port()
+        world_size = 1 + len(self.gpus)  # this rank is number 0, vLLM's workers follow
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+        }
+        joined = self.submit(call_llm, "init_weight_transfer_engine", {"init_info": info})
+        self.nccl = stateless_init_process_group(
+            "127.0.0.1", port, 0, world_size, torch.cuda.current_device()
+        )
+        joined.result(WEIGHT_SYNC_TIMEOUT)
+
+
+def gather_weights(model, args):
+    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one.
+
+    Under FSDP2 a rank casts its part to args.dtype before all exchange their parts.
+    """
+    # vLLM on a CPU has a copy of a tied head: it is sent as the head, too
+    for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
+        if args.lora_rank and not parameter.requires_grad:
+            continue
+        weight = parameter.detach().to(getattr(torch, args.dtype))
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        yield name, weight
+
+
+def gather_rollout(share, cpu_group):
+    """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
+
+    cpu_group: the ranks' gloo group; None: one rank. Shares by rank are in the request's order.
+    """
+    if not cpu_group:
+        return share
+    shares = [None] * cpu_group.size()
+    torch.distributed.all_gather_object(shares, share, group=cpu_group)
+    rollout, *others = filter(None, shares)  # its times are reported
+    for other in others:
+        rollout.responses += other.responses
+        rollout.eval_responses += other.eval_responses
+    return rollout
+
+
+def end_if_failed(call):
+    """Ends this process where a call of vLLM's has failed, or its process has died."""
+    if call.exception() is not None:
+        end_at_once(call.exception())
+
+
+def place_engine(rank, num_gpus, args):
+    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
+
+    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
+    are indices into the node's num_gpus visible ones; () is the CPU.
+
+    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
+    (3, 4, (1,))
+    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
+    >>> args.world_size, args.local_world_size = 8, 4  # two nodes
+    >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
+    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
+    """
+    node, local_rank = divmod(rank, args.local_world_size)
+    size = args.vllm_tensor_parallel_size
+    gpus = args.vllm_gpus or tuple(range(args.local_world_size))
+    engines_per_node = len(gpus) // size
+    if local_rank >= engines_per_node:
+        return None
+    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
+    count = args.world_size // args.local_world_size * engines_per_node
+    return node * engines_per_node + local_rank, count, own_gpus
+
+
+def vllm_settings(gpus, folder, max_length, args):
+    """The environment of an engine's process, and the arguments of vLLM's LLM.
+
+    It starts with random weights, so that a tensor that a weight sync leaves out shows; with LoRA
+    with the checkpoint's.
+    """
+    # The learners' RANK, MASTER_PORT, ... are not for the engine
+    launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    environment = {
+        # Defaults, which the user's environment overrides
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TQDM_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONSAFEPATH": "1",  # see start_reward_worker
+        "TMPDIR": folder,  # vLLM leaves files there when it is killed
+    }
+    options = {
+        "model": ".",  # start_llm goes to the engine's folder
+        "dtype": args.dtype,
+        "max_model_len": max_length,
+        "skip_tokenizer_init": True,  # token ids in and out
+        "generation_config": "vllm",  # not the model's, which may have a top-k
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "enforce_eager": args.vllm_enforce_eager or not gpus,
+        "use_tqdm_on_load": False,
+    }
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else range(torch.cuda.device_count())
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
+        if not args.lora_rank:
+            options["load_format"] = "dummy"  # random
+            options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
+    else:
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
+        # Learner and engine share the cores
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
+        # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = max(8192, max_length)
+    if args.lora_rank:
+        # The checkpoint's weights, by our config: load_model may have untied the head
+        file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
+        options |= {
+            "model": str(Path(file).parent.absolute()),
+            "hf_config_path": ".",
+            "enable_lora": True,
+            # The next power of two: vLLM takes those from 8 to 512
+            "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
+            "max_loras": 2,  # the last version's, and this one's
+        }
+    return environment, options
+
+
+# --------------------------------------------------------------------- what runs in vLLM's process
+
+
+llm = None  # vLLM's LLM
+
+
+def start_llm(options, config, folder):
+    """Makes the LLM. Returns the id of the process, which is its process group's, too.
+
+    config: of the policy. `folder`, the engine's own, and all processes end with the script.
+    """
+    global llm
+    os.setsid()  # a Ctrl-C is for the script alone
+
+    def end_with_script():
+        mp.parent_process().join()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_script, daemon=True).start()
+    # vLLM's cache of compiled code goes by the model's path: "." in every run
+    os.chdir(folder)
+    config.save_pretrained(".")
+    # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
+    if "load_format" not in options and "enable_lora" not in options:
+        AutoModelForCausalLM.from_config(config).save_pretrained(".")
+    from vllm import LLM
+
+    llm = LLM(**options)
+    return os.getpid()
+
+
+def call_llm(method, *args, **kwargs):
+    return getattr(llm, method)(*args, **kwargs)
+
+
+def sample_responses(prompts, seeds, temperature, version, args):
+    """Samples a Response to each Prompt, each with its seed.
+
+    version: of the policy, whose adapter, if any, is in the folder version_<version>.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    inputs = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+    sampling = [
+        SamplingParams(
+            seed=seed,
+            temperature=temperature,
+            max_tokens=args.response_length,
+            stop_token_ids=args.stop_token_ids,
+            ignore_eos=True,  # stop_token_ids alone end a response
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for seed in seeds
+    ]
+    adapter = None
+    if args.lora_rank:
+        # A name, an id from 1 on (versions start at check_adapter's -1), and a folder
+        adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
+    outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
+    responses = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        token_ids = np.array(completion.token_ids, np.int32)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32)
+        stopped = token_ids[-1] in args.stop_token_ids
+        responses.append(Response(prompt, token_ids, logprobs, stopped))
+    return responses
+
+
+# ----------------------------------------------------------- graders, reward model, reward workers
+
+
+def grade_responses(responses, tokenizer, workers, args):
+    """Copies of the responses with texts and verifiable rewards.
+
+    workers: a queue of what start_reward_worker returns.
+    """
+
+    def grade(response):
+        prompt = response.prompt
+        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        response = replace(response, text=text)
+        if prompt.ground_truth is None:
+            return response
+        if args.reward_fn:
+            return call_worker(workers, response, args)
+        return replace(
+            response, verifiable=compute_score(prompt.data_source, text, prompt.ground_truth)
+        )
+
+    with ThreadPoolExecutor(args.reward_workers) as threads:
+        return list(threads.map(grade, responses))
+
+
+def reward_model_scores(accelerator, reward_model, responses, args):
+    """Collective. The reward model's scores at the last token of each response, or Nones.
+
+    Equal responses are scored once: what else is in a micro-batch moves the last bits.
+    """
+    if not reward_model:
+        return [None] * len(responses)
+    distinct = {tuple(response.row): response for response in responses}
+    rows = list(distinct.values())
+    rows += rows[:1] * (-len(rows) % accelerator.num_processes)
+    input_ids, mask, lengths, _ = collate(rows, accelerator.device)
+    indices = list(range(len(rows)))
+    values = forward_all(
+        accelerator,
+        reward_model,
+        [indices],
+        input_ids,
+        mask,
+        lengths,
+        args.local_rollout_forward_batch_size,
+        args,
+    )
+    scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
+    return [scores[tuple(response.row)] for response in responses]
+
+
+# A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
+NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
+
+
+def read_number(text):
+    """A number such as -$1,200.50 as a Decimal; None: it is none as a whole."""
+    text = text.replace("\u2212", "-")  # the minus of mathematics
+    if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
+        return Decimal(re.sub(r"[$,]", "", text))
+    return None
+
+
+def grade_gsm8k(response, ground_truth):
+    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
+
+    >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
+    1.0
+    """
+    truth = read_number("".join(str(ground_truth).split()).rstrip("."))
+    if truth is None:
+        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a number")
+    _, mark, end = response.rpartition("####")
+    answers = NUMBER.findall(response)[-1:]
+    if mark:
+        answers = NUMBER.findall(end)[:1] or answers
+    return float(bool(answers) and read_number(answers[0]) == truth)
+
+
+# The parts may hold anything but these tags
+NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
+R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
+
+
+def has_r1_format(response):
+    """Whether a response has the form <think>...</think><answer>...</answer>.
+
+    The prompt may have opened <think> already.
+    """
+    text = response.text
+    if response.prompt.text.rstrip().endswith("<think>"):
+        text = "<think>" + text
+    return R1_FORMAT.fullmatch(text) is not None
+
+
+def check_sources(workers, prompts, args):
+    """ValueError: --reward_fn raises NotImplementedError on a data source of the prompts."""
+    of_source = {p.data_source: p for p in prompts if p.ground_truth is not None}
+    for prompt in list(of_source.values())[:50]:
+        failure = call_worker(workers, Response(prompt, [], [], stopped=False), args).failure
+        if failure and "NotImplementedError" in failure:
+            raise ValueError(f"{prompt.origin}: {failure}")
+
+
+def call_worker(workers, response, args):
+    """As call_reward_fn, in an idle worker.
+
+    --reward_fn may raise, hang, exit or crash. That costs one response its score: a worker that
+    does not answer in time, or dies, is replaced.
+    """
+    executor, process_group = workers.get()
+    try:
+        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+    except Exception as error:
+        process_groups.remove(process_group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process_group, signal.SIGKILL)
+        executor, process_group = start_reward_worker(args.reward_fn)
+        return replace(
+            response,
+            failure=f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s",
+        )
+    finally:
+        workers.put((executor, process_group))
+
+
+def start_reward_worker(reward_fn):
+    """Starts a process for --reward_fn. Returns it, and its group's id."""
+    # Long imports are done once, by the fork server
+    mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
+    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
+    # Where the run starts there may be a random.py, which Python must not take for its own
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+        process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
+    process_groups.append(process_group)
+    return executor, process_group
+
+
+# ---------------------------------------------------------- what runs in a reward worker's process
+
+
+def start_reward_process(reward_fn):
+    """Prepares a worker's process. Returns its id, which is its process group's, too.
+
+    It dies with its parent, the fork server (PDEATHSIG). That ends with the script, when the write
+    end of its pipe is closed everywhere: so the inherited one is closed here.
+    """
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    os.close(mp.forkserver._forkserver._forkserver_alive_fd)
+    reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
+    return os.getpid()
+
+
+@cache
+def load_reward_fn(reward_fn):
+    """The function of path/to/file.py:function, which can import its neighbours."""
+    path, _, name = reward_fn.rpartition(":")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def call_reward_fn(reward_fn, response):
+    """A copy of a response with its verifiable reward, or with what went wrong."""
+    pid, prompt = os.getpid(), response.prompt
+    about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
+    try:
+        function = load_reward_fn(reward_fn)
+        call = reward_arguments(
+            function,
+            prompt.data_source,
+            response.text,
+            prompt.ground_truth,
+            about | (prompt.extra_info or {}),
+        )
+        score, metrics = read_score(function(*call.args, **call.kwargs))
+        if not math.isfinite(score):
+            raise ValueError(f"the reward is {score}")
+        response = replace(response, verifiable=score, reward_metrics=metrics)
+    except BaseException:  # sys.exit() raises no Exception
+        response = replace(response, failure=traceback.format_exc(limit=-1))
+    if os.getpid() != pid:  # a child that the reward has forked must not answer
+        os._exit(1)
+    return response
+
+
+def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
+    """How a reward function is called: inspect.BoundArguments.
+
+    By keyword where it needs no more than these names (solution_str is verl's for a response), else
+    by position. TypeError, ValueError: neither goes.
+
+    >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
+    <BoundArguments (solution_str='#### 4', ground_truth='4')>
+    """
+    signature = inspect.signature(reward_fn)
+    parameters = signature.parameters
+    text = "response" if "response" in parameters else "solution_str"
+    values = {
+        "data_source": data_source,
+        text: response,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = {name: value for name, value in values.items() if takes_all or name in parameters}
+    if text in known:
+        with contextlib.suppress(TypeError):  # it needs others, too
+            return signature.bind(**known)
+    known = {"extra_info": extra_info} if "extra_info" in known else {}
+    call = signature.bind(data_source, response, ground_truth, **known)
+    if any(call.arguments.get(name, value) is not value for name, value in values.items()):
+        raise ValueError(
+            f"it takes {signature}; name all of data_source, solution_str (or response), "
+            f"ground_truth and extra_info that it takes so, or take the first three in this order"
+        )
+    return call
+
+
+def read_score(result):
+    """The score in what a reward function returned, and its metrics (verl's return a dictionary).
+
+    >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
+    (0.5, {'acc': 1.0})
+    """
+    if not isinstance(result, dict):
+        return float(result), {}
+    metrics = {
+        name: float(value)
+        for name, value in result.items()
+        if name != "score" and isinstance(value, int | float)
+    }
+    return float(result["score"]), metrics
+
+
+# ------------------------------------------------------------------------------- metrics and files
+
+
+def update_metrics(accelerator, sums, args):
+    """Collective. Metrics of a step's updates, from each rank's sums."""
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
+    totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
+    loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
+    tokens = max(1, totals.pop("tokens"))
+    return {name: total / tokens for name, total in totals.items()} | {"objective/loss": loss}
+
+
+def batch_metrics(batch, beta, args):
+    """Metrics of a step's batch, before its updates: tensors of one element."""
+    mask = batch.mask
+    returns = batch.returns[batch.loss_mask.bool()]  # (tokens,)
+    residuals = (batch.returns - batch.values)[batch.loss_mask.bool()]
+    logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
+    # How far the sampler's log-probabilities are from the learner's
+    mismatch = logprobs - sampler_logprobs
+    ratios = mismatch.exp()[mask.bool()]  # (tokens,)
+    metrics = {
+        "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
+        "objective/entropy": -logprobs.sum(1).mean(),
+        "val/explained_variance": 1 - residuals.var() / returns.var().clamp(min=1e-8),
+        "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
+        "mismatch/logprob_diff_max": mismatch.abs().max(),
+        # KL of the sampler to the learner
+        "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
+        # Effective sample size, as a share of the tokens
+        "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
+        "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
+    }
+    if args.beta > 0:
+        ref_logprobs = batch.ref_logprobs * mask
+        kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
+        non_score_reward = (-beta * kl).sum(1).mean()
+        metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
+        metrics["objective/non_score_reward"] = non_score_reward
+        metrics["objective/rlhf_reward"] = (
+            masked_mean(batch.scores, batch.has_score) + non_score_reward
+        )
+    return metrics
+
+
+def score_metrics(prefix, responses, args):
+    """What responses earned: metrics of a prefix, "objective" or "eval".
+
+    With several data sources, not hundreds, there is each mean for each of them, too.
+    """
+    sources = {response.prompt.data_source for response in responses}
+    collected = defaultdict(list)
+    for response in responses:
+        parts = {
+            "scores": response.score,
+            "reward_model_score": response.model_score,
+            "verifiable_score": response.verifiable,
+            "reward_failures": response.failure is not None,
+            "sequence_lengths": len(response.token_ids),
+            "stop_rate": response.stopped,
+        }
+        parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
+        if response.verifiable is not None:
+            parts["verifiable_correct_rate"] = response.verifiable >= 1
+        for name, value in parts.items():
+            if value is not None:
+                collected[f"{prefix}/{name}"].append(value)
+                if len(sources) > 1 and args.num_sources <= 50:
+                    collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
+    return {name: sum(values) / len(values) for name, values in collected.items()}
+
+
+def describe(response, policy_version):
+    """What samples.jsonl and rollouts.jsonl say of a response."""
+    return {
+        "prompt": response.prompt.text,
+        "response": response.text,
+        "score": response.score,
+        "verifiable_score": response.verifiable,
+        "reward_model_score": response.model_score,
+        "reward_metrics": response.reward_metrics,
+        "failure": response.failure,
+        "ground_truth": str(response.prompt.ground_truth),
+        "data_source": response.prompt.data_source,
+        "length": len(response.token_ids),
+        "stopped": response.stopped,
+        "policy_version": policy_version,
+    }
+
+
+def log_samples(accelerator, samples):
+    for tracker in accelerator.trackers:
+        tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
+
+
+def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
+    """Collective. Scores answers to held-out prompts, writes them, returns eval/*."""
+    responses = score_responses(
+        accelerator, reward_model, rollout.eval_responses, args, is_eval=True
+    )
+    samples = [describe(response, rollout.policy_version) for response in responses]
+    for sample in samples:
+        append_line(run_dir / "samples.jsonl", sample)
+    log_samples(accelerator, samples)
+    return score_metrics("eval", responses, args) | {"eval/policy_version": rollout.policy_version}
+
+
+def append_line(path, line):
+    if is_rank_0():
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on
+
+
+def report_prompt_lengths(accelerator, prompts, run_dir):
+    """Histograms of the prompts' token counts: token_length.png, and in the trackers."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
+    drawing.submit(run_program, "plot_lengths.py", run_dir)
+    for tracker in accelerator.trackers:
+        import wandb
+
+        tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
+
+
+def write_metrics(accelerator, metrics, run_dir):
+    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some.
+
+    After an evaluation the curves are drawn, too.
+    """
+    metrics = {name: float(value) for name, value in metrics.items()}
+    accelerator.log(metrics)
+    append_line(run_dir / "metrics.jsonl", metrics)
+    if "eval/policy_version" in metrics:
+        drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
+    for name in ("training_step", "time/from_scratch", "objective/scores", "eval/scores"):
+        if name in metrics:
+            accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
+    accelerator.print(flush=True)
+
+
+# Programs that work on a run's folder; a copy of this script may be without
+PROGRAMS = Path(__file__).with_name("scripts")
+
+
+def run_program(name, run_dir, *options):
+    """Runs one of the PROGRAMS on the run's folder, on rank 0."""
+    path = PROGRAMS / name
+    if is_rank_0() and path.exists():
+        subprocess.run([sys.executable, path, run_dir, *options])
+
+
+def save_model(accelerator, model, tokenizer, path, args):
+    """Collective. Writes a model and its tokenizer in Hugging Face format.
+
+    The generation config is the model's, with the run's end tokens. An adapter is written to a
+    folder beside it, and merged into the model in float32: bfloat16 would round small changes away.
+    """
+    weights = accelerator.get_state_dict(model)  # gathered under FSDP2
+    if not is_rank_0():
+        return
+    if args.lora_rank:
+        from peft import PeftModel
+
+        folder = path.with_name("adapter")
+        save_adapter(weights, folder, args)
+        # The base, rounded to args.dtype as in training
+        base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+        model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
+        weights = model.state_dict()
+    generation_config = model.generation_config
+    generation_config.eos_token_id = list(args.stop_token_ids)
+    # transformers refuses to save some that models come with (a temperature without do_sample): it
+    # saves a default, and we write this file
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(path, state_dict=weights)
+    tokenizer.save_pretrained(path)
+    generation_config.to_json_file(path / "generation_config.json")
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_parts(trained, folder):
+    """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
+
+    trained: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in place, are
+    those that train. DDP, FSDP2 and the number of ranks may be others on resume.
+    """
+    for name, (model, optimizer) in trained.items():
+        weights = {
+            key.removeprefix("module."): parameter.detach()
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        yield weights, folder / name
+        # Before a model's first update its optimizer has no state. To load one, torch makes it, by
+        # a step with a learning rate of 0
+        path = folder / f"{name}_optimizer"
+        if optimizer.state or path.exists():
+            yield get_optimizer_state_dict(model, optimizer)["state"], path
+
+
+def finish_checkpoint(accelerator, run_dir, step, state, args):
+    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
+
+    Only the newest keep_last_n checkpoints are kept.
+    """
+    folder = run_dir / "checkpoints/unfinished"
+    if not accelerator.is_main_process:
+        return
+    (folder / "state.json").write_text(json.dumps(state))
+    for path in run_dir.glob("*.jsonl"):
+        shutil.copy(path, folder)
+    folder.rename(folder.with_name(f"step_{step}"))
+    if args.keep_last_n > 0:
+        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
+
+
+def list_checkpoints(run_dir):
+    """A run's checkpoints, the newest last. They get their names when they are whole."""
+    return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
+
+
+def step_of(checkpoint_dir):
+    """The completed training steps of checkpoints/step_N: N."""
+    return int(checkpoint_dir.name.removeprefix("step_"))
+
+
+def remove_checkpoints(checkpoints):
+    """Removes checkpoints; while it does, none has the name of a whole one."""
+    for path in checkpoints:
+        unfinished = path.with_name("unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        path.rename(unfinished)
+        shutil.rmtree(unfinished)
+
+
+def rewind_run(run_dir, checkpoint_dir):
+    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
+    for path in checkpoint_dir.glob("*.jsonl"):
+        shutil.copy(path, run_dir)
+    step = step_of(checkpoint_dir)
+    remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
+
+
+# ----------------------------------------------------------------- helpers, and how a process ends
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def stable_hash(*parts):
+    """A 63-bit integer, the same in every process and on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@contextlib.contextmanager
+def timed(metrics, name):
+    """Notes the seconds spent inside, as the metric time/<name>."""
+    start = time.perf_counter()
+    yield
+    # Kernels run behind Python; only the main thread starts any
+    if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
+        torch.cuda.synchronize()
+    metrics[f"time/{name}"] = time.perf_counter() - start
+
+
+process_groups = []  # vLLM's and the reward workers'
+folders = []  # vLLM's
+ending = threading.Lock()
+
+
+def end_children():
+    """Ends vLLM and the reward workers, with what they started and wrote."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    for process_group in process_groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process_group, signal.SIGKILL)
+
+
+def end_at_once(error):
+    """Prints an error and ends this process, whatever its threads wait for."""
+    ending.acquire()  # for good: others wait here for the end
+    try:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+    finally:  # also where nobody reads what is printed
+        end_children()
+        os._exit(1)
 
 
 if __name__ == "__main__":
