@@ -1,64 +1,39 @@
 r"""GRPO for language models, asynchronous: vLLM generates the next batch while we train.
 
-No GPU needed, sets itself up, learns in minutes:
-
+Without a GPU, sets itself up, learns in minutes:
     bash scripts/train/debug/grpo.sh
-
-One GPU, shared by the learner and a vLLM engine (ddp.yaml: eight GPUs, each shared so):
-
+One GPU, shared by the learner and a vLLM engine (docs/scaling.md has more GPUs, and several nodes):
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_vllm_async.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
-
-Eight GPUs, of which six train and two generate, each with an engine of its own:
-
-    accelerate launch --quiet --config_file scripts/accelerate/ddp.yaml --num_processes 6 \
-        grpo_vllm_async.py --vllm_gpus 6 7 ...
-
-Two nodes of eight GPUs, for models of which no GPU can hold a copy: all sixteen share weights,
-gradients and optimizer states (FSDP2). The same command on each node but for the rank:
-
-    accelerate launch --quiet --config_file scripts/accelerate/fsdp2_two_nodes.yaml \
-        --machine_rank 0 --main_process_ip HOST --main_process_port 29500 grpo_vllm_async.py ...
 
 Training step g, on every rank:
 
     main thread                         generation thread              vLLM (its own process)
     1. get batch g from response_Q <--  put responses, with their
        share it with the other ranks      verifiable rewards
-    2. [vLLM is idle] sync weights ---------------------------------->  weights of version g - 1
+       [vLLM is idle] sync weights ---------------------------------->  weights of version g - 1
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
-    3. checkpoint                         ...                            ...
-    4. reward model                       ...
-    5. to 8. advantages, updates        verifiable rewards
+    2. checkpoint                         ...                            ...
+    3. scores      4. the batch           ...                            ...
+    6. advantages  5. forward passes      ...                            ...
+    7. updates                            verifiable rewards
+    8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
-Before step 1, weights of version 0 and prompts 1 go out; a version is the number of completed
-training steps. Weights travel between the receipt of one batch and the request for the next: vLLM
-is idle and the learner does not update, so no lock is needed. From batch 2 on, the policy that
-sampled is one step older than the learner (2410.18252): with U updates a step, U updates at a
-step's first one and 2U - 1 at its last. Two things keep that sound: the PPO ratio divides by
-log-probabilities that the learner itself computes before its updates; and truncated importance
-weights account for the older sampler.
+A version is the number of completed training steps. Before step 1, weights 0 and prompts 1 go out.
+Step g takes batch g, then sends weights g - 1 and prompts g + 1: no engine samples then and no
+update runs, so no lock is needed. So batch g + 1 is sampled by version g - 1 and trained on by
+version g: one step old (2410.18252). Two things keep the error small: the GRPO ratio divides by
+the learner's own log-probabilities from before its updates; and importance weights, truncated,
+correct for the sampler. With --no-async_mode both go out after the updates: nothing is old.
 
-An evaluation travels with a request; the last one has a request of its own. --no-async_mode sends
-weights and prompts after the update: on-policy.
-
-A prompt and its response are one row, padded on the right. Tensors with a number for each token
-have a row's coordinates; all but the ids are 0 outside responses. Models must be causal: no token
-sees the padding after it, so there is no attention mask. Every rank holds the whole batch; forward
-and backward passes are shared out.
+A prompt and its response are a row, padded on the right. Tensors of tokens are (rows, length). All
+but the ids are 0 outside responses. Models must be causal: no token sees the padding after it, so
+there is no attention mask. They run without dropout. Every rank holds the whole batch; forward and
+backward passes are shared out.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
-old one, by the learner before this step's updates; the new one, in an update. With beta there is a
-fourth, the reference policy's.
-
-There is no value model: each prompt is answered several times, and the advantage of a response is
-how much better it scored than the others of its group. The KL to the reference policy is a term of
-the loss, not of the reward. Advantages need no log-probabilities, and are often 0. So responses
-without a gradient are not computed, and a step's first update computes its old log-probabilities.
-
-With --lora_rank only adapters train (LoRA). vLLM loads the checkpoint itself; a weight sync writes
-the adapter to a folder, which each request names. The reference policy is the policy with its
-adapters off.
+old one, by the learner before this step's updates; the new one, in an update. With a beta above 0,
+the weight of the KL, there is a fourth, the reference policy's.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
@@ -67,26 +42,20 @@ Deliberate simplifications:
  3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
+ 5. A response cut at `response_length` is scored like any other, without --non_stop_penalty.
 
-Map, with the minutes of a first reading: four hours in all. Read the dataclasses, then main, which
-calls all the rest. Skip what is about lora_rank at first.
-    Args                      what a run is told                                      look up
-    dataclasses               the rows and tensors that travel                        read, 10
-    small helpers             how a process ends                                      skip at first
-    data, rewards             from a row of a dataset to a Request; to a score        skim, 30
-    models                    wrappers that give log-probabilities, values or scores  read, 45
-    mathematics               KL, advantages, losses, with examples                   read, 25
-    vLLM                      its process, weight sync, generation                    read, 45
-    forward and backward      micro-batches; the gradient of one mini-batch           read, 30
-    metrics, checkpoints      what is written                                         skip at first
-    arguments                 what must fit together                                  skip at first
-    main                      set-up, then the loop: the algorithm, step by step      read, 40
+There is no value model: an advantage is how much better a response scored than its group. The KL is
+a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
 
+Where a change goes: a part of the score: score_responses. An advantage: group_advantages, step 6. A
+term of the loss: accumulate_gradients. A tensor that one needs: a field of Batch, step 4 or 5.
+What is logged: batch_metrics. docs/fork.md has worked examples.
+
+Read on to the banner ("The algorithm ends here"). First readings of ppo_sync.py's took 92 and
+125 minutes: this text 7, dataclasses 6, main 34, losses and advantages 27, models 22, the rest 11.
+What follows the banner is looked up when it is needed.
 "Collective" in a docstring: every rank must call the function, in the same order.
-
-arXiv: GRPO 2402.03300; PPO 1707.06347; options of DAPO 2503.14476 (cliprange_higher,
-mask_truncated_completions), Dr. GRPO 2503.20783 (centered, constant), GSPO 2507.18071 (sequence).
-Asynchronous RLHF 2410.18252.
+arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; async 2410.18252.
 """
 
 import contextlib
@@ -175,8 +144,8 @@ class Response:
     # From generate_rollout
     text: str = ""
     verifiable: float | None = None  # None: no ground truth, or the call failed
-    reward_metrics: dict[str, float] = field(default_factory=dict)  # what else it returned
-    failure: str | None = None  # why it failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what --reward_fn told besides
+    failure: str | None = None  # why the call failed
     # From the learner
     model_score: float | None = None  # by the reward model
     score: float | None = None  # sum of the rewards, or the penalty; None: not known
@@ -213,206 +182,84 @@ class Batch:
     `length` is the longest row's. Tensors with it are 0 outside responses, but for the ids.
     """
 
+    # By collate
     input_ids: Tensor  # (episodes, length)
     lengths: Tensor  # (episodes,), int64, tokens of a row
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
+    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows without a score
     scores: Tensor  # (episodes,), 0.0 where there is none
     has_score: Tensor  # (episodes,), 1.0 or 0.0
-    computed: Tensor  # (episodes,), 1.0 where the policy has to compute the row, else 0.0
-    loss_mask: Tensor  # (episodes, length), the mask of what is in the loss
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    logprobs: Tensor  # (episodes, length), by the policy before this step's updates
-    ref_logprobs: Tensor | None  # (episodes, length); None with beta 0
-    advantages: Tensor  # (episodes, length)
+    # By steps 6 and 5: (episodes, length)
+    advantages: Tensor | None = None
+    computed: Tensor | None = None  # (episodes,), 0.0 where the policy skips the row
+    logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
+    ref_logprobs: Tensor | None = None  # None with beta 0
+
+    def cut(self, rows, length):
+        """A Batch of some rows, which are `length` tokens long at most."""
+        parts = {
+            name: tensor[rows, :length] if tensor.dim() == 2 else tensor[rows]
+            for name, tensor in vars(self).items()
+            if tensor is not None
+        }
+        return Batch(**parts)
 
 
 # -------------------------------------------------------------------------------------------- main
 
 
 def main(args):
+    # ---- Set-up
     start_time = time.time()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
-
-    # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
-    # issue 196678), and prepares itself for each shape
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-    # ---- Ranks and arguments
-    timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
-        mixed_precision="no",  # autocast is ours
-        log_with="wandb" if args.with_tracking else None,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timeout),
-            # Gradients are in DDP's buckets alone
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-        ],
-    )
-    device = accelerator.device
-    cpu_group = None
-    if accelerator.num_processes > 1:
-        cpu_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
-    is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.is_fsdp2:
-        is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    if is_refused:
-        raise ValueError(
-            "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
-            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
-        )
+    accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
-    num_policy_updates = args.num_updates
-    if args.warm_up_steps >= num_policy_updates:
-        raise ValueError(
-            f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
-            f"updates ({num_policy_updates}); see --total_episodes"
-        )
-    if args.number_samples_per_prompt < 2:
-        raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
-    if args.importance_sampling_level == "sequence" and args.mismatch_mask == "token":
-        raise ValueError("--mismatch_mask token: by GSPO all tokens of a response have one ratio")
 
-    # ---- Data and models
     tokenizer = load_tokenizer(args)
-    train_prompts = load_prompts(
-        args.dataset, args.dataset_config, args.dataset_split, tokenizer, args, is_eval=False
-    )
-    eval_prompts = []
-    if args.eval_dataset:
-        eval_prompts = load_prompts(
-            args.eval_dataset,
-            args.eval_dataset_config,
-            args.eval_dataset_split,
-            tokenizer,
-            args,
-            is_eval=True,
-        )
-        if 0 < args.num_eval_prompts < len(eval_prompts):
-            drawn = draw_prompts(len(eval_prompts), 0, args.num_eval_prompts, seed=0)
-            eval_prompts = [eval_prompts[i] for i in drawn]
+    train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     args.num_sources = len({prompt.data_source for prompt in prompts})
     args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
-    first_step = 1
-    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
-    if checkpoint_dir:
-        first_step = step_of(checkpoint_dir) + 1
-        accelerator.print(f"Resumed after step {first_step - 1}; what came later is made again")
-        state = json.loads((checkpoint_dir / "state.json").read_text())
-        start_time -= state.get("seconds", 0.0)
-        # What defines the run's batches and models must not change
-        saved_args = json.loads((run_dir / "args.json").read_text())
-        for name in (
-            "seed",
-            "model_name_or_path",
-            "lora_rank",
-            "lora_alpha",
-            "beta",
-            "episodes_per_step",
-            "number_samples_per_prompt",
-            "mini_batch_size",
-            "num_epochs",
-            "num_updates",
-            "data_hash",
-            # The checkpoint may have answers to an evaluation
-            "num_evals",
-            "eval_temperature",
-        ):
-            if saved_args[name] != getattr(args, name):
-                raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    first_step, state = read_state(run_dir, checkpoint_dir, args)
+    start_time -= state["seconds"]
 
-    if device.type == "cuda" and not args.vllm_gpus:
-        # vLLM's share, and 2 GiB for two CUDA contexts, are not the learner's
-        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
-    # The model inside of `policy`, without the wrappers' prefixes in its names
-    model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    args.stop_token_ids = find_stop_tokens(args, tokenizer, model)
-    policy = PolicyModel(model, args)
-    check_head(policy)
-    policy = place_model(accelerator, policy, args)
-    ref_policy = policy  # with LoRA: the adapters are turned off for it
-    if args.beta > 0 and not args.lora_rank:
-        ref_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-        ref_policy = place_model(accelerator, PolicyModel(ref_model, args), args)
-    reward_model = None
-    if uses_reward_model(args):
-        reward_model = load_value_or_reward_model(
-            accelerator, args.reward_model_path, args, trained=False
-        )
+    limit_memory(accelerator.device, args)
+    language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
+    # It wraps the language model: the policy is trained, the language model synced and saved
+    policy = place_policy(accelerator, language_model, args)
+    ref_policy = load_reference_policy(accelerator, policy, args)
+    reward_model = load_reward_model(accelerator, args)
+    optimizer = make_optimizer(policy, args)
+    trained_models = {"policy": (policy, optimizer)}
 
-    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), **options)
-    trained = {"policy": (policy, optimizer)}
-
-    # ---- Reward workers and vLLM
-    placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
-    workers, vllm = queue.Queue(), None
-    if placement:
-        if args.reward_fn:
-            for _ in range(args.reward_workers):
-                workers.put(start_reward_worker(args.reward_fn))
-            check_sources(workers, prompts, args)
-        accelerator.print(f"Starting vLLM (a minute or so) for {checkpoint_dir or run_dir}")
-        vllm = VLLM(placement, model.config, max_length, args)
+    engine, workers = start_engine(accelerator, language_model.config, prompts, args)
     if args.lora_rank:
-        check_adapter(vllm, policy, model, train_prompts[0], args)
+        check_adapter(engine, policy, language_model, train_prompts[0], args)
+    load_checkpoint(trained_models, checkpoint_dir)
+    open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
-
-    def sync_and_request(version, training_step):
-        """Collective. Sends vLLM the weights, of this version, and a step's request."""
-        sync_weights(vllm, model, version, args)
-        prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
-
     threading.Thread(
         target=generation_thread,
-        args=(vllm, workers, tokenizer, prompts_Q, response_Q, args),
+        args=(engine, workers, tokenizer, prompts_Q, response_Q, args),
         daemon=True,
     ).start()
 
-    # ---- The run's folder
-    if checkpoint_dir:
-        for part, folder in checkpoint_parts(trained, checkpoint_dir):
-            checkpoint.load(part, checkpoint_id=folder)
-    if is_rank_0():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        # Those of a run that ended in its first step, or of steps made again
-        for path in run_dir.glob("*.jsonl"):
-            path.unlink()
-        if checkpoint_dir:
-            rewind_run(run_dir, checkpoint_dir)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        run_program("provenance.py", run_dir)  # adds commit and versions to args.json
-        wandb_run = {
-            "name": args.run_name,
-            "entity": args.wandb_entity,
-            "id": state["wandb_id"],
-            "resume": "allow",
-        }
-        accelerator.init_trackers(
-            args.wandb_project_name,
-            json.loads((run_dir / "args.json").read_text()),
-            {"wandb": wandb_run},
-        )
-        report_prompt_lengths(accelerator, train_prompts, run_dir)
-    if not checkpoint_dir:
-        sync_and_request(version=0, training_step=1)
-    else:
-        # The checkpoint has its rollout, since the weights that sampled it are gone
+    def sync_and_request(version, training_step):
+        """Collective. Sends vLLM the weights, of this version, and a step's request."""
+        sync_weights(engine, language_model, version, args)
+        prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
+
+    if checkpoint_dir:  # it has its rollout, since the weights that sampled it are gone
         request = make_request(first_step, train_prompts, eval_prompts, args)
         response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
+    else:
+        sync_and_request(version=0, training_step=1)
 
     # ---- The loop
     for training_step in range(first_step, args.num_training_steps + 1):
@@ -421,176 +268,120 @@ def main(args):
         is_last = training_step == args.num_training_steps
         metrics = {}
 
-        # 1. The responses to this step's prompts. Then vLLM is idle until it gets others.
+        # 1. The responses to this step's prompts. Now vLLM is idle: the current weights (in step 1
+        # the same again) and the next prompts go to it, and it generates while we train
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
-
-        # 2. The current weights (in step 1 those that vLLM has) and the next prompts go to vLLM,
-        # which generates while we train.
         if args.async_mode and not is_last:
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 3. Every save_freq steps a checkpoint: the models after the previous step, and this step's
-        # responses, since the weights that sampled them may be gone. A process saves none in its
-        # first step, which would be what it began with.
+        # 2. Every save_freq steps a checkpoint: the models after the previous step, before this one
+        # writes anything. A process saves none in its first step, which would be what it began with
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
-            state["policy_version"] = rollout.policy_version
             state["seconds"] = time.time() - start_time
+            state["policy_version"] = rollout.policy_version
             with timed(metrics, "checkpoint"):
-                for part, folder in checkpoint_parts(trained, run_dir / "checkpoints/unfinished"):
-                    checkpoint.save(part, checkpoint_id=folder)
-                save_rollout(run_dir, rollout)
-                finish_checkpoint(accelerator, run_dir, version, state, args)
+                save_rollout(run_dir, rollout)  # the weights that sampled it may be gone
+                save_checkpoint(accelerator, trained_models, run_dir, version, state, args)
 
-        # 4. Scores: the verifiable rewards came with the responses, the reward model's are made
-        # now. Where an evaluation was due, those of its responses, too
+        # 3. Scores: the verifiable rewards came with the responses, the reward model's are made
+        # now. Where an evaluation was due, its responses came along and are scored as well
         with timed(metrics, "reward_model"):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
-        # A failed reward is no wrong answer: the response is left out of the loss
-        has_score = torch.tensor([float(r.score is not None) for r in responses], device=device)
-        scores = torch.tensor([r.score or 0.0 for r in responses], device=device)  # (episodes,)
-        if not has_score.any():
+
+        # 4. The batch: one row of each prompt with its response
+        batch = collate(responses, accelerator.device)
+        if not batch.has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
-        # 5. One row of each prompt with its response: (episodes, length)
-        input_ids, mask, lengths, sampler_logprobs = collate(responses, device)
-        all_rows = list(range(len(responses)))
-        loss_mask = mask * has_score[:, None]
-
+        # 6. Advantages, one for all tokens of a response. They stand before step 5, since they need
+        # no forward pass, and what has none may be left out there
+        advantages = group_advantages(
+            batch.scores,
+            batch.has_score,
+            args.number_samples_per_prompt,
+            args.advantage_normalization,
+        )  # (episodes,)
+        batch.advantages = advantages[:, None] * batch.mask
         # Responses that were cut may be left out of the loss; in their group they count
         if args.mask_truncated_completions:
-            stopped = torch.tensor([float(r.stopped) for r in responses], device=device)
-            loss_mask = loss_mask * stopped[:, None]
+            stopped = torch.tensor([float(response.stopped) for response in responses])
+            batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
+        # For speed alone: with beta 0 a response of advantage 0, or out of the loss, has no
+        # gradient. So the policy skips it, in steps 5 and 7. Updates stay the same, since the
+        # loss_mask, from which the divisor is made, does. If all would be skipped none is, for the
+        # metrics
+        batch.computed = torch.ones_like(advantages)  # (episodes,)
+        has_gradient = (advantages * batch.loss_mask.amax(1) != 0).float()
+        if args.beta == 0 and has_gradient.any():
+            batch.computed = has_gradient
 
-        # 6. Advantages, one for all tokens of a response: (episodes,)
-        advantages = group_advantages(
-            scores, has_score, args.number_samples_per_prompt, args.advantage_normalization
-        )
-        # Without a KL term a response of advantage 0 gives no gradient. It counts in the mean of
-        # the loss, but is not computed, unless that leaves none: then all are, for the metrics
-        computed = (advantages * loss_mask.amax(1) != 0).float()  # (episodes,)
-        if args.beta > 0 or not computed.any():
-            computed = torch.ones_like(computed)
-        advantages = advantages[:, None] * mask  # (episodes, length)
-
-        # 7. What an update needs.
-        # Log-probabilities before any update, (episodes, length). The batch is cut as in the first
-        # epoch, so that the first ratios are 1 to the last bit
-        # The first mini-batch has 0 here: its update computes them, with the same weights
+        # 5. Forward passes: the old log-probabilities, before any update, in the micro-batches of
+        # the first epoch. Those of the first mini-batch stay 0 until step 7: the pass of its update
+        # has the same weights, so one is saved
         epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
-        others = [rows_to_compute(rows, computed, accelerator.num_processes) for rows in others]
-        ref_logprobs = None
+        size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
-            size = args.per_device_train_batch_size
-            logprobs = forward_all(
-                accelerator, policy, others, input_ids, mask, lengths, size, args
-            )
+            batch.logprobs = forward_all(accelerator, policy, batch, others, size, args)
             if args.beta > 0:
-                size = args.local_rollout_forward_batch_size
-                set_adapter_scale(ref_policy, 0.0)
-                ref_logprobs = forward_all(
-                    accelerator, ref_policy, [all_rows], input_ids, mask, lengths, size, args
-                )
-                set_adapter_scale(ref_policy, 1.0)
+                batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
 
-        batch = Batch(
-            input_ids=input_ids,
-            lengths=lengths,
-            mask=mask,
-            scores=scores,
-            has_score=has_score,
-            computed=computed,
-            loss_mask=loss_mask,
-            sampler_logprobs=sampler_logprobs,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            advantages=advantages,
-        )
-
-        # 8. Updates
-        sums = Counter()  # whose update() adds
-        grad_norms = Counter()  # means over the updates
+        # 7. Updates
+        sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
         with timed(metrics, "update"):
-            # Updates are counted over the run
-            for update, mini_batch in enumerate(
-                itertools.chain(*epochs), version * args.updates_per_step
-            ):
+            # apply_gradients clips them, makes the optimizer's step and sets them to zero
+            first_update = version * args.updates_per_step  # counted over the run
+            for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 is_first = mini_batch is first_mini_batch
-                sums.update(
-                    accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
+                new_sums, logprobs = accumulate_gradients(
+                    accelerator, policy, batch, mini_batch, is_first, args
                 )
-                if is_first:  # they were 0, and each rank has filled in its share
-                    batch.logprobs[mini_batch] = accelerator.reduce(batch.logprobs[mini_batch])
+                sums.update(new_sums)
+                if is_first:  # what step 5 has left at 0
+                    batch.logprobs = batch.logprobs + accelerator.reduce(logprobs)
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
-                        check_sampler(
-                            batch.logprobs, sampler_logprobs, mask * computed[:, None], args
-                        )
-                lr = args.learning_rate * lr_multiplier(update, num_policy_updates, args)
+                        mask = batch.mask * batch.computed[:, None]
+                        check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
+                lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                 grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
-        # With --no-async_mode this is the moment for weights and prompts. The request after the
-        # last step is for the last evaluation alone
+        # With --no-async_mode weights and prompts go out only now, with the updates in them. After
+        # the last step they do so always: for the last evaluation, without training prompts
         if is_last or not args.async_mode:
             with timed(metrics, "weight_sync"):
                 sync_and_request(training_step, training_step + 1)
 
-        # 9. Metrics
-        memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
-        seconds = time.perf_counter() - step_start
+        # 8. Metrics and files
         metrics |= update_metrics(accelerator, sums, args)
-        metrics |= batch_metrics(batch, args.beta, args)
+        metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
-        metrics |= rollout.times
-        metrics |= grad_norms
-        metrics |= {
-            "training_step": training_step,
-            "episode": training_step * args.episodes_per_step,
-            "epoch": training_step * args.rollout_batch_size / len(train_prompts),
-            "lr": lr,
-            "policy/version": version,
-            "policy/staleness": version - rollout.policy_version,
-            "val/sequence_lengths": metrics["objective/sequence_lengths"],
-            "val/num_stop_token_ids": sum(response.stopped for response in responses),
-            "time/training": seconds,
-            "time/from_scratch": time.time() - start_time,
-            "perf/memory_gib": memory / 2**30,
-            "perf/episodes_per_second": len(responses) / seconds,
-            "perf/response_tokens_per_second": mask.sum() / seconds,
-        }
+        metrics |= run_metrics(training_step, responses, step_start, start_time, args)
+        metrics |= rollout.times | dict(grad_norms) | {"lr": lr}
+        metrics |= {"policy/version": version, "policy/staleness": version - rollout.policy_version}
+        metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
         shown = range(len(responses))[: 2 * args.number_samples_per_prompt]  # two groups
-        samples = [describe(responses[i], rollout.policy_version) for i in shown]
-        for i, sample in zip(shown, samples, strict=True):
-            tokens = {
-                "training_step": training_step,
-                "token_ids": responses[i].token_ids.tolist(),
-                "advantages": advantages[i][mask[i].bool()].tolist(),
-            }
-            append_line(run_dir / "rollouts.jsonl", sample | tokens)
-        if not args.eval_dataset and evaluation_is_due(version, args):
-            log_samples(accelerator, samples)
+        log_rollouts(accelerator, training_step, rollout, responses, batch, shown, run_dir, args)
 
-        # 10. After the last update the model is saved, and then comes the last evaluation
+        # 9. After the last update the model is saved, and then comes the last evaluation
         if is_last:
-            save_model(accelerator, model, tokenizer, run_dir / "model", args)
+            save_model(accelerator, language_model, tokenizer, run_dir / "model", args)
             last = gather_rollout(response_Q.get(), cpu_group)
             if last.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
-        write_metrics(accelerator, metrics, run_dir)
-        if args.reward_fn and training_step == 3:  # does it wait, and would more workers help?
-            drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
+        write_metrics(accelerator, metrics, run_dir, args)
 
     # ---- The end: a summary and the upload, by programs beside this script
     end_children()
     # DDP must not drop gloo's group last: it would hold Python's lock, which gloo's threads need
     accelerator.clear()
-    del policy, ref_policy, trained
+    del policy, ref_policy, trained_models
     accelerator.end_training()
-    # After the last picture
+    # In the thread that draws, behind the last picture
     drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
@@ -635,7 +426,8 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     if normalization == "standard":
         variances = (advantages**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         advantages = advantages / (variances.sqrt() + 1e-8)
-    # Means are rounded, so equal scores are looked for
+    # Of equal scores score - mean may be a rounding error, which the division would enlarge: so
+    # such groups are set to 0, and those without scores (-inf <= inf)
     largest = groups.masked_fill(has_score == 0, -math.inf).amax(1, keepdim=True)
     smallest = groups.masked_fill(has_score == 0, math.inf).amin(1, keepdim=True)
     return advantages.masked_fill(largest <= smallest, 0.0).flatten()
@@ -656,96 +448,86 @@ def masked_mean(values, mask):
 def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. A loss is normalized over all of it, on all ranks, so that the
-    gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums over tokens.
-    is_first: of the step's mini-batches. What is computed here are its old log-probabilities, too.
+    mini_batch: rows of the batch. The loss is divided by loss_divisor of all of it, on all ranks,
+    skipped rows too: so the gradient does not depend on the cut (2503.14476, 3.3).
+    is_first: it is the step's first, so that its log-probabilities are the old ones, too.
+    Returns this rank's sums over tokens, for metrics, and its part of the loss; and its
+    log-probabilities, (episodes, length), 0 in rows that it did not run.
     """
-    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
-    if args.loss_aggregation != "token":
-        normalizer = max(1, int(batch.loss_mask[mini_batch].amax(1).sum()))
-    if args.loss_aggregation == "constant":
-        normalizer *= args.response_length
-    mini_batch = rows_to_compute(mini_batch, batch.computed, accelerator.num_processes)
+    normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
     micro_batches = cut_micro_batches(
-        accelerator, mini_batch, batch.lengths, args.per_device_train_batch_size, args
+        accelerator, batch, mini_batch, args.per_device_train_batch_size, args
     )
-    sums = Counter()
-    for i, (rows, length) in enumerate(micro_batches):
-        # All that follows is (micro_batch, length)
-        input_ids, mask = batch.input_ids[rows, :length], batch.mask[rows, :length]
-        # Rows that fill up are in no metric either
-        loss_mask = batch.loss_mask[rows, :length] * batch.computed[rows, None]
-        sums["tokens"] += loss_mask.sum(dtype=torch.float64)
-        # DDP exchanges gradients in the last pass alone, as by its no_sync. FSDP2 does in each:
-        # else it would keep whole ones
-        policy.require_backward_grad_sync = i == len(micro_batches) - 1
+    sums, all_logprobs = Counter(), torch.zeros_like(batch.mask)
+    for i, (rows, part) in enumerate(micro_batches):
+        # DDP exchanges gradients in the last pass alone then, as by its no_sync. FSDP2 does in
+        # each, one rank in none: they ignore it. All ranks make equally many passes
+        is_last = i == len(micro_batches) - 1
+        policy.require_backward_grad_sync = is_last
+        sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
 
-        logprobs, entropies = policy(input_ids, mask)
-        if is_first:
-            batch.logprobs[rows, :length] = logprobs.detach()
-        old_logprobs = batch.logprobs[rows, :length]
-        sampler_logprobs = batch.sampler_logprobs[rows, :length]
-        weights = importance_weights(old_logprobs, sampler_logprobs, mask, args)
-        token_log_ratio = (logprobs - old_logprobs) * loss_mask
+        # The policy. All that follows is (micro_batch, length)
+        new_logprobs, entropies = policy(part.input_ids, part.mask)
+        all_logprobs[rows, : new_logprobs.shape[1]] = new_logprobs.detach()
+        old_logprobs = new_logprobs.detach() if is_first else part.logprobs
+        tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.mask, args)
+        token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask
         log_ratio = token_log_ratio
         if args.importance_sampling_level == "sequence":
-            log_ratio = sequence_mean(token_log_ratio, loss_mask)
+            log_ratio = sequence_mean(token_log_ratio, part.loss_mask)
         pg_loss, pg_clipped = policy_loss(
             log_ratio,
-            batch.advantages[rows, :length],
-            weights,
+            part.advantages,
+            tis_weights,
             cliprange=args.cliprange,
             cliprange_higher=args.cliprange_higher,
-            dual_clip=args.dual_clip,
         )
         token_loss = pg_loss
         if args.beta > 0:
-            ref_logprobs = batch.ref_logprobs[rows, :length]
-            kl = kl_penalty(logprobs * loss_mask, ref_logprobs * loss_mask, args.kl_estimator)
-            # Older policies sampled the tokens: the ratio new/old and the weight old/sampler make
-            # up for that. kl1 and kl3 need the ratio's gradient, kl2 must not have it (2510.01555)
+            kl = kl_penalty(
+                new_logprobs * part.loss_mask, part.ref_logprobs * part.loss_mask, args.kl_estimator
+            )
+            # With the ratio new/old and the weight old/sampler the mean is over tokens of the new
+            # policy. The KL's gradient is the mean of d * grad log p, d = log p - log ref: kl1 and
+            # kl3 give it only with the ratio's gradient, kl2 by itself (2510.01555)
             token_ratio = token_log_ratio.exp()
             if args.kl_estimator == "kl2":
                 token_ratio = token_ratio.detach()
-            kl = kl * token_ratio * weights
+            kl = kl * token_ratio * tis_weights
             token_loss = pg_loss + args.beta * kl
-        scale = loss_mask
+        scale = part.loss_mask  # the sum over tokens; or each response's mean ("sequence")
         if args.loss_aggregation == "sequence":
-            scale = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
+            scale = scale / scale.sum(1, keepdim=True).clamp(min=1)
         loss = (token_loss * scale).sum() / normalizer
-        sums["objective/loss"] += loss.detach()
         # Ranks average their gradients; times the number of ranks, that is their sum
         (loss * accelerator.num_processes).backward()
+        sums["objective/loss"] += loss.detach()
         ratio = log_ratio.exp()
         per_token = {
             "loss/policy_avg": pg_loss,
             "policy/approxkl_avg": token_log_ratio**2 / 2,
             "policy/clipfrac_avg": pg_clipped,
-            "mismatch/masked": weights == 0,
+            "mismatch/masked": tis_weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
             "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
         }
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
-        add_sums(sums, per_token, loss_mask)
-    return sums
+        add_sums(sums, per_token, part.loss_mask)
+    return sums, all_logprobs
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. By --mismatch_mask the weight is 0 where the two are too far apart;
-    the token still counts in the loss's mean.
+    older if it is asynchronous. By --mismatch_mask a response's weights are 0 where the two are too
+    far apart; its tokens still count in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
-    >>> args = Args(tis_cap=2.0, mismatch_mask_range=2.5)
-    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
+    >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
     tensor([[1.6487, 2.0000]])
-    >>> args.mismatch_mask = "token"
-    >>> importance_weights(learner, sampler, torch.ones(1, 2), args)
-    tensor([[1.6487, 0.0000]])
     """
     log_ratios = (old_logprobs - sampler_logprobs) * mask
     if args.importance_sampling_level == "sequence":
@@ -755,24 +537,20 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
         weights = mask * log_ratios.exp().clamp(max=args.tis_cap)
     if args.mismatch_mask == "sequence":
         log_ratios = sequence_mean(log_ratios, mask)
-    if args.mismatch_mask != "none":
         weights = weights * (log_ratios.abs() <= math.log(args.mismatch_mask_range))
     return weights
 
 
-def policy_loss(
-    log_ratio, advantages, importance_weights, cliprange, cliprange_higher, dual_clip=0.0
-):
+def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher):
     """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
 
-    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]; for
-    negative advantages dual_clip is another limit (1912.09729). A number for each token, all of one
-    shape.
+    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]. A number
+    for each token, all of one shape.
 
     >>> loss, clipped = policy_loss(
     ...     log_ratio=torch.tensor([0.0, 1.0]),
     ...     advantages=torch.tensor([2.0, 2.0]),
-    ...     importance_weights=torch.ones(2),
+    ...     tis_weights=torch.ones(2),
     ...     cliprange=0.2,
     ...     cliprange_higher=0.2,
     ... )
@@ -781,14 +559,7 @@ def policy_loss(
     """
     plain_loss = -advantages * log_ratio.exp()
     clipped_loss = -advantages * log_ratio.exp().clamp(1 - cliprange, 1 + cliprange_higher)
-    loss = torch.max(plain_loss, clipped_loss)
-    clipped = clipped_loss > plain_loss
-    if dual_clip > 0:
-        largest_loss = -advantages * dual_clip
-        too_large = (advantages < 0) & (loss > largest_loss)
-        loss = torch.where(too_large, largest_loss, loss)
-        clipped = clipped | too_large
-    return loss * importance_weights, clipped
+    return torch.max(plain_loss, clipped_loss) * tis_weights, clipped_loss > plain_loss
 
 
 def sequence_mean(values, mask):
@@ -811,6 +582,26 @@ def add_sums(sums, per_token, mask):
         sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
 
+def loss_divisor(loss_mask, args):
+    """What a mini-batch's loss is divided by, from its loss_mask, (rows, length).
+
+    By loss_aggregation: its tokens; "sequence": its responses; "constant": its responses times
+    response_length (2503.20783). A response out of the loss adds nothing. Never 0.
+
+    >>> loss_mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    >>> loss_divisor(loss_mask, Args(loss_aggregation="token"))
+    2
+    >>> loss_divisor(loss_mask, Args(loss_aggregation="constant", response_length=8))
+    8
+    """
+    if args.loss_aggregation == "token":
+        return max(1, int(loss_mask.sum()))
+    divisor = max(1, int(loss_mask.amax(1).sum()))
+    if args.loss_aggregation == "constant":
+        divisor *= args.response_length
+    return divisor
+
+
 # ----------------------------------------------------------------------- forward passes and models
 
 
@@ -829,21 +620,35 @@ def draw_mini_batches(training_step, args):
 
 
 @torch.no_grad()
-def forward_all(accelerator, model, mini_batches, input_ids, mask, lengths, size, args):
+def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
     Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
     mini-batch.
     """
-    whole = torch.zeros_like(mask)
+    whole = torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
-        for rows, length in cut_micro_batches(accelerator, mini_batch, lengths, size, args):
-            outputs = model(input_ids[rows, :length], mask[rows, :length])
+        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+            outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's entropies
                 outputs, _ = outputs
-            whole[rows, :length] = outputs
-    # A row is 0 on all ranks but one: the sum is exact
+            whole[rows, : outputs.shape[1]] = outputs
+    # The sum over ranks is exact: a row is 0 on all of them but one
     return accelerator.reduce(whole)
+
+
+def reference_logprobs(accelerator, ref_policy, batch, args):
+    """Collective. Log-probabilities by the reference policy: (episodes, length).
+
+    With adapters it is the policy itself: they are turned off in here.
+    """
+    all_rows = list(range(len(batch.lengths)))
+    set_adapter_scale(ref_policy, 0.0)
+    logprobs = forward_all(
+        accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
+    )
+    set_adapter_scale(ref_policy, 1.0)
+    return logprobs
 
 
 class PolicyModel(nn.Module):
@@ -853,34 +658,20 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
-        self.scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
-        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
-        self.soft_cap = getattr(config, "final_logit_softcapping", None)
-        if self.soft_cap:
-            self.soft_cap *= self.scale
 
     def forward(self, input_ids, mask):
         """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
 
         mask: 1 where there is a response token.
         """
-        hidden = hidden_states(self.model, input_ids, self.args)
-        # What is read at a position predicts the token after it
+        hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
+        # What is read at a position predicts the token after it. No mask is 1 at the first one, so
+        # the two lines take the same tokens in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
-        head = self.model.get_output_embeddings().weight
-        dtype = torch.promote_types(head.dtype, torch.float32)
-        logprobs, entropies = ChunkedHead.apply(
-            hidden.to(dtype) * self.scale,
-            head.to(dtype),
-            labels,
-            self.soft_cap,
-            self.args.dtype == "bfloat16",
-        )
+        # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
+        # Entropies have no gradient: they are for metrics (docs/fork.md)
+        logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
 
@@ -895,21 +686,27 @@ def token_logprobs(logits, labels):
 
 
 class ValueModel(nn.Module):
-    """A one-label sequence classifier, whose head is read at every token.
+    """A one-label sequence classifier, whose head is read at every token: value or reward model.
 
-    A value model's head says what rewards are to come after a token: the value that the next begins
-    with. A reward model's scores the sequence up to and with the token.
+    A reward model says what the text up to and with a token is worth. A value model says what
+    rewards are to come: the value of the state in which a token is chosen is read at the token
+    before it, as the token's log-probability is.
     """
 
-    def __init__(self, model, args):
+    def __init__(self, model, args, is_value_model):
         super().__init__()
         self.model = model
         self.args = args
+        self.is_value_model = is_value_model
 
     def forward(self, input_ids, mask):
-        """Values: (batch, length). The mask is not needed."""
-        hidden = hidden_states(self.model, input_ids, self.args)
-        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+        """Rewards; or values, 0 outside the mask of response tokens. (batch, length)"""
+        hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
+        scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+        if not self.is_value_model:
+            return scores
+        # At t what was read at t - 1; what comes round to the first position is masked
+        return scores.roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids, args):
@@ -922,20 +719,18 @@ def hidden_states(model, input_ids, args):
 
 
 def collate(responses, device):
-    """One row of each prompt with its response, padded on the right.
-
-    Returns input_ids, mask, lengths and sampler_logprobs, as in Batch.
+    """The Batch of some responses, as far as it follows from them: one row of each.
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
-    ...     Response(prompt, np.array([7, 8]), np.array([-0.5, -0.5]), stopped=True),
+    ...     Response(prompt, np.array([7, 8]), np.array([-0.5, -0.5]), stopped=True, score=1.0),
     ...     Response(prompt, np.array([9]), np.array([-0.5]), stopped=True),
     ... ]
-    >>> input_ids, mask, lengths, _ = collate(responses, device="cpu")
-    >>> input_ids.tolist(), lengths.tolist()
+    >>> batch = collate(responses, device="cpu")
+    >>> batch.input_ids.tolist(), batch.lengths.tolist()
     ([[5, 6, 7, 8], [5, 6, 9, 0]], [4, 3])
-    >>> mask.tolist()
-    [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+    >>> batch.mask.tolist(), batch.loss_mask[1].tolist()
+    ([[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], [0.0, 0.0, 0.0, 0.0])
     """
     prompt_lengths = torch.tensor([len(response.prompt.token_ids) for response in responses])
     rows = [response.row for response in responses]
@@ -943,9 +738,18 @@ def collate(responses, device):
     positions = torch.arange(lengths.max())
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
-    input_ids = to_rows(torch.tensor(np.concatenate(rows)), is_token)
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    return [tensor.to(device) for tensor in (input_ids, mask, lengths, to_rows(logprobs, mask))]
+    # A failed reward is no wrong answer: the response is left out of the loss
+    has_score = torch.tensor([float(response.score is not None) for response in responses])
+    return Batch(
+        input_ids=to_rows(torch.tensor(np.concatenate(rows)), is_token).to(device),
+        lengths=lengths.to(device),
+        mask=mask.to(device),
+        loss_mask=(mask * has_score[:, None]).to(device),
+        scores=torch.tensor([response.score or 0.0 for response in responses], device=device),
+        has_score=has_score.to(device),
+        sampler_logprobs=to_rows(logprobs, mask).to(device),
+    )
 
 
 def to_rows(values, mask):
@@ -964,7 +768,9 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    In an evaluation the rule replaces the reward model where there is a ground truth.
+    A score is the sum of the reward model's (in an evaluation only where there is no ground truth),
+    the rule's and the format's; None where the rule is used and its call failed. With
+    non_stop_penalty an incomplete response has the penalty instead, also of None.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
@@ -981,7 +787,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
         if uses_rule and response.failure:
             score = None  # not known, which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:
+        if args.non_stop_penalty and not is_complete:  # in place of one that is not known, too
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
@@ -1009,7 +815,7 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 # -------------------------------------------------------------------------------------- generation
 
 
-def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
+def generation_thread(engine, workers, tokenizer, prompts_Q, response_Q, args):
     """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q.
 
     It does nothing collective: from two threads, ranks would get into different orders.
@@ -1019,7 +825,7 @@ def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
             times = {}
             with timed(times, "wait_for_prompts"):
                 request = prompts_Q.get()
-            rollout = generate_rollout(vllm, workers, tokenizer, request, args)
+            rollout = generate_rollout(engine, workers, tokenizer, request, args)
             if rollout:
                 rollout.times |= times
             response_Q.put(rollout)
@@ -1027,36 +833,33 @@ def generation_thread(vllm, workers, tokenizer, prompts_Q, response_Q, args):
         end_at_once(error)
 
 
-def generate_rollout(vllm, workers, tokenizer, request, args):
+def generate_rollout(engine, workers, tokenizer, request, args):
     """This rank's share of the responses to a Request, with verifiable rewards: a Rollout.
 
-    None where this rank owns no engine: vllm is None.
+    None where this rank owns no engine.
     """
-    if not vllm:
+    if not engine:
         return None
     times = {}
     with timed(times, "generation"):
-        responses = vllm.sample(request.prompts, request.seeds, args.temperature)
+        responses = engine.sample(request.prompts, request.seeds, args.temperature)
     with timed(times, "reward"):
         responses = grade_responses(responses, tokenizer, workers, args)
     with timed(times, "evaluation"):
         # With the same seeds in every evaluation
-        answers = vllm.sample(
+        answers = engine.sample(
             request.eval_prompts, range(len(request.eval_prompts)), args.eval_temperature
         )
         answers = grade_responses(answers, tokenizer, workers, args)
-    return Rollout(vllm.policy_version, responses, answers, times)
+    return Rollout(engine.policy_version, responses, answers, times)
 
 
-def sync_weights(vllm, model, version, args):
-    """Collective. Gives vLLM, which is None on a rank without an engine, a version's weights.
-
-    model: that in the policy.
-    """
-    weights = gather_weights(model, args)
-    if vllm:
-        vllm.sync_weights(weights, version)
-    for _ in weights:
+def sync_weights(engine, language_model, version, args):
+    """Collective. Gives each engine a version's weights; engine: None on a rank without one."""
+    weights = gather_weights(language_model, args)
+    if engine:
+        engine.sync_weights(weights, version)
+    for _ in weights:  # it gathers while it goes; ranks without an engine must take part
         pass
 
 
@@ -1229,13 +1032,11 @@ class Args:
     beta: float = 0.0
     """weight of the KL term in the loss; 0: no reference policy is loaded"""
     kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
-    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
+    """estimator of the KL; in this loss all have the same mean gradient (2510.01555)"""
     cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]; GRPO has a cliprange_higher"""
+    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
-    dual_clip: float = 0.0
-    """upper clip of the ratio for negative advantages (1912.09729: 3.0); 0: off"""
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -1246,8 +1047,8 @@ class Args:
     """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
-    mismatch_mask: Literal["none", "token", "sequence"] = "none"
-    """no policy gradient from tokens, or responses, whose ratio learner/sampler is far from 1"""
+    mismatch_mask: Literal["none", "sequence"] = "none"
+    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
     mismatch_mask_range: float = 2.0
     """far from 1 is outside [1/this, this]"""
 
@@ -1308,6 +1109,41 @@ class Args:
 # ------------------------------------------------------------------------------------------ set-up
 
 
+def start_ranks(args):
+    """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
+    # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
+    # issue 196678), and prepares itself for each shape
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
+        mixed_precision="no",  # autocast is ours
+        log_with="wandb" if args.with_tracking else None,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            # Gradients are in DDP's buckets alone
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+        ],
+    )
+    # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
+    is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    if accelerator.is_fsdp2:
+        is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    if is_refused:
+        raise ValueError(
+            "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
+            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
+        )
+    if accelerator.num_processes == 1:
+        return accelerator, None
+    return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+
 def fill_in(args, world_size):
     """A copy with the fields of run time. ValueError: arguments do not fit together."""
     if not (
@@ -1342,6 +1178,13 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * args.updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+    if args.warm_up_steps >= args.num_updates:
+        raise ValueError(
+            f"--warm_up_steps ({args.warm_up_steps}) must be below the number of updates "
+            f"({args.num_updates}); see --total_episodes"
+        )
+    if args.number_samples_per_prompt < 2:
+        raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
 
     # GPUs and CPU cores
     size = args.vllm_tensor_parallel_size
@@ -1375,6 +1218,101 @@ def find_run(args):
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
     return run_dir, None
+
+
+# What defines a run's batches and models, which a resume must not change
+MUST_AGREE = (
+    "seed",
+    "model_name_or_path",
+    "lora_rank",
+    "lora_alpha",
+    "beta",
+    "episodes_per_step",
+    "number_samples_per_prompt",
+    "mini_batch_size",
+    "num_epochs",
+    "num_updates",
+    "data_hash",
+    # The checkpoint may have answers to an evaluation
+    "num_evals",
+    "eval_temperature",
+)
+
+
+def read_state(run_dir, checkpoint_dir, args):
+    """The first training step, and what no step tells: seconds so far, the tracker's id, and on
+    resume of an asynchronous run the version that sampled the checkpoint's rollout.
+
+    ValueError: the checkpoint is of a run with other batches or models.
+    """
+    if not checkpoint_dir:
+        return 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
+    step = step_of(checkpoint_dir)
+    if is_rank_0():
+        print(f"Resumed after step {step}; what came later is made again")
+    saved_args = json.loads((run_dir / "args.json").read_text())
+    for name in MUST_AGREE:
+        if saved_args[name] != getattr(args, name):
+            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    return step + 1, {"seconds": 0.0} | json.loads((checkpoint_dir / "state.json").read_text())
+
+
+def limit_memory(device, args):
+    """Leaves vLLM its share of a GPU that it has with the learner."""
+    if device.type == "cuda" and not args.vllm_gpus:
+        # 2 GiB are for two CUDA contexts
+        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
+
+
+def make_optimizer(model, args):
+    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def start_engine(accelerator, config, prompts, args):
+    """This rank's engine, or None if it owns none, and a queue of its reward workers.
+
+    config: of the policy.
+    """
+    placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
+    workers = queue.Queue()
+    if not placement:
+        return None, workers
+    if args.reward_fn:
+        with ThreadPoolExecutor(args.reward_workers) as threads:
+            for worker in threads.map(start_reward_worker, [args.reward_fn] * args.reward_workers):
+                workers.put(worker)
+        check_sources(workers, prompts, args)
+    accelerator.print(f"Starting vLLM (a minute or so) for {args.output_dir}/{args.run_name}")
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    return VLLM(placement, config, max_length, args), workers
+
+
+def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
+    """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
+    if not is_rank_0():
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Those of a run that ended in its first step, or of steps made again
+    for path in run_dir.glob("*.jsonl"):
+        path.unlink()
+    if checkpoint_dir:
+        rewind_run(run_dir, checkpoint_dir)
+    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+    run_program("provenance.py", run_dir)  # adds commit and versions to args.json
+    wandb_run = {
+        "name": args.run_name,
+        "entity": args.wandb_entity,
+        "id": state["wandb_id"],
+        "resume": "allow",
+    }
+    accelerator.init_trackers(
+        args.wandb_project_name,
+        json.loads((run_dir / "args.json").read_text()),
+        {"wandb": wandb_run},
+    )
+    report_prompt_lengths(accelerator, train_prompts, run_dir)
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1418,6 +1356,27 @@ def find_stop_tokens(args, tokenizer, model):
             f"--stop_token {args.stop_token}, --stop_token_id and the model's generation config"
         )
     return tuple(sorted(stop_ids))
+
+
+def load_datasets(tokenizer, args):
+    """The prompts to train on, and those that are held out (none without eval_dataset)."""
+    train_prompts = load_prompts(
+        args.dataset, args.dataset_config, args.dataset_split, tokenizer, args, is_eval=False
+    )
+    if not args.eval_dataset:
+        return train_prompts, []
+    eval_prompts = load_prompts(
+        args.eval_dataset,
+        args.eval_dataset_config,
+        args.eval_dataset_split,
+        tokenizer,
+        args,
+        is_eval=True,
+    )
+    if 0 < args.num_eval_prompts < len(eval_prompts):
+        drawn = draw_prompts(len(eval_prompts), 0, args.num_eval_prompts, seed=0)
+        eval_prompts = [eval_prompts[i] for i in drawn]
+    return train_prompts, eval_prompts
 
 
 def load_prompts(path, config, split, tokenizer, args, is_eval):
@@ -1572,8 +1531,8 @@ def make_request(training_step, train_prompts, eval_prompts, args):
 def evaluation_is_due(steps, args):
     """Whether the policy is evaluated after this number of training steps.
 
-    Evaluations are two steps apart at least: an async script's steps 1 and 2 have the same weights.
-    The last step's metrics have the last evaluation.
+    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
+    version 0, and later ones with the version before. The last step's metrics have the last one.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -1646,14 +1605,36 @@ def revision_of(path, args):
     }.get(path)
 
 
-def load_value_or_reward_model(accelerator, path, args, trained):
+def place_policy(accelerator, language_model, args):
+    """Collective. A PolicyModel on this rank's device. ValueError: its head is not known."""
+    policy = PolicyModel(language_model, args)
+    check_head(policy)
+    return place_model(accelerator, policy, args)
+
+
+def load_reference_policy(accelerator, policy, args):
+    """Collective. The policy as it was loaded; with adapters it is the policy, without them."""
+    if args.beta == 0 or args.lora_rank:
+        return policy
+    model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
+    return place_policy(accelerator, model, args)
+
+
+def load_reward_model(accelerator, args):
+    """Collective. None: the run has none."""
+    if not uses_reward_model(args):
+        return None
+    return load_classifier(accelerator, args.reward_model_path, args, trained=False)
+
+
+def load_classifier(accelerator, path, args, trained):
     """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
 
     In bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float().requires_grad_(trained)
-    return place_model(accelerator, ValueModel(model, args), args)
+    return place_model(accelerator, ValueModel(model, args, is_value_model=trained), args)
 
 
 def place_model(accelerator, model, args):
@@ -1758,22 +1739,22 @@ def save_adapter(weights, folder, args):
 
 
 @torch.no_grad()
-def check_adapter(vllm, policy, model, prompt, args):
+def check_adapter(engine, policy, language_model, prompt, args):
     """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
 
     B starts at 0: an engine that ignores the adapter, or has another lora_alpha, would pass
-    check_sampler. So B is noise in here, and 0 afterwards. model: that in the policy.
+    check_sampler. So B is noise in here, and 0 afterwards.
     """
-    matrices = [matrix for name, matrix in model.named_parameters() if "lora_B" in name]
+    matrices = [matrix for name, matrix in language_model.named_parameters() if "lora_B" in name]
     for matrix in matrices:
         # The adapter adds about a quarter of what a layer gives, for any rank and alpha.
         # add_adapter has seeded the generator
         matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-    sync_weights(vllm, model, -1, args)  # a version that is never trained on
+    sync_weights(engine, language_model, -1, args)  # a version that is never trained on
     # A rank without an engine joins the forward pass, with any response
     responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
-    if vllm:  # each engine samples all of them
-        responses = vllm.submit(
+    if engine:  # each engine samples all of them
+        responses = engine.submit(
             sample_responses,
             [prompt] * 8,
             range(8),
@@ -1781,10 +1762,10 @@ def check_adapter(vllm, policy, model, prompt, args):
             -1,
             replace(args, response_length=16),
         ).result()
-    input_ids, mask, _, sampler_logprobs = collate(responses, model.device)
-    logprobs, _ = policy(input_ids, mask)
-    if vllm:
-        check_sampler(logprobs, sampler_logprobs, mask, args)
+    batch = collate(responses, language_model.device)
+    logprobs, _ = policy(batch.input_ids, batch.mask)
+    if engine:
+        check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args)
     for matrix in matrices:
         matrix.zero_()
 
@@ -1798,12 +1779,43 @@ LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 
 
 class ChunkedHead(torch.autograd.Function):
-    """token_logprobs of head_logits, for some positions at a time.
+    """token_logprobs of a head's logits, for some positions at a time.
 
     All logits would be the largest thing in memory. The backward pass computes them again, and adds
     to one gradient of the head. Entropies have no gradient here (docs/fork.md). torch's
     linear_cross_entropy knows neither entropies nor soft_cap.
     """
+
+    @classmethod
+    def read(cls, model, hidden, labels, args):
+        """Log-probabilities of labels (positions,) and entropies, at the sampling temperature.
+
+        hidden: what the language model's head reads, (positions, hidden_size).
+        """
+        # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
+        scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
+        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
+        soft_cap = getattr(config, "final_logit_softcapping", None)
+        if soft_cap:
+            soft_cap *= scale
+        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
+        head = model.get_output_embeddings().weight
+        dtype = torch.promote_types(head.dtype, torch.float32)
+        in_tf32 = args.dtype == "bfloat16"
+        return cls.apply(hidden.to(dtype) * scale, head.to(dtype), labels, soft_cap, in_tf32)
+
+    @staticmethod
+    def logits(hidden, head, soft_cap):
+        """Logits, kept within plus or minus soft_cap unless that is None.
+
+        hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
+        """
+        logits = hidden @ head.T
+        if not soft_cap:
+            return logits
+        return soft_cap * torch.tanh(logits / soft_cap)
 
     @staticmethod
     def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
@@ -1813,7 +1825,7 @@ class ChunkedHead(torch.autograd.Function):
         logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
         with tf32(in_tf32):
             for part in ctx.parts:
-                logits = head_logits(hidden[part], head, soft_cap)
+                logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
         ctx.save_for_backward(hidden, head, labels)
         ctx.mark_non_differentiable(entropies)
@@ -1827,7 +1839,7 @@ class ChunkedHead(torch.autograd.Function):
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         with tf32(ctx.in_tf32):
             for part in ctx.parts:
-                logits = head_logits(hidden[part], head, ctx.soft_cap)
+                logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
                 logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
@@ -1837,17 +1849,6 @@ class ChunkedHead(torch.autograd.Function):
                 if head_grad is not None:
                     head_grad.addmm_(logits_grad.T, hidden[part])
         return hidden_grad, head_grad, None, None, None
-
-
-def head_logits(hidden, head, soft_cap):
-    """Logits, kept within plus or minus soft_cap unless that is None.
-
-    hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
-    """
-    logits = hidden @ head.T
-    if not soft_cap:
-        return logits
-    return soft_cap * torch.tanh(logits / soft_cap)
 
 
 @contextlib.contextmanager
@@ -1864,47 +1865,44 @@ def tf32(enabled):
 # -------------------------------------------------------- micro-batches, gradients, learning rates
 
 
-def rows_to_compute(mini_batch, computed, num_ranks):
-    """The rows of a mini-batch that go through the policy: those to be computed, and a few others.
+def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+    """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
 
-    The others fill up, and enter no loss: each rank gets equally many rows, and at least one.
+    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
+    micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included.
+    All ranks cut alike, since under FSDP2 they compute together: `longest` is the longest of their
+    n-th rows. Rows that the policy skips are left out, but for as many as give each rank equally
+    many, and one at least. These have a loss_mask of 0 in the parts, to be in no metric.
 
-    >>> rows_to_compute([0, 1, 2, 3], computed=torch.tensor([0, 1, 1, 1]), num_ranks=2)
-    [1, 2, 3, 0]
+    >>> prompt = Prompt("row 0", "", [5], None, None, None)
+    >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
+    >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
+    >>> [(rows, part.mask.shape) for rows, part in parts]
+    [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=15))
+    >>> [rows for rows, part in parts]
+    [[0, 2, 3], [1]]
     """
-    computed = computed.tolist()
-    in_order = sorted(mini_batch, key=lambda row: not computed[row])
-    needed = sum(computed[row] for row in mini_batch)
-    return in_order[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
-
-
-def cut_micro_batches(accelerator, rows, lengths, size, args):
-    """This rank's share of some rows of a batch, cut into micro-batches: (rows, length) of each.
-
-    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has `size`
-    rows; or, with micro_batch_tokens, as many as stay within it, padding included. All ranks cut
-    alike, since under FSDP2 they compute together: `longest` is the longest of their n-th rows.
-    lengths: of all rows of the batch.
-
-    >>> rank = Accelerator(cpu=True)
-    >>> lengths = torch.tensor([3, 10, 4, 4])
-    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=0))
-    [([0, 2], 4), ([3, 1], 10)]
-    >>> cut_micro_batches(rank, [0, 1, 2, 3], lengths, 2, Args(micro_batch_tokens=15))
-    [([0, 2, 3], 4), ([1], 10)]
-    """
-    num_ranks, lengths = accelerator.num_processes, lengths.tolist()
-    in_order = sorted(rows, key=lambda row: (lengths[row], row))
+    num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
+    if batch.computed is not None:
+        batch = replace(batch, loss_mask=batch.loss_mask * batch.computed[:, None])
+        computed = batch.computed.tolist()
+        needed = sum(computed[row] for row in mini_batch)
+        computed_first = sorted(mini_batch, key=lambda row: not computed[row])
+        mini_batch = computed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
+    in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = in_order[accelerator.process_index :: num_ranks]
     longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
     cuts = [0]
     for i, length in enumerate(longest):
         if args.micro_batch_tokens > 0:
-            size = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= size:
+            micro_batch_size = max(1, args.micro_batch_tokens // length)
+        if i - cuts[-1] >= micro_batch_size:
             cuts.append(i)
     cuts.append(len(own_rows))
-    return [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+    return [(rows, batch.cut(rows, length)) for rows, length in parts]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -2290,21 +2288,14 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     if not reward_model:
         return [None] * len(responses)
     distinct = {tuple(response.row): response for response in responses}
-    rows = list(distinct.values())
-    rows += rows[:1] * (-len(rows) % accelerator.num_processes)
-    input_ids, mask, lengths, _ = collate(rows, accelerator.device)
-    indices = list(range(len(rows)))
+    to_score = list(distinct.values())
+    to_score += to_score[:1] * (-len(to_score) % accelerator.num_processes)
+    batch = collate(to_score, accelerator.device)
+    all_rows = list(range(len(to_score)))
     values = forward_all(
-        accelerator,
-        reward_model,
-        [indices],
-        input_ids,
-        mask,
-        lengths,
-        args.local_rollout_forward_batch_size,
-        args,
+        accelerator, reward_model, batch, [all_rows], args.local_rollout_forward_batch_size, args
     )
-    scores = dict(zip(distinct, values[indices, lengths - 1].tolist(), strict=False))
+    scores = dict(zip(distinct, values[all_rows, batch.lengths - 1].tolist(), strict=False))
     return [scores[tuple(response.row)] for response in responses]
 
 
@@ -2508,8 +2499,11 @@ def update_metrics(accelerator, sums, args):
     return {name: total / tokens for name, total in totals.items()} | {"objective/loss": loss}
 
 
-def batch_metrics(batch, beta, args):
-    """Metrics of a step's batch, before its updates: tensors of one element."""
+def batch_metrics(batch, args):
+    """Metrics of a step's batch, before its updates: tensors of one element.
+
+    Those of log-probabilities are of what the policy computed.
+    """
     mask = batch.mask * batch.computed[:, None]
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     # How far the sampler's log-probabilities are from the learner's
@@ -2532,16 +2526,34 @@ def batch_metrics(batch, beta, args):
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }
-    if args.beta > 0:
+    if args.beta > 0:  # to compare with PPO: GRPO's reward has no KL, its loss has
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
-        non_score_reward = (-beta * kl).sum(1).mean()
+        non_score_reward = (-args.beta * kl).sum(1).mean()
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward
         metrics["objective/rlhf_reward"] = (
             masked_mean(batch.scores, batch.has_score) + non_score_reward
         )
     return metrics
+
+
+def run_metrics(training_step, responses, step_start, start_time, args):
+    """Where the run is, and how fast: metrics of a step."""
+    memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
+    seconds = time.perf_counter() - step_start
+    lengths = [len(response.token_ids) for response in responses]
+    return {
+        "training_step": training_step,
+        "episode": training_step * args.episodes_per_step,
+        "val/sequence_lengths": sum(lengths) / len(lengths),
+        "val/num_stop_token_ids": sum(response.stopped for response in responses),
+        "time/training": seconds,
+        "time/from_scratch": time.time() - start_time,
+        "perf/memory_gib": memory / 2**30,
+        "perf/episodes_per_second": len(responses) / seconds,
+        "perf/response_tokens_per_second": sum(lengths) / seconds,
+    }
 
 
 def score_metrics(prefix, responses, args):
@@ -2589,6 +2601,20 @@ def describe(response, policy_version):
     }
 
 
+def log_rollouts(accelerator, training_step, rollout, responses, batch, rows, run_dir, args):
+    """Writes some responses of a step, rows of its batch, with their advantages."""
+    samples = [describe(responses[row], rollout.policy_version) for row in rows]
+    for row, sample in zip(rows, samples, strict=True):
+        tokens = {
+            "training_step": training_step,
+            "token_ids": responses[row].token_ids.tolist(),
+            "advantages": batch.advantages[row][batch.mask[row].bool()].tolist(),
+        }
+        append_line(run_dir / "rollouts.jsonl", sample | tokens)
+    if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
+        log_samples(accelerator, samples)
+
+
 def log_samples(accelerator, samples):
     for tracker in accelerator.trackers:
         tracker.log_table("sample_completions", dataframe=pandas.DataFrame(samples), commit=False)
@@ -2626,7 +2652,7 @@ def report_prompt_lengths(accelerator, prompts, run_dir):
         tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
 
 
-def write_metrics(accelerator, metrics, run_dir):
+def write_metrics(accelerator, metrics, run_dir, args):
     """Writes a step's metrics to metrics.jsonl and the trackers, and shows some.
 
     After an evaluation the curves are drawn, too.
@@ -2636,6 +2662,8 @@ def write_metrics(accelerator, metrics, run_dir):
     append_line(run_dir / "metrics.jsonl", metrics)
     if "eval/policy_version" in metrics:
         drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
+    if args.reward_fn and metrics["training_step"] == 3:  # does it wait, and for what?
+        drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
     for name in ("training_step", "time/from_scratch", "objective/scores", "eval/scores"):
         if name in metrics:
             accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
@@ -2684,13 +2712,27 @@ def save_model(accelerator, model, tokenizer, path, args):
 # ------------------------------------------------------------------------------------- checkpoints
 
 
-def checkpoint_parts(trained, folder):
+def load_checkpoint(trained_models, checkpoint_dir):
+    """Collective. Fills models and optimizers from a checkpoint, if there is one."""
+    if checkpoint_dir:
+        for part, folder in checkpoint_parts(trained_models, checkpoint_dir):
+            checkpoint.load(part, checkpoint_id=folder)
+
+
+def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
+    """Collective. Writes checkpoints/step_N: models, optimizers, `state`, the .jsonl files."""
+    for part, folder in checkpoint_parts(trained_models, run_dir / "checkpoints/unfinished"):
+        checkpoint.save(part, checkpoint_id=folder)
+    finish_checkpoint(accelerator, run_dir, step, state, args)
+
+
+def checkpoint_parts(trained_models, folder):
     """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
 
-    trained: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in place, are
-    those that train. DDP, FSDP2 and the number of ranks may be others on resume.
+    trained_models: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in
+    place, are those that train. DDP, FSDP2 and the number of ranks may be others on resume.
     """
-    for name, (model, optimizer) in trained.items():
+    for name, (model, optimizer) in trained_models.items():
         weights = {
             key.removeprefix("module."): parameter.detach()
             for key, parameter in model.named_parameters()
@@ -2709,7 +2751,9 @@ def save_rollout(run_dir, rollout):
     responses = rollout.responses + rollout.eval_responses
     rows = [vars(response) | {"prompt": None} for response in responses]
     if is_rank_0():
-        with open(run_dir / "checkpoints/unfinished/next_rollout.json", "w") as file:
+        folder = run_dir / "checkpoints/unfinished"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "next_rollout.json", "w") as file:
             json.dump(rows, file, default=np.ndarray.tolist)
 
 

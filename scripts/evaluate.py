@@ -506,7 +506,7 @@ def answer_prompts(script, tokenizer, prompts, args, options, path):
     accelerator = script.Accelerator(mixed_precision="no")
     reward_model = None
     if script.uses_reward_model(args):
-        reward_model = script.load_value_or_reward_model(
+        reward_model = script.load_classifier(
             accelerator, args.reward_model_path, args, trained=False
         )
     return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)

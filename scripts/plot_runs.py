@@ -66,13 +66,13 @@ PANELS = [
 ]
 # What the scripts log besides, with all of time/, perf/ and mismatch/: drawn if --metrics names it
 UNDRAWN = """
-    training_step episode epoch lr objective/scores_std objective/reward_failures objective/kl_coef
+    training_step episode epoch lr objective/scores_std objective/reward_failures
     objective/non_score_reward objective/rlhf_reward objective/entropy objective/stop_rate
     objective/loss loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version
     policy/staleness val/sequence_lengths val/num_stop_token_ids val/ratio val/ratio_var
-    val/clipfrac_avg val/computed_responses val/zero_variance_groups
-    eval/verifiable_score eval/reward_model_score eval/reward_failures
-    eval/stop_rate eval/policy_version eval/calibration_error eval/scores_mean eval/scores_std
+    val/clipfrac_avg val/computed_responses val/zero_variance_groups eval/verifiable_score
+    eval/reward_model_score eval/reward_failures eval/stop_rate eval/policy_version
+    eval/calibration_error eval/scores_mean eval/scores_std
 """
 KNOWN = {*UNDRAWN.split(), *(name for panel in PANELS for name in panel.metrics)}
 KNOWN |= {"time", "perf", "mismatch"}

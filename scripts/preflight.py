@@ -297,7 +297,6 @@ RANGES = {
 
 # Flags that do nothing without another
 NEED_ANOTHER = {
-    "kl_horizon": "kl_target",
     "mismatch_mask_range": "mismatch_mask",
     "kl_estimator": "beta",
     "penalty_reward_value": "non_stop_penalty",
@@ -351,8 +350,6 @@ def check_arguments(run):
             f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
             f"(--value_warmup_steps), or all responses become short"
         )
-    if getattr(args, "kl_target", 0) > 0 and args.beta == 0:
-        raise Mistake("--kl_target: a --beta of 0 stays 0; begin with one above 0")
     if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
         raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
 
@@ -843,11 +840,12 @@ MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash", "
 
 
 def kept_arguments(script):
-    """Arguments that may not change on resume: the loop's in which the script looks at them."""
-    names = set()
+    """Arguments that may not change on resume: MUST_AGREE, or those that a loop looks at."""
+    names = set(getattr(script, "MUST_AGREE", ()))
     for node in ast.walk(ast.parse(inspect.getsource(script))):
         if isinstance(node, ast.For) and "--resume_from_checkpoint: " in ast.unparse(node.body):
-            names.update(ast.literal_eval(node.iter))
+            with contextlib.suppress(ValueError):  # it goes over MUST_AGREE
+                names.update(ast.literal_eval(node.iter))
     return names
 
 

@@ -354,15 +354,14 @@ NUMBERS = {
     "not a number": (given(beta="nan"), "--beta is nan"),
     "not finite": (given(penalty_reward_value="-inf"), "--penalty_reward_value is -inf"),
     "mask that leaves no ratio": (given(mismatch_mask_range=0.5), "--mismatch_mask_range | from 1"),
-    "target of no penalty": (given(beta=0.0, kl_target=6.0), "--kl_target | --beta", PPO),
     "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 8 would do"),
     "warm-up": (
         given(**TEN, warm_up_steps=10),
-        "10 updates of 64 are too few | takes 10 of the policy's 10",
+        "--warm_up_steps (10) must be below | (10); see --total_episodes",
     ),
     "both warm-ups": (
         given(**TEN, value_warmup_steps=7, warm_up_steps=3),
-        "of the policy's 3",
+        "--warm_up_steps (3) must be below | (3); see --total_episodes, --value_warmup_steps",
         PPO,
     ),
     "group of one": (given(number_samples_per_prompt=1, local_mini_batch_size=32), "group", GRPO),
@@ -676,11 +675,6 @@ PLANS = {
     "limit of no mask": (
         given(mismatch_mask_range=3.0),
         "--mismatch_mask_range does nothing without --mismatch_mask",
-    ),
-    "horizon of no target": (
-        given(kl_horizon=9_000),
-        "--kl_horizon does nothing without --kl_target",
-        PPO,
     ),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),

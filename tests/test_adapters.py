@@ -111,9 +111,7 @@ def test_policy_without_its_adapter_is_the_loaded_model_to_the_bit(dtype, saved_
 
 def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_model, accelerator):
     args = args_for(saved_model, dtype="bfloat16")
-    value_model = script.load_value_or_reward_model(
-        accelerator, str(saved_model), args, trained=True
-    )
+    value_model = script.load_classifier(accelerator, str(saved_model), args, trained=True)
     found = {name for name, p in value_model.named_parameters() if p.requires_grad}
     assert {name for name in found if "lora_" not in name} == {"model.score.weight"}
     assert len(found) == 1 + 2 * 2 * len(LAYERS)
@@ -125,7 +123,7 @@ def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_mo
     # A reward model is frozen, and has none
     tiny = AutoModelForSequenceClassification.from_pretrained(saved_model, num_labels=1)
     tiny.save_pretrained(saved_model)
-    judge = script.load_value_or_reward_model(accelerator, str(saved_model), args, trained=False)
+    judge = script.load_classifier(accelerator, str(saved_model), args, trained=False)
     assert not any(p.requires_grad for p in judge.parameters())
     assert not adapter_of(judge)
 

@@ -82,10 +82,16 @@ def test_every_metric_of_a_run_is_explained(run_main):
 
 
 def refused_on_resume(text):
-    """The arguments that a script's main() compares with those of a checkpoint's run."""
-    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
-    (loop,) = (loop for loop in loops if "saved_args" in ast.unparse(loop.body))
-    return set(ast.literal_eval(loop.iter))
+    """The arguments that a program compares with those of a checkpoint's run: MUST_AGREE.
+
+    The reward model's training has them in its loop.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MUST_AGREE":
+            return set(ast.literal_eval(node.value))
+        if isinstance(node, ast.For) and "saved_args" in ast.unparse(node.body):
+            return set(ast.literal_eval(node.iter))
+    raise ValueError("nothing is compared")
 
 
 @pytest.mark.usefixtures("git")

@@ -4,6 +4,7 @@ Of scripts/forks here is what all have in common; each has a file of tests of it
 """
 
 import ast
+import dataclasses
 import difflib
 import doctest
 import importlib
@@ -15,7 +16,7 @@ import sys
 import fork as program
 import pytest
 import torch
-from helpers import REPO, loops
+from helpers import ASYNC, PPO, REPO, loops
 from helpers.files import write_rows, write_text
 from safetensors.torch import load_file
 
@@ -24,12 +25,18 @@ import ppo_sync
 PAGE = (REPO / "docs" / "fork.md").read_text()
 
 
-def fork(heading, number):
-    """The text of a copy of a script, the first or second of a section, with its diffs applied."""
+def fork(heading, script=None):
+    """The text of a copy of a script, with the diffs that a section has for it.
+
+    script: None: the one that the section names first. A text names the scripts of its diffs.
+    """
     section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
-    parts = [part for part in section.split("n a copy of ")[1:] if "```diff" in part]
-    text = (REPO / re.match(r"`(\w+\.py)`", parts[number])[1]).read_text()
-    for diff in re.findall(r"```diff\n(.*?)```", parts[number], re.DOTALL):
+    parts = section.split("n a copy of ")[1:]
+    named = [re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?", part)[0]) for part in parts]
+    script = script or named[0][0]
+    text = (REPO / script).read_text()
+    mine = [part for part, scripts in zip(parts, named, strict=True) if script in scripts]
+    for diff in re.findall(r"```diff\n(.*?)```", "".join(mine), re.DOTALL):
         old, new = (
             "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in kept)
             for kept in (" -", " +")
@@ -44,9 +51,9 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
     """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(heading, number=0, more="", rows=None, score=None, **options):
+    def run(heading, script=None, more="", rows=None, score=None, **options):
         name, files = f"fork_{len(list(tmp_path.glob('fork_*.py')))}", few_prompts
-        (tmp_path / f"{name}.py").write_text(more + fork(heading, number))
+        (tmp_path / f"{name}.py").write_text(more + fork(heading, script))
         if rows:
             files = write_rows(tmp_path / "train.parquet", rows).parent
         importlib.invalidate_caches()
@@ -76,15 +83,37 @@ def test_columns_of_ones_own_are_read(run_fork):
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
 
 
-def test_entropy_bonus_raises_the_entropy(run_fork):
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("script", ASYNC)
+def test_entropy_bonus_raises_the_entropy(script, beta, run_fork):
     heading = "A term of the loss"
-    last = [run_fork(heading, entropy_coef=coef).metrics[-1] for coef in (5.0, 0.0)]
-    assert last[0]["policy/entropy_avg"] > last[1]["policy/entropy_avg"]
-    assert 0 < last[0]["policy/unsure"] < 1
+    runs = [run_fork(heading, script, beta=beta, entropy_coef=coef) for coef in (5.0, 0.0)]
+    entropies = [run.metrics[-1]["policy/entropy_avg"] for run in runs]
+    assert entropies[0] > entropies[1] + 0.01
+    if script in PPO:
+        assert 0 < runs[0].metrics[-1]["policy/unsure"] < 1
+    elif beta == 0:  # a response of no advantage is as unsure as others
+        assert [run.batches[0].computed.all().item() for run in runs] == [True, False]
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_gradient_of_the_entropy_is_that_of_its_definition(script, run_fork):
+    head = run_fork("A term of the loss", script).script.ChunkedHead
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    labels, factors = torch.arange(5), torch.rand(5)
+    for soft_cap in (None, 2.0):
+        found, expected = [], []
+        _, entropies = head.apply(hidden, weight, labels, soft_cap, False)
+        found = torch.autograd.grad((entropies * factors).sum(), (hidden, weight))
+        logprobs = head.logits(hidden, weight, soft_cap).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        expected = torch.autograd.grad((entropies * factors).sum(), (hidden, weight))
+        torch.testing.assert_close(found, expected)
 
 
 def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
-    batch = run_fork("The advantage", 0, advantage_normalization="centered").batches[0]
+    batch = run_fork("Leave one out", advantage_normalization="centered").batches[0]
     scores = batch.scores.view(-1, 4)
     baseline = (scores.sum(1, keepdim=True) - scores) / 3
     found = batch.advantages[range(len(batch.lengths)), batch.lengths - 1]  # at the last tokens
@@ -92,14 +121,86 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
 
 
 def test_advantages_are_whitened_over_the_batch(run_fork):
-    whiten = map(inspect.getsource, (ppo_sync.masked_mean, ppo_sync.masked_whiten))
-    more = "\n".join(["import torch", *whiten])
+    whiten = inspect.getsource(ppo_sync.masked_whiten)
     options = {"advantage_normalization": "centered", "beta": 0.0}
-    batch = run_fork("The advantage", 1, more, **options).batches[0]
+    options["mask_truncated_completions"] = True
+    seen = run_fork("One deviation for the batch", more=f"import torch\n{whiten}", **options)
+    batch = seen.batches[0]
+    assert (batch.loss_mask.sum(1) == 0).any()  # truncated ones
     whitened = batch.advantages[batch.loss_mask == 1]
     assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
     assert whitened.std().item() == pytest.approx(1)
     assert batch.computed.all()
+
+
+BETA = {"kl_target": 0.2, "kl_horizon": 100, "lr_scheduler_type": "constant", "seed": 3}
+BETA |= {"total_episodes": 5 * loops.EPISODES}
+
+
+def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(run_fork):
+    """1909.08593, 2.2: an error clipped to a fifth; of a horizon of 100 episodes a step is 16."""
+    seen = run_fork("A beta that follows the KL", value_warmup_steps=2, **BETA)
+    expected, errors = [0.3, 0.3, 0.3], []
+    for batch in seen.batches[2:-1]:
+        kl = ((batch.logprobs - batch.ref_logprobs) * batch.mask).sum(1).mean().item()
+        errors.append(min(0.2, max(-0.2, kl / 0.2 - 1)))
+        expected.append(expected[-1] * (1 + errors[-1] * 16 / 100))
+    found = [line["objective/kl_coef"] for line in seen.metrics]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert max(errors) > 0 > min(errors)  # the KL is on both sides of the target
+    for line in seen.metrics[1:]:  # and it is the beta of that step's rewards
+        cost = line["objective/kl_coef"] * line["objective/kl"]
+        assert line["objective/non_score_reward"] == pytest.approx(-cost, rel=1e-4)
+
+
+def test_resumed_run_goes_on_with_the_beta_it_had(run_fork, few_prompts):
+    seen = run_fork("A beta that follows the KL", save_freq=1, **BETA)
+    checkpoint = seen.run_dir / "checkpoints" / "step_4"
+    options = BETA | {"save_freq": 1, "resume_from_checkpoint": checkpoint}
+    again = loops.run_loop(seen.name, few_prompts, seen.run_dir.parent, **options)
+    assert len(again.batches) == 1 and len(again.metrics) == 5
+    names = [name for name in again.metrics[-1] if not name.startswith(("time/", "perf/"))]
+    assert "objective/kl_coef" in names
+    assert [again.metrics[-1][name] for name in names] == [seen.metrics[-1][name] for name in names]
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_ratio_of_a_negative_advantage_counts_up_to_3(script, run_fork):
+    policy_loss = run_fork("Dual clip", script).script.policy_loss
+    torch.manual_seed(0)
+    log_ratio = (1.5 * torch.randn(200)).requires_grad_()
+    advantages, weights = torch.randn(200), torch.rand(200)
+    loss, clipped = policy_loss(log_ratio, advantages, weights, 0.2, 0.3)
+    (slope,) = torch.autograd.grad(loss.sum(), log_ratio)
+    ratio = log_ratio.detach().exp()
+    surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+    is_limited = (advantages < 0) & (surrogate < 3 * advantages)
+    surrogate = torch.where(is_limited, 3 * advantages, surrogate)
+    torch.testing.assert_close(loss, -surrogate * weights)
+    assert 0 < is_limited.sum() < (advantages < 0).sum()
+    assert torch.equal(clipped, surrogate != ratio * advantages)
+    assert torch.equal(slope == 0, clipped)
+
+
+@pytest.mark.parametrize("script", ASYNC)
+def test_mask_of_tokens_takes_out_each_token_that_is_far_off(script, run_fork):
+    options = {"mismatch_mask": "token", "mismatch_mask_range": 1.3, "tis_cap": 1.1}
+    seen = run_fork("A mask of tokens", script, **options)
+    for batch, line in zip(seen.batches, seen.metrics, strict=True):
+        ratios = (batch.logprobs - batch.sampler_logprobs).exp()
+        is_far = (ratios < 1 / 1.3) | (ratios > 1.3)
+        args = seen.script.Args(**options)
+        given = batch.logprobs, batch.sampler_logprobs, batch.mask
+        found = seen.script.importance_weights(*given, args)
+        torch.testing.assert_close(found, ratios.clamp(max=1.1) * ~is_far * batch.mask)
+        share = (is_far * batch.loss_mask).sum() / batch.loss_mask.sum()
+        assert line["mismatch/masked"] == pytest.approx(share.item())
+    assert 0.1 < line["mismatch/masked"] < 0.9
+    # The mask of whole responses is there as before
+    args = dataclasses.replace(args, mismatch_mask="sequence")
+    found = seen.script.importance_weights(*given, args)
+    args = importlib.import_module(script[:-3]).Args(**vars(args))
+    assert torch.equal(found, importlib.import_module(script[:-3]).importance_weights(*given, args))
 
 
 def test_frozen_layers_keep_their_weights_also_of_a_run_that_is_resumed(

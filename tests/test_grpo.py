@@ -74,7 +74,7 @@ def reference_gradient(policy, batch, args):
         if level == "sequence":  # GSPO, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|)
             ratio = formulas.geometric_mean(token_ratio).expand(len(response))
         surrogate = formulas.surrogate_loss(
-            ratio, advantages, args.cliprange, args.cliprange_higher, args.dual_clip
+            ratio, advantages, args.cliprange, args.cliprange_higher
         )
         # For these forms see test_kl_gradient_is_that_of_the_true_kl
         d = new - ref
@@ -101,7 +101,6 @@ def reference_gradient(policy, batch, args):
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-TOKEN_MASK = {"mismatch_mask": "token", "mismatch_mask_range": 1.3}
 SEQUENCE_MASK = {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}
 
 
@@ -116,12 +115,11 @@ SEQUENCE_MASK = {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}
         (0.4, {"kl_estimator": "kl2", "tis_cap": 1.1}),
         (0.4, {"cliprange": 0.05}),
         (0.4, {"cliprange_higher": 4.0}),
-        (0.4, {"dual_clip": 1.5}),
         (0.4, {"tis_cap": 0.0, **SEQUENCE}),
         (0.4, {"loss_aggregation": "sequence"}),
         (0.4, {"loss_aggregation": "constant", **SEQUENCE}),
-        (0.4, {**TOKEN_MASK, "loss_aggregation": "sequence"}),
-        (0.4, {**SEQUENCE_MASK, **SEQUENCE, "dual_clip": 1.1}),
+        (0.4, {**SEQUENCE_MASK, "loss_aggregation": "sequence"}),
+        (0.4, {**SEQUENCE_MASK, **SEQUENCE}),
         (0.4, {**SEQUENCE_MASK, "loss_aggregation": "constant", "beta": 0.0}),
         (0.4, {"loss_aggregation": "sequence", "micro_batch_tokens": 45}),
     ],
@@ -174,6 +172,8 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
         lengths=lengths,
         mask=mask,
         loss_mask=mask,
+        scores=torch.zeros(VOCAB, dtype=torch.float64),
+        has_score=torch.ones(VOCAB, dtype=torch.float64),
         logprobs=grpo.to_rows(old, mask),
         sampler_logprobs=grpo.to_rows(sampler, mask),
         ref_logprobs=grpo.to_rows(ref, mask),
@@ -232,7 +232,16 @@ def test_each_rank_has_as_many_rows_however_many_responses_are_computed(count):
     mini_batch, computed = list(range(6, 18)), torch.zeros(24)
     needed = random.Random(count).sample(mini_batch, count)
     computed[[0, *needed]] = 1
-    rows = grpo.rows_to_compute(mini_batch, computed, num_ranks=3)
+    prompt = grpo.Prompt("row 0", "", [5], None, None, None)
+    batch = grpo.collate([rollouts.response_of(prompt, [6] * (i + 1)) for i in range(24)], "cpu")
+    batch.computed = computed
+    args = grpo_args(micro_batch_tokens=0)
+    shares = [
+        [rows for rows, _ in grpo.cut_micro_batches(rank, batch, mini_batch, 2, args)]
+        for rank in (one_of_ranks(number, 3) for number in range(3))
+    ]
+    assert len({str([len(rows) for rows in share]) for share in shares}) == 1
+    rows = [row for share in shares for rows in share for row in rows]
     assert len(rows) == len(set(rows)) == 3 * max(1, math.ceil(count / 3))
     assert set(needed) <= set(rows) <= set(mini_batch)
 
@@ -247,15 +256,14 @@ def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, optio
     policy, args = tiny_policy(), grpo_args(per_device_train_batch_size=3, beta=0.0, **options)
     batch = rollouts.in_float32(grpo_rollout(policy, 0.4))
     batch.computed[[2, 5]] = 0
-    inputs = batch.input_ids, batch.mask, batch.lengths
-    size = args.per_device_train_batch_size
+    size, rows = args.per_device_train_batch_size, list(range(8))
     for rank in range(ranks):
         accelerator = one_of_ranks(rank, ranks)
-        rows = grpo.rows_to_compute(list(range(8)), batch.computed, ranks)
-        expected = grpo.forward_all(accelerator, policy, [rows], *inputs, size, args)
+        expected = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
         batch.logprobs = torch.zeros_like(batch.mask)  # not known yet
+        _, found = grpo.accumulate_gradients(accelerator, policy, batch, rows, True, args)
+        assert expected.any() and torch.equal(found, expected)
         first, first_sums = gradients(accelerator, [policy], batch, args, flag=True)
-        assert expected.any() and torch.equal(batch.logprobs, expected)
         assert first_sums["val/ratio"] == first_sums["tokens"] > 0
         batch.logprobs = expected
         again, sums = gradients(accelerator, [policy], batch, args)
@@ -301,10 +309,11 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
     for batch, line in zip(run.batches, run.metrics, strict=True):
         stopped = torch.tensor([float(response[-1] == STOP) for response in batch.responses])
         assert 0 < (stopped * batch.has_score).sum() < batch.has_score.sum() < EPISODES
-        assert torch.equal(batch.loss_mask, batch.mask * (stopped * batch.has_score)[:, None])
+        in_loss = batch.mask * (stopped * batch.has_score)[:, None]
+        assert torch.equal(batch.loss_mask, in_loss)  # computed or not
         advantages = grpo.group_advantages(batch.scores, batch.has_score, 4, "standard")
         assert torch.equal(batch.advantages, advantages[:, None] * batch.mask)
-        computed = (batch.advantages * batch.loss_mask).any(1)
+        computed = (batch.advantages * in_loss).any(1)
         assert torch.equal(batch.computed, computed.float())
         assert 0 < computed.sum() < EPISODES
 

@@ -114,10 +114,10 @@ def run_rounds(module, engine):
 
 def logprobs_of(module, engine, weights, response):
     engine.model.load_state_dict(weights)
-    input_ids, mask, _, _ = module.collate([response], "cpu")
+    batch = module.collate([response], "cpu")
     with torch.no_grad():
-        logprobs, _ = module.PolicyModel(engine.model, engine.args)(input_ids, mask)
-    return logprobs[mask.bool()].numpy()
+        logprobs, _ = module.PolicyModel(engine.model, engine.args)(batch.input_ids, batch.mask)
+    return logprobs[batch.mask.bool()].numpy()
 
 
 def test_each_token_has_the_logprob_of_the_version_on_its_label(module, engine, run_rounds):

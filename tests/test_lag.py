@@ -276,7 +276,7 @@ def lines_of_grid():
     lines = []
     for seed in (1, 2):
         for lag_, none in ((0, 1.0), (1, 0.99), (4, 0.8 + 0.1 * seed)):
-            for correction in lag.CORRECTIONS:
+            for correction in lag.DRAWN:
                 final = none if correction == "none" else 1.0
                 cell = lag.Cell("grpo", lag_, correction, 5e-4, 0.0, seed, ())
                 lines.append(line_of(cell, final, steps_to_90=None if final < 0.95 else [2, 4]))

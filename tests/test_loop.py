@@ -53,8 +53,8 @@ def run_loop(run_main, few_prompts):
     def run(name, rough):
         is_async = name in ASYNC  # else vLLM's log-probabilities are close to the learner's
         changes = {
-            "mismatch_mask": "token",
-            "mismatch_mask_range": 1.5 if is_async else 1.0001,
+            "mismatch_mask": "sequence",
+            "mismatch_mask_range": 1.2 if is_async else 1.00005,
             "tis_cap": 1.2 if is_async else 1.0,
         }
         if not rough:
@@ -195,13 +195,16 @@ NORMS = {"policy": "optim/grad_norm", "value": "optim/value_grad_norm"}
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
     run = run_loop(name, rough)
-    limit, cap = (1.5, 1.2) if name in ASYNC else (1.0001, 1.0)
+    limit, cap = (1.2, 1.2) if name in ASYNC else (1.00005, 1.0)
     for step, (batch, line) in enumerate(zip(run.batches, run.metrics, strict=True), 1):
         flat = flat_tokens(vars(batch))
         scores = batch.scores[batch.has_score.bool()].double()  # failed rewards count nowhere
         log_ratio = flat["logprobs"] - flat["sampler_logprobs"]
         ratio = log_ratio.exp()
-        weights = ratio.clamp(max=cap) * (log_ratio.abs() <= math.log(limit))
+        inside = batch.mask.bool()
+        of_responses = ((batch.logprobs - batch.sampler_logprobs) * inside).double().sum(1)
+        means = (of_responses / inside.sum(1))[:, None].expand(inside.shape)[inside]
+        weights = ratio.clamp(max=cap) * (means.abs() <= math.log(limit))
         kl = flat["logprobs"] - flat["ref_logprobs"]
         kl_of_response = kl.sum() / EPISODES
         expected = {
@@ -371,7 +374,7 @@ def test_value_model_is_that_of_its_flag_also_beside_a_reward_model(
         loaded.append((given["path"], given["trained"]))
         return call()
 
-    hooks.around(script, "load_value_or_reward_model", note, put=monkeypatch.setattr)
+    hooks.around(script, "load_classifier", note, put=monkeypatch.setattr)
     value_model = str(shutil.copytree(reward_model, tmp_path / "value"))
     paths = {"reward_model_path": str(reward_model), "value_model_path": value_model}
     run_main(name, **paths, total_episodes=EPISODES)
@@ -396,21 +399,6 @@ def test_schedule_of_each_model_runs_over_its_own_updates_and_a_policy_may_rest(
     for line in rough_loop.metrics:  # while it rests, nothing is said of its updates
         found = METRICS_OF_POLICY_UPDATES & line.keys()
         assert found == (METRICS_OF_POLICY_UPDATES if line["lr"] else set())
-
-
-@pytest.mark.parametrize("name", PPO)
-def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(name, run_main):
-    """1909.08593, 2.2: an error clipped to a fifth; of a horizon of 100 episodes a step is 16."""
-    changes = {"lr_scheduler_type": "constant", "total_episodes": 5 * EPISODES}
-    changes |= {"value_warmup_steps": 2, "kl_target": 0.2, "kl_horizon": 100}
-    run = run_main(name, seed=3, **changes)  # in which the KL is on both sides of the target
-    expected, errors = [0.3, 0.3, 0.3], []
-    for batch in run.batches[2:-1]:
-        kl = ((batch.logprobs - batch.ref_logprobs) * batch.mask).sum(1).mean().item()
-        errors.append(min(0.2, max(-0.2, kl / 0.2 - 1)))
-        expected.append(expected[-1] * (1 + errors[-1] * 16 / 100))
-    assert [line["objective/kl_coef"] for line in run.metrics] == pytest.approx(expected, rel=1e-6)
-    assert max(errors) > 0 > min(errors)
 
 
 # ------------------------------------------------------------------------------ what ends a run

@@ -421,18 +421,11 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, options):
     args = fork.Args(dtype="float32", response_length=40, **wide, **options)
     policy = fork.PolicyModel(tiny_language_model(), args)
     responses = made_up(fork)
-    input_ids, mask, lengths, sampler_logprobs = fork.collate(responses, "cpu")
+    batch = fork.collate([replace(response, score=1.0) for response in responses], "cpu")
+    mask = batch.mask
     noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
-    ones = torch.ones(len(mask))
-    batch = fork.Batch(
-        input_ids=input_ids,
-        lengths=lengths,
-        mask=mask,
-        scores=ones,
-        has_score=ones,
-        computed=ones,
-        loss_mask=mask.clone(),
-        sampler_logprobs=sampler_logprobs,
+    batch = replace(
+        batch,
         # Rubbish where it must not be read
         logprobs=torch.where(mask == 1, -2.9 + 0.1 * noise, -1e3),
         ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise, 1e3),
@@ -449,7 +442,7 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, options):
 
     policy.register_forward_pre_hook(note_ids)
     policy.model.base_model.register_forward_hook(note_hidden)
-    sums = fork.accumulate_gradients(
+    sums, _ = fork.accumulate_gradients(
         one_of_ranks(0, 1), policy, batch, list(range(len(mask))), False, args
     )
     sizes = seen.hidden.grad.abs().amax(-1).tolist()
@@ -638,7 +631,9 @@ def test_metrics_and_files_tell_of_turns(one_rank, tokenizer):
         parts = [parts_of(batch, row) for row in range(len(batch.lengths))]
         turns = sum(len(row) // 2 for row in parts) / len(parts)
         assert line["objective/turns"] == pytest.approx(turns)
-        assert line["objective/sequence_lengths"] == pytest.approx(batch.mask.sum() / len(parts))
+        for prefix in ("objective", "val"):
+            length = line[f"{prefix}/sequence_lengths"]
+            assert length == pytest.approx(batch.mask.sum() / len(parts))
         # One that fails is left out of the loss; one that was cut, too, scores a penalty
         assert line["objective/reward_failures"] == pytest.approx(
             float((batch.has_score == 0).float().mean())

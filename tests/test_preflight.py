@@ -641,14 +641,20 @@ def without_check_head(module):
 def test_fork_that_forgets_what_a_config_says_of_its_head_is_refused(name):
     """Of Cohere and of Gemma 2."""
 
+    changes = {"scale": {"logit_scale": 0.25}, "soft_cap": {"final_logit_softcapping": 30.0}}
+
     class Forgetful(ppo_vllm_async.PolicyModel):
-        def __init__(self, model, args):
-            super().__init__(model, args)
-            setattr(self, name, 1.0 / args.temperature if name == "scale" else None)
+        def forward(self, input_ids, mask):
+            config = self.model.config
+            kept = {option: getattr(config, option, None) for option in changes[name]}
+            for option in kept:
+                setattr(config, option, None)
+            outputs = super().forward(input_ids, mask)
+            vars(config).update(kept)
+            return outputs
 
     module = without_check_head(ppo_vllm_async)
     module.PolicyModel = Forgetful
-    changes = {"scale": {"logit_scale": 0.25}, "soft_cap": {"final_logit_softcapping": 30.0}}
     kind = {"scale": "cohere", "soft_cap": "gemma2"}[name]
     assert check_head("llama", module) == []
     with pytest.raises(preflight.Mistake, match="PolicyModel's log-probabilities"):
@@ -707,10 +713,10 @@ def test_what_a_fork_refuses_on_resume_is_refused(ask, folder):
     options = options_to_resume(folder, "grpo_vllm_async.py", cases.given(temperature=0.5))
     check_plan(ask("grpo_vllm_async.py", options), "temperature was 1.0 and is 0.5")
     text = (REPO / "grpo_vllm_async.py").read_text()
-    more = text.replace('"seed",\n            "model', '"seed", "temperature", "model')
+    more = text.replace('"seed",\n    "model', '"seed", "temperature", "model')
     write_text(folder / "fork.py", more)
     check_mistake(ask(folder / "fork.py", options), "temperature was 1.0 and is 0.5")
-    write_text(folder / "fork.py", text.replace('f"--resume_from_checkpoint: ', 'f"resume: '))
+    write_text(folder / "fork.py", text.replace("MUST_AGREE", "KEPT"))
     check_plan(ask(folder / "fork.py", options), "what the script refuses on resume is not known")
 
 

@@ -31,7 +31,7 @@ def score(data_source, response, ground_truth):
 # An evaluation is due after three steps, between the steps of which one is before a checkpoint and
 # the other after it
 SIX_STEPS = {"total_episodes": 6 * EPISODES, "num_evals": 2}
-OF_PPO = {"value_warmup_steps": 2, "warm_up_steps": 3, "kl_target": 0.2, "kl_horizon": 100}
+OF_PPO = {"value_warmup_steps": 2, "warm_up_steps": 3}
 LONG_WARMUP = {"num_epochs": 2, "value_warmup_steps": 4, "warm_up_steps": 1}
 GSPO = {"importance_sampling_level": "sequence", "beta": 0.0, "num_epochs": 2}
 VARIANTS = [(LONG_WARMUP, PPO), (GSPO, GRPO), ({"async_mode": False}, ASYNC)]
@@ -109,8 +109,6 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     assert 1000 < resumed.metrics[3]["time/from_scratch"] < 1100  # they go on
     assert "eval/scores" in resumed.metrics[3]
     check_equal_to_the_bit(resumed, whole(name, **changes))
-    if name in PPO and not changes:
-        assert len({line["objective/kl_coef"] for line in resumed.metrics}) == 4  # it has moved
 
 
 def test_run_killed_while_saving_goes_on_and_may_be_interrupted_again(
@@ -222,7 +220,7 @@ def save_fake_checkpoints(run_dir, steps, **changes):
     accelerator = SimpleNamespace(is_main_process=True)
     for step in steps:
         (run_dir / "checkpoints/unfinished").mkdir(parents=True)
-        script.finish_checkpoint(accelerator, run_dir, step, {"beta": 0.1}, Args(**changes))
+        script.finish_checkpoint(accelerator, run_dir, step, {"seconds": 1.0}, Args(**changes))
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(2, [9, 10]), (0, [8, 9, 10]), (-1, [8, 9, 10])])

@@ -275,7 +275,7 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     again = rm.score_all(accelerator, rm.load_reward_model(args, PAD), pairs, args)
     torch.testing.assert_close(again, scores, rtol=0, atol=1e-5)
     args = rollouts.tiny_args()
-    ppos = ppo.load_value_or_reward_model(accelerator, path, args, trained=False)
+    ppos = ppo.load_classifier(accelerator, path, args, trained=False)
     responses = [
         rollouts.response_of(ppo.Prompt("", "", ids[:5], None, None, None), ids[5:])
         for ids in [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]

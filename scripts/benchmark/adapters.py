@@ -40,25 +40,25 @@ def make_prompts(tokenizer):
 def start(args, max_length):
     """A model, and the engine that serves it."""
     model = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    vllm = script.VLLM((0, 1, ()), model.config, max_length, args)
-    script.sync_weights(vllm, model, 0, args)
-    return model, vllm
+    engine = script.VLLM((0, 1, ()), model.config, max_length, args)
+    script.sync_weights(engine, model, 0, args)
+    return model, engine
 
 
 def measure_speed(engines, prompts, rounds):
     repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
     for number in range(rounds):
         seeds = range(number * len(repeated), (number + 1) * len(repeated))
-        for words, (_, vllm) in engines.items():
+        for words, (_, engine) in engines.items():
             begin = time.perf_counter()
-            responses = vllm.sample(repeated, seeds, 1.0)
+            responses = engine.sample(repeated, seeds, 1.0)
             tokens = sum(len(response.token_ids) for response in responses)
             speed = tokens / (time.perf_counter() - begin)
             print(f"round {number + 1}, {words}: {speed:.0f} tokens a second", flush=True)
 
 
 @torch.no_grad()
-def measure_differences(model, vllm, prompts, args):
+def measure_differences(model, engine, prompts, args):
     policy = script.PolicyModel(model, args)
     short = replace(args, response_length=16)
     for version, prompt in enumerate(prompts, start=1):
@@ -66,14 +66,15 @@ def measure_differences(model, vllm, prompts, args):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-        script.sync_weights(vllm, model, version, args)
-        call = vllm.submit(script.sample_responses, [prompt] * 8, range(8), 1.0, version, short)
-        input_ids, mask, _, sampler_logprobs = script.collate(call.result(), "cpu")
+        script.sync_weights(engine, model, version, args)
+        call = engine.submit(script.sample_responses, [prompt] * 8, range(8), 1.0, version, short)
+        batch = script.collate(call.result(), "cpu")
         found = {}
         for words, scale in (("right", 1.0), ("ignored", 0.0), ("by half", 0.5)):
             script.set_adapter_scale(model, scale)
-            logprobs, _ = policy(input_ids, mask)
-            found[words] = script.masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
+            logprobs, _ = policy(batch.input_ids, batch.mask)
+            difference = (logprobs - batch.sampler_logprobs).abs()
+            found[words] = script.masked_mean(difference, batch.mask).item()
         script.set_adapter_scale(model, 1.0)
         print(", ".join(f"{words} {number:.3f}" for words, number in found.items()), flush=True)
 

@@ -20,7 +20,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 from accelerate import Accelerator
-from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
 import ppo_vllm_async as script
@@ -41,10 +40,10 @@ def make_rollout(episodes=64, length=256):
     return script.Rollout(0, [response] * episodes, [], times={})
 
 
-def write_tensors(trained, path):
+def write_tensors(trained_models, path):
     """Writes weights and moments, and nothing else. Returns the bytes."""
     with open(path, "wb") as file:
-        for model, optimizer in trained.values():
+        for model, optimizer in trained_models.values():
             for parameter in model.parameters():
                 moments = optimizer.state[parameter]
                 for tensor in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]):
@@ -71,16 +70,16 @@ def main():
     model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
     models = {
         "policy": script.place_model(accelerator, script.PolicyModel(model, args), args),
-        "value_model": script.load_value_or_reward_model(accelerator, path, args, trained=True),
+        "value_model": script.load_classifier(accelerator, path, args, trained=True),
     }
-    trained = {}
+    trained_models = {}
     for name, model in models.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()
         optimizer.zero_grad()
-        trained[name] = (model, optimizer)
+        trained_models[name] = (model, optimizer)
     parameters = sum(p.numel() for model in models.values() for p in model.parameters())
     print(f"{parameters / 1e6:.1f} million parameters of policy and value model")
 
@@ -90,24 +89,20 @@ def main():
     with tempfile.TemporaryDirectory(dir=given.output_dir) as folder:
         for step in range(1, TIMES + 1):
             start = time.perf_counter()
-            least = write_tensors(trained, Path(folder, "least"))
+            least = write_tensors(trained_models, Path(folder, "least"))
             seconds["least"].append(time.perf_counter() - start)
 
-            state = {"beta": 0.0, "seconds": 0.0, "wandb_id": "", "policy_version": 0}
+            state = {"seconds": 0.0, "wandb_id": "", "policy_version": 0}
             start = time.perf_counter()
-            unfinished = Path(folder, "checkpoints/unfinished")
-            for part, path in script.checkpoint_parts(trained, unfinished):
-                checkpoint.save(part, checkpoint_id=path)
             script.save_rollout(Path(folder), rollout)
-            script.finish_checkpoint(accelerator, Path(folder), step, state, args)
+            script.save_checkpoint(accelerator, trained_models, Path(folder), step, state, args)
             seconds["save"].append(time.perf_counter() - start)
 
             checkpoint_dir = Path(folder, "checkpoints", f"step_{step}")
             files = [path for path in checkpoint_dir.rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in files)
             start = time.perf_counter()
-            for part, path in script.checkpoint_parts(trained, checkpoint_dir):
-                checkpoint.load(part, checkpoint_id=path)
+            script.load_checkpoint(trained_models, checkpoint_dir)
             seconds["load"].append(time.perf_counter() - start)
     for name, values in seconds.items():
         print(f"{name:6} {', '.join(f'{value:.2f}' for value in values)} s")

@@ -58,10 +58,12 @@ smollm2 is scripts/train/smollm2/grpo.sh (--model: a folder, if not from the hub
 policy's learning rates; a value model keeps its own. --find_rate doubles the task's own rate, at
 lag 0, until with a seed less than 90% are right at the end.
 
-Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; token and sequence are
---mismatch_mask on top of that, as a user would add it. Without lag or noise they mask nothing, and
-must be equal to truncate; --draw checks that, and takes truncate's for those that were not run.
-Other flags go to the script, and make another cell.
+Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; sequence is
+--mismatch_mask sequence on top of that, as a user would add it. Without lag or noise it masks
+nothing, and must be equal to truncate; --draw checks that, and takes truncate's for those that were
+not run. docs/lag.jsonl has a fourth, token, a mask of single tokens: it was an option of the
+scripts, and is a worked change of docs/fork.md. Other flags go to the script, and make another
+cell.
 
 A line of --results is a cell: its settings, the final held-out rate, the steps to 90%, means over
 the steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the
@@ -95,9 +97,9 @@ DEBUG = {"total_episodes": 40 * 512, "num_evals": 20}
 CORRECTIONS = {
     "none": {"tis_cap": 0.0, "mismatch_mask": "none"},
     "truncate": {"tis_cap": 2.0, "mismatch_mask": "none"},
-    "token": {"tis_cap": 2.0, "mismatch_mask": "token"},
     "sequence": {"tis_cap": 2.0, "mismatch_mask": "sequence"},
 }
+DRAWN = ("none", "truncate", "token", "sequence")  # token: in docs/lag.jsonl
 # Flags that are settings of a cell, or of where it runs
 OWN_FLAGS = {"learning_rate", "seed", "tis_cap", "mismatch_mask", "async_mode", "no-async_mode"}
 OWN_FLAGS |= {"output_dir", "run_name"}
@@ -179,7 +181,7 @@ class Cell:
 
     task: str
     lag: int
-    correction: str  # of CORRECTIONS
+    correction: str  # of DRAWN
     rate: float  # the policy's learning rate
     noise: float
     seed: int
@@ -373,8 +375,8 @@ def group(lines, key):
 
 
 def corrections_in(lines):
-    """Those of CORRECTIONS that lines have: (number, name, its lines)."""
-    for number, name in enumerate(CORRECTIONS):
+    """Those of DRAWN that lines have: (number, name, its lines)."""
+    for number, name in enumerate(DRAWN):
         own = [line for line in lines if line["correction"] == name]
         if own:
             yield number, name, own

@@ -74,7 +74,7 @@ def mini_batches_of(count, size):
 def count(num_ranks, given, args):
     """Of each rank's passes over its batch: how many, their positions, and so on."""
     responses = make_responses(RESPONSES * num_ranks, given.length, given.prompts)
-    lengths = torch.tensor([len(response.row) for response in responses])
+    batch = script.collate(responses, "cpu")
     mini_batches = mini_batches_of(len(responses), MINI_BATCH * num_ranks)
     sizes = []  # [rank][pass]
     for rank in range(num_ranks):
@@ -82,14 +82,14 @@ def count(num_ranks, given, args):
         sizes.append([])
         for mini_batch in mini_batches:
             micro_batches = script.cut_micro_batches(
-                accelerator, mini_batch, lengths, args.per_device_train_batch_size, args
+                accelerator, batch, mini_batch, args.per_device_train_batch_size, args
             )
-            sizes[-1] += [len(rows) * longest for rows, longest in micro_batches]
+            sizes[-1] += [part.mask.numel() for _, part in micro_batches]
     positions = sum(map(sum, sizes))
     return {
         "passes": len(sizes[0]),
         "positions": positions / num_ranks,
-        "padding": 1 - lengths.sum().item() / positions,
+        "padding": 1 - batch.lengths.sum().item() / positions,
         "largest": max(map(max, sizes)),
     }
 
@@ -98,13 +98,12 @@ def prepare(given):
     """What accumulate_gradients takes, but for the arguments of the run."""
     torch.manual_seed(0)
     args = script.Args(dtype="float32")
-    responses = make_responses(RESPONSES, given.length, given.prompts)
-    input_ids, mask, lengths, _ = script.collate(responses, "cpu")
-    fields = dict.fromkeys(script.Batch.__dataclass_fields__, mask)
-    batch = script.Batch(**fields | {"input_ids": input_ids, "lengths": lengths})
+    batch = script.collate(make_responses(RESPONSES, given.length, given.prompts), "cpu")
+    made_up = ("logprobs", "values", "advantages", "returns")
+    batch = replace(batch, loss_mask=batch.mask, **dict.fromkeys(made_up, batch.mask))
     policy = script.PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES)), args)
     classifier = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1))
-    return policy, script.ValueModel(classifier, args), batch
+    return policy, script.ValueModel(classifier, args, is_value_model=True), batch
 
 
 def measure(accelerator, parts, args):

@@ -73,16 +73,16 @@ def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, prompts=(), 
         workers.put(script.start_reward_worker(reward_fn))
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    vllm = StubVLLM(script, generation)
+    engine = StubVLLM(script, generation)
     threading.Thread(
         target=script.generation_thread,
-        args=(vllm, workers, tokenizer, prompts_Q, response_Q, args),
+        args=(engine, workers, tokenizer, prompts_Q, response_Q, args),
         daemon=True,
     ).start()
 
     def send(version):
         """A weight sync, and the request for the next responses."""
-        vllm.policy_version = version
+        engine.policy_version = version
         prompts_Q.put(script.Request(list(prompts), [1], []))
 
     steps = []

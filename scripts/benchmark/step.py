@@ -75,9 +75,9 @@ def run(path, flags):
             responses = []
             for prompt, seed in zip(prompts, seeds, strict=True):
                 length = response_length(random.Random(seed))
-                ids = np.random.default_rng(seed).integers(self.vocab_size, size=length).tolist()
-                logprobs = [-math.log(self.vocab_size)] * length
-                responses.append(script.Response(prompt, ids, logprobs, True))
+                ids = np.random.default_rng(seed).integers(self.vocab_size, size=length)
+                logprobs = np.full(length, -math.log(self.vocab_size), np.float32)
+                responses.append(script.Response(prompt, ids, logprobs, stopped=True))
             return responses
 
     def grade_responses(responses, *_):

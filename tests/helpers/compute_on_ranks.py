@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -220,9 +221,15 @@ def main_in_float64(script):
 
         return instead
 
+    def batch_in_double(call, given):
+        batch = call()
+        numbers = {name: value for name, value in vars(batch).items() if value is not None}
+        floats = {name: value for name, value in numbers.items() if value.is_floating_point()}
+        return replace(batch, **{name: value.double() for name, value in floats.items()})
+
     with in_float64(script), pytest.MonkeyPatch.context() as patch:
         around(script, "place_model", with_double("model"), put=patch.setattr)
-        around(script, "forward_all", with_double("mask"), put=patch.setattr)
+        around(script, "collate", batch_in_double, put=patch.setattr)
         yield
 
 

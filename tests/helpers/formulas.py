@@ -47,13 +47,9 @@ def values_of(model, prompt, response):
     return (hidden @ model.score.weight[0])[len(prompt) - 1 : -1]
 
 
-def surrogate_loss(ratio, advantages, lower, higher, dual_clip):
-    """Of one response, (tokens,): 1707.06347 eq. 7, and 1912.09729 eq. 5 unless dual_clip is 0."""
-    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - lower, 1 + higher) * advantages)
-    if dual_clip > 0:
-        bounded = torch.max(surrogate, dual_clip * advantages)
-        surrogate = torch.where(advantages < 0, bounded, surrogate)
-    return -surrogate
+def surrogate_loss(ratio, advantages, lower, higher):
+    """Of one response, (tokens,): 1707.06347 eq. 7."""
+    return -torch.min(ratio * advantages, ratio.clamp(1 - lower, 1 + higher) * advantages)
 
 
 def geometric_mean(ratios):
@@ -71,9 +67,8 @@ def weights_by_definition(old, sampler, args, level="token"):
     if args.tis_cap > 0:
         weights = (means if level == "sequence" else ratios).clamp(max=args.tis_cap)
     if args.mismatch_mask != "none":
-        compared = means if args.mismatch_mask == "sequence" else ratios
         limit = args.mismatch_mask_range
-        weights = weights * ((compared >= 1 / limit) & (compared <= limit))
+        weights = weights * ((means >= 1 / limit) & (means <= limit))
     return weights
 
 

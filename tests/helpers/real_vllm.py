@@ -46,11 +46,11 @@ def sample(vllm, prompts=PROMPTS, seeds=None, temperature=1.0):
 def differences(system, responses=None, temperature=1.0):
     """|learner's - vLLM's log-probability| of each token of some responses; None: of new ones."""
     responses = sample(system.vllm) if responses is None else responses
-    input_ids, mask, _, theirs = script.collate(responses, "cpu")
+    batch = script.collate(responses, "cpu")
     policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
     with torch.no_grad():
-        logprobs, _ = policy(input_ids, mask)
-    return (logprobs - theirs)[mask.bool()].abs()
+        logprobs, _ = policy(batch.input_ids, batch.mask)
+    return (logprobs - batch.sampler_logprobs)[batch.mask.bool()].abs()
 
 
 def sync(system, version):

@@ -68,7 +68,11 @@ def tiny_policy(seed=0, temperature=0.8):
 
 
 def tiny_value_model(seed=1):
-    return script.ValueModel(tiny_classifier(seed), tiny_args())
+    return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=True)
+
+
+def tiny_reward_model(seed):
+    return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=False)
 
 
 def make_rollout():
@@ -107,7 +111,8 @@ def for_grpo(batch, computed=None):
     """The batch as GRPO has it; computed: all responses, unless it says which."""
     computed = torch.ones(len(SIZES), dtype=torch.float64) if computed is None else computed
     parts = vars(batch) | {"computed": computed}
-    return grpo.Batch(**{field.name: parts[field.name] for field in fields(grpo.Batch)})
+    names = parts.keys() & {field.name for field in fields(grpo.Batch)}
+    return grpo.Batch(**{name: parts[name] for name in names})
 
 
 def noise_of_tokens(mask, generator):
@@ -120,7 +125,7 @@ def noise_of_tokens(mask, generator):
 def in_float32(batch):
     """A copy, whose tensors are of the dtype of a real run."""
     tensors = {name: value for name, value in vars(batch).items() if name not in INTEGERS}
-    return replace(batch, **{name: value.float() for name, value in tensors.items()})
+    return replace(batch, **{n: value.float() for n, value in tensors.items() if value is not None})
 
 
 def near_policy(batch, policy, distance, temperature=0.8):
@@ -159,7 +164,7 @@ def spoil_padding(model):
         rubbish = torch.tensor([1e3, -1e3]).repeat(mask.shape[1])[: mask.shape[1]]
         if isinstance(outputs, tuple):
             return tuple(output.where(mask.bool(), rubbish) for output in outputs)
-        return outputs.where(mask.roll(-1, dims=1).bool(), rubbish)
+        return outputs.where(mask.bool(), rubbish)
 
     model.register_forward_pre_hook(spoil_inputs)
     model.register_forward_hook(spoil_outputs)
@@ -187,6 +192,8 @@ def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
     accumulate = script.accumulate_gradients if is_ppo else grpo.accumulate_gradients
     flag = is_ppo if flag is None else flag
     sums = accumulate(accelerator, *models, batch, list(rows), flag, args)
+    if not is_ppo:
+        sums, _ = sums  # without the new log-probabilities
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])
     return vector, {name: value.item() for name, value in sums.items()}
@@ -236,7 +243,8 @@ def collate_pairs(pairs):
         response_of(prompt, ids, [0.0] * len(ids))
         for prompt, (_, ids) in zip(prompts, pairs, strict=True)
     ]
-    return script.collate(responses, "cpu")[:3]
+    batch = script.collate(responses, "cpu")
+    return batch.input_ids, batch.mask, batch.lengths
 
 
 def plain(responses):
