@@ -1280,9 +1280,8 @@ def start_engine(accelerator, config, prompts, args):
     if not placement:
         return None, workers
     if args.reward_fn:
-        with ThreadPoolExecutor(args.reward_workers) as threads:
-            for worker in threads.map(start_reward_worker, [args.reward_fn] * args.reward_workers):
-                workers.put(worker)
+        for _ in range(args.reward_workers):
+            workers.put(start_reward_worker(args.reward_fn))
         check_sources(workers, prompts, args)
     accelerator.print(f"Starting vLLM (a minute or so) for {args.output_dir}/{args.run_name}")
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
@@ -2139,7 +2138,7 @@ def vllm_settings(gpus, folder, max_length, args):
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "PYTHONSAFEPATH": "1",  # see start_reward_worker
+        "PYTHONSAFEPATH": "1",  # see start_fork_server
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
@@ -2374,14 +2373,21 @@ def call_worker(workers, response, args):
         workers.put((executor, process_group))
 
 
-def start_reward_worker(reward_fn):
-    """Starts a process for --reward_fn. Returns it, and its group's id."""
+@cache
+def start_fork_server():
+    """Starts what forks the reward workers, once; first called before there are other threads."""
     # Long imports are done once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
-    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
     # Where the run starts there may be a random.py, which Python must not take for its own
     with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-        process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
+        mp.forkserver.ensure_running()
+
+
+def start_reward_worker(reward_fn):
+    """Starts a process for --reward_fn. Returns it, and its group's id."""
+    start_fork_server()
+    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
+    process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
     process_groups.append(process_group)
     return executor, process_group
 
@@ -2398,6 +2404,7 @@ def start_reward_process(reward_fn):
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     os.close(mp.forkserver._forkserver._forkserver_alive_fd)
+    os.environ.pop("PYTHONSAFEPATH", None)  # which was for the fork server
     reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
     return os.getpid()
 
