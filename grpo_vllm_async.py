@@ -51,7 +51,7 @@ Where a change goes: a part of the score: score_responses. An advantage: group_a
 term of the loss: accumulate_gradients. A tensor that one needs: a field of Batch, step 4 or 5.
 What is logged: batch_metrics. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"). First readings of ppo_sync.py's took 92 and
+Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 92 and
 125 minutes: this text 7, dataclasses 6, main 34, losses and advantages 27, models 22, the rest 11.
 What follows the banner is looked up when it is needed.
 "Collective" in a docstring: every rank must call the function, in the same order.
