@@ -292,10 +292,17 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch: one row of each prompt with its response
+        # 4. The batch, one row of each prompt with its response; and which of the rows are in which
+        # mini-batch, in each epoch anew, on all ranks alike
         batch = collate(responses, accelerator.device)
         if not batch.has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
+        seed = stable_hash(args.seed, "minibatches", training_step)
+        generator = torch.Generator().manual_seed(seed)
+        epochs = []  # [epoch][mini_batch] -> rows
+        for _ in range(args.num_epochs):
+            in_order = torch.randperm(args.episodes_per_step, generator=generator)
+            epochs.append(in_order.view(-1, args.mini_batch_size).tolist())
 
         # 6. Advantages, one for all tokens of a response. They stand before step 5, since they need
         # no forward pass, and what has none may be left out there
@@ -322,7 +329,6 @@ def main(args):
         # 5. Forward passes: the old log-probabilities, before any update, in the micro-batches of
         # the first epoch. Those of the first mini-batch stay 0 until step 7: the pass of its update
         # has the same weights, so one is saved
-        epochs = draw_mini_batches(training_step, args)
         first_mini_batch, *others = epochs[0]
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
@@ -458,7 +464,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     micro_batches = cut_micro_batches(
         accelerator, batch, mini_batch, args.per_device_train_batch_size, args
     )
-    sums, all_logprobs = Counter(), torch.zeros_like(batch.mask)
+    sums, logprobs = Counter(), torch.zeros_like(batch.mask)
     for i, (rows, part) in enumerate(micro_batches):
         # DDP exchanges gradients in the last pass alone then, as by its no_sync. FSDP2 does in
         # each, one rank in none: they ignore it. All ranks make equally many passes
@@ -468,10 +474,10 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
 
         # The policy. All that follows is (micro_batch, length)
         new_logprobs, entropies = policy(part.input_ids, part.mask)
-        all_logprobs[rows, : new_logprobs.shape[1]] = new_logprobs.detach()
+        logprobs[rows, : new_logprobs.shape[1]] = new_logprobs.detach()
         old_logprobs = new_logprobs.detach() if is_first else part.logprobs
         tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.mask, args)
-        token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask
+        token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask  # of new to old
         log_ratio = token_log_ratio
         if args.importance_sampling_level == "sequence":
             log_ratio = sequence_mean(token_log_ratio, part.loss_mask)
@@ -515,7 +521,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
         add_sums(sums, per_token, part.loss_mask)
-    return sums, all_logprobs
+    return sums, logprobs
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
@@ -603,20 +609,6 @@ def loss_divisor(loss_mask, args):
 
 
 # ----------------------------------------------------------------------- forward passes and models
-
-
-def draw_mini_batches(training_step, args):
-    """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
-
-    Each epoch is a permutation, on all ranks the same.
-    """
-    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
-    return [
-        torch.randperm(args.episodes_per_step, generator=generator)
-        .view(-1, args.mini_batch_size)
-        .tolist()
-        for _ in range(args.num_epochs)
-    ]
 
 
 @torch.no_grad()

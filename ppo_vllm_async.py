@@ -295,14 +295,20 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch: one row of each prompt with its response
+        # 4. The batch, one row of each prompt with its response; and which of the rows are in which
+        # mini-batch, in each epoch anew, on all ranks alike
         batch = collate(responses, accelerator.device)
         if not batch.has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
+        seed = stable_hash(args.seed, "minibatches", training_step)
+        generator = torch.Generator().manual_seed(seed)
+        epochs = []  # [epoch][mini_batch] -> rows
+        for _ in range(args.num_epochs):
+            in_order = torch.randperm(args.episodes_per_step, generator=generator)
+            epochs.append(in_order.view(-1, args.mini_batch_size).tolist())
 
         # 5. Forward passes, before any update, in the micro-batches of the first epoch: so the new
         # log-probabilities of the first update are these to the last bit, and its ratios are 1
-        epochs = draw_mini_batches(training_step, args)
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs = forward_all(accelerator, policy, batch, epochs[0], size, args)
@@ -602,20 +608,6 @@ def add_sums(sums, per_token, mask):
 
 
 # ----------------------------------------------------------------------- forward passes and models
-
-
-def draw_mini_batches(training_step, args):
-    """The mini-batches of a training step: [epoch][mini_batch] -> rows of the batch.
-
-    Each epoch is a permutation, on all ranks the same.
-    """
-    generator = torch.Generator().manual_seed(stable_hash(args.seed, "minibatches", training_step))
-    return [
-        torch.randperm(args.episodes_per_step, generator=generator)
-        .view(-1, args.mini_batch_size)
-        .tolist()
-        for _ in range(args.num_epochs)
-    ]
 
 
 @torch.no_grad()

@@ -216,15 +216,6 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
 # ------------------------------------------------------------------- minibatches and micro-batches
 
 
-def test_minibatches_are_other_ones_in_every_epoch_and_step():
-    args = Args(num_epochs=3, mini_batch_size=16, episodes_per_step=64)
-    drawn = [script.draw_mini_batches(step, args) for step in (1, 2)]
-    for mini_batches in (epoch for epochs in drawn for epoch in epochs):
-        assert [len(rows) for rows in mini_batches] == [16] * 4
-        assert sorted(row for rows in mini_batches for row in rows) == list(range(64))
-    assert len({str(epoch) for epochs in drawn for epoch in epochs}) == 6
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 60, 150, 700, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size, tokens):

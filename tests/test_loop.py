@@ -155,6 +155,14 @@ def test_every_step_has_minibatches_of_its_own(rough_loop):
         assert all(batch.prompt_ids[i] == batch.prompt_ids[i - i % 4] for i in range(EPISODES))
 
 
+def test_every_epoch_has_minibatches_of_its_own(run_main):
+    run = run_main("grpo_vllm_async.py", num_epochs=3, total_episodes=2 * EPISODES)
+    assert len(run.mini_batches) == 2 * 3 * 2
+    assert len({str(rows) for rows in run.mini_batches}) == 12
+    for first, second in zip(run.mini_batches[::2], run.mini_batches[1::2], strict=True):
+        assert sorted(first + second) == list(range(EPISODES))
+
+
 # --------------------------------------------------------------------- what batches and lines have
 
 
