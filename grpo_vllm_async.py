@@ -20,20 +20,20 @@ Training step g, on every rank:
     8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
 A version is the number of completed training steps. Before step 1, weights 0 and prompts 1 go out.
-Step g takes batch g, then sends weights g - 1 and prompts g + 1: no engine samples then and no
-update runs, so no lock is needed. So batch g + 1 is sampled by version g - 1 and trained on by
-version g: one step old (2410.18252). Two things keep the error small: the GRPO ratio divides by
-the learner's own log-probabilities from before its updates; and importance weights, truncated,
-correct for the sampler. With --no-async_mode both go out after the updates: nothing is old.
+Step g takes batch g, then sends weights g - 1 and prompts g + 1, while no engine samples and no
+update runs: no lock is needed. So version g - 1 samples batch g + 1, on which step g + 1 trains
+version g: one step old (2410.18252). As in ppo_sync.py the ratio divides by the learner's own
+log-probabilities from before its updates, and truncated importance weights correct for the
+sampler. With --no-async_mode both go out after the updates: nothing is old.
 
-A prompt and its response are a row, padded on the right. Tensors of tokens are (rows, length). All
-but the ids are 0 outside responses. Models must be causal: no token sees the padding after it, so
+A prompt and its response are a row, padded on the right. A tensor of tokens is (rows, length), and
+0 outside responses, except input_ids. Models must be causal: no token sees the padding after it, so
 there is no attention mask. They run without dropout. Every rank holds the whole batch; forward and
 backward passes are shared out.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
-old one, by the learner before this step's updates; the new one, in an update. With a beta above 0,
-the weight of the KL, there is a fourth, the reference policy's.
+old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
+of the KL, is above 0, there is a fourth: the reference policy's.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
@@ -47,12 +47,12 @@ Deliberate simplifications:
 There is no value model: an advantage is how much better a response scored than its group. The KL is
 a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
 
-Where a change goes: a part of the score: score_responses. An advantage: group_advantages, step 6. A
-term of the loss: accumulate_gradients. A tensor that one needs: a field of Batch, step 4 or 5.
+Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 6. A
+term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 5.
 What is logged: batch_metrics. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 92 and
-125 minutes: this text 7, dataclasses 6, main 34, losses and advantages 27, models 22, the rest 11.
+Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 95 and
+119 minutes: this text 7, dataclasses 7, main 28, advantages 8, losses 23, models 22, the rest 12.
 What follows the banner is looked up when it is needed.
 "Collective" in a docstring: every rank must call the function, in the same order.
 arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; async 2410.18252.
@@ -148,7 +148,7 @@ class Response:
     failure: str | None = None  # why the call failed
     # From the learner
     model_score: float | None = None  # by the reward model
-    score: float | None = None  # sum of the rewards, or the penalty; None: not known
+    score: float | None = None  # sum of the rewards, or the non-stop penalty; None: not known
 
     @property
     def row(self):
@@ -160,7 +160,7 @@ class Response:
 class Request:
     """What the learner asks of generation."""
 
-    prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
+    prompts: list[Prompt]  # (episodes,): each once for each of its samples, side by side
     seeds: list[int]  # (episodes,)
     eval_prompts: list[Prompt]  # empty where no evaluation is due
 
@@ -179,22 +179,22 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is the longest row's. Tensors with it are 0 outside responses, but for the ids.
+    `length` is the longest row's. What has it is 0 outside responses, except input_ids.
     """
 
     # By collate
     input_ids: Tensor  # (episodes, length)
     lengths: Tensor  # (episodes,), int64, tokens of a row
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
-    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows without a score
+    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows that are out of the loss
     scores: Tensor  # (episodes,), 0.0 where there is none
     has_score: Tensor  # (episodes,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    # By steps 6 and 5: (episodes, length)
-    advantages: Tensor | None = None
-    computed: Tensor | None = None  # (episodes,), 0.0 where the policy skips the row
+    # By steps 5 and 6: (episodes, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
+    advantages: Tensor | None = None
+    computed: Tensor | None = None  # (episodes,), 0.0 where the policy skips the row
 
     def cut(self, rows, length):
         """A Batch of some rows, which are `length` tokens long at most."""
@@ -229,7 +229,7 @@ def main(args):
     limit_memory(accelerator.device, args)
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
-    # It wraps the language model: the policy is trained, the language model synced and saved
+    # The policy wraps the language model: the one is trained, the other synced and saved
     policy = place_policy(accelerator, language_model, args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     reward_model = load_reward_model(accelerator, args)
@@ -255,7 +255,7 @@ def main(args):
         sync_weights(engine, language_model, version, args)
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
-    if checkpoint_dir:  # it has its rollout, since the weights that sampled it are gone
+    if checkpoint_dir:  # its step's rollout is in it: the weights that sampled that are gone
         request = make_request(first_step, train_prompts, eval_prompts, args)
         response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
     else:
@@ -276,8 +276,8 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps a checkpoint: the models after the previous step, before this one
-        # writes anything. A process saves none in its first step, which would be what it began with
+        # 2. Every save_freq steps a checkpoint of the models after the previous step, before this
+        # one writes files. Not in a process's first step: it would save what it began with
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             state["policy_version"] = rollout.policy_version
@@ -292,8 +292,8 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch, one row of each prompt with its response; and which of the rows are in which
-        # mini-batch, in each epoch anew, on all ranks alike
+        # 4. The batch: one row of each prompt with its response. And its mini-batches: in each
+        # epoch the rows are dealt anew, on all ranks alike
         batch = collate(responses, accelerator.device)
         if not batch.has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
@@ -301,11 +301,11 @@ def main(args):
         generator = torch.Generator().manual_seed(seed)
         epochs = []  # [epoch][mini_batch] -> rows
         for _ in range(args.num_epochs):
-            in_order = torch.randperm(args.episodes_per_step, generator=generator)
-            epochs.append(in_order.view(-1, args.mini_batch_size).tolist())
+            shuffled = torch.randperm(args.episodes_per_step, generator=generator)
+            epochs.append(shuffled.view(-1, args.mini_batch_size).tolist())
 
-        # 6. Advantages, one for all tokens of a response. They stand before step 5, since they need
-        # no forward pass, and what has none may be left out there
+        # 6. Advantages, one for all tokens of a response. Before step 5 (numbers are as in PPO),
+        # which may skip responses whose advantage is 0
         advantages = group_advantages(
             batch.scores,
             batch.has_score,
@@ -318,31 +318,28 @@ def main(args):
             stopped = torch.tensor([float(response.stopped) for response in responses])
             batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
         # For speed alone: with beta 0 a response of advantage 0, or out of the loss, has no
-        # gradient. So the policy skips it, in steps 5 and 7. Updates stay the same, since the
-        # loss_mask, from which the divisor is made, does. If all would be skipped none is, for the
-        # metrics
+        # gradient, so the policy skips it in steps 5 and 7. The loss's divisor still counts it:
+        # updates stay the same. If no response has a gradient all are computed, for the metrics
         batch.computed = torch.ones_like(advantages)  # (episodes,)
         has_gradient = (advantages * batch.loss_mask.amax(1) != 0).float()
         if args.beta == 0 and has_gradient.any():
             batch.computed = has_gradient
 
-        # 5. Forward passes: the old log-probabilities, before any update, in the micro-batches of
-        # the first epoch. Those of the first mini-batch stay 0 until step 7: the pass of its update
-        # has the same weights, so one is saved
-        first_mini_batch, *others = epochs[0]
+        # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
+        # first update new log-probabilities equal these bit for bit, and ratios are 1. The first
+        # mini-batch's stay 0 until step 7: its update makes the same pass, by the same weights
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
-            batch.logprobs = forward_all(accelerator, policy, batch, others, size, args)
+            batch.logprobs = forward_all(accelerator, policy, batch, epochs[0][1:], size, args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
         with timed(metrics, "update"):
-            # apply_gradients clips them, makes the optimizer's step and sets them to zero
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
-                is_first = mini_batch is first_mini_batch
+                is_first = update == first_update
                 new_sums, logprobs = accumulate_gradients(
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
@@ -352,12 +349,13 @@ def main(args):
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         mask = batch.mask * batch.computed[:, None]
                         check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
+                # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                 grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
-        # With --no-async_mode weights and prompts go out only now, with the updates in them. After
-        # the last step they do so always: for the last evaluation, without training prompts
+        # With --no-async_mode weights and prompts go out only now, after the updates. So they do in
+        # every last step, for the last evaluation: without training prompts
         if is_last or not args.async_mode:
             with timed(metrics, "weight_sync"):
                 sync_and_request(training_step, training_step + 1)
@@ -381,23 +379,16 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
-    # ---- The end: a summary and the upload, by programs beside this script
-    end_children()
-    # DDP must not drop gloo's group last: it would hold Python's lock, which gloo's threads need
-    accelerator.clear()
+    # ---- The end
     del policy, ref_policy, trained_models
-    accelerator.end_training()
-    # In the thread that draws, behind the last picture
-    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
-    if args.push_to_hub:
-        run_program("push_to_hub.py", run_dir)
+    end_run(accelerator, run_dir, args)
 
 
 # ------------------------------------------------------------------------------- KL and advantages
 
 
 def kl_penalty(logprobs, ref_logprobs, estimator):
-    """KL(policy || reference), estimated at each token of the policy; logprobs' shape.
+    """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
     With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
     (http://joschu.net/blog/kl-approx.html).
@@ -420,9 +411,9 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     deviation + 1e-8, "centered" does not (2503.20783). A group whose scores are all equal has
     advantages of exactly 0. What has no score does not count in its group, and gets 0.
 
-    >>> scores = torch.tensor([1.0, 3.0, 0.1, 0.1])
-    >>> group_advantages(scores, torch.ones(4), 2, "standard").tolist()
-    [-0.7071067690849304, 0.7071067690849304, 0.0, 0.0]
+    >>> scores = torch.tensor([1.0, 2.0, 3.0, 0.9, 0.9, 0.9])
+    >>> group_advantages(scores, torch.ones(6), 3, "standard").tolist()
+    [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     """
     groups = scores.view(-1, number_samples_per_prompt)
     has_score = has_score.view(-1, number_samples_per_prompt)
@@ -432,8 +423,8 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     if normalization == "standard":
         variances = (advantages**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         advantages = advantages / (variances.sqrt() + 1e-8)
-    # Of equal scores score - mean may be a rounding error, which the division would enlarge: so
-    # such groups are set to 0, and those without scores (-inf <= inf)
+    # Equal scores may differ from their mean by rounding, which the division would enlarge: such
+    # groups get 0, and those without scores (-inf <= inf)
     largest = groups.masked_fill(has_score == 0, -math.inf).amax(1, keepdim=True)
     smallest = groups.masked_fill(has_score == 0, math.inf).amin(1, keepdim=True)
     return advantages.masked_fill(largest <= smallest, 0.0).flatten()
@@ -454,11 +445,11 @@ def masked_mean(values, mask):
 def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. The loss is divided by loss_divisor of all of it, on all ranks,
-    skipped rows too: so the gradient does not depend on the cut (2503.14476, 3.3).
-    is_first: it is the step's first, so that its log-probabilities are the old ones, too.
-    Returns this rank's sums over tokens, for metrics, and its part of the loss; and its
-    log-probabilities, (episodes, length), 0 in rows that it did not run.
+    mini_batch: rows of the batch. A loss is divided by the loss_divisor of the whole mini-batch, on
+    all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: of the step,
+    so its new log-probabilities are the old ones. Returns this rank's sums over tokens, for
+    metrics, and its part of the loss; and its log-probabilities, (episodes, length), 0 in rows that
+    it did not run.
     """
     normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
     micro_batches = cut_micro_batches(
@@ -466,17 +457,17 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     )
     sums, logprobs = Counter(), torch.zeros_like(batch.mask)
     for i, (rows, part) in enumerate(micro_batches):
-        # DDP exchanges gradients in the last pass alone then, as by its no_sync. FSDP2 does in
-        # each, one rank in none: they ignore it. All ranks make equally many passes
-        is_last = i == len(micro_batches) - 1
-        policy.require_backward_grad_sync = is_last
+        # Has DDP, like its no_sync, exchange gradients in the last pass alone. FSDP2 and a single
+        # rank ignore it. All ranks make equally many passes
+        is_last_pass = i == len(micro_batches) - 1
+        policy.require_backward_grad_sync = is_last_pass
         sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
 
         # The policy. All that follows is (micro_batch, length)
         new_logprobs, entropies = policy(part.input_ids, part.mask)
         logprobs[rows, : new_logprobs.shape[1]] = new_logprobs.detach()
         old_logprobs = new_logprobs.detach() if is_first else part.logprobs
-        tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.mask, args)
+        tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.loss_mask, args)
         token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask  # of new to old
         log_ratio = token_log_ratio
         if args.importance_sampling_level == "sequence":
@@ -493,15 +484,15 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             kl = kl_penalty(
                 new_logprobs * part.loss_mask, part.ref_logprobs * part.loss_mask, args.kl_estimator
             )
-            # With the ratio new/old and the weight old/sampler the mean is over tokens of the new
-            # policy. The KL's gradient is the mean of d * grad log p, d = log p - log ref: kl1 and
-            # kl3 give it only with the ratio's gradient, kl2 by itself (2510.01555)
+            # Weighted by new/sampler it is a mean over tokens of the new policy. Its gradient must
+            # be d * grad log p, d = log p - log ref: kl2 has it with a constant ratio, kl1 and kl3
+            # have it on average, by the ratio's gradient (2510.01555)
             token_ratio = token_log_ratio.exp()
             if args.kl_estimator == "kl2":
                 token_ratio = token_ratio.detach()
             kl = kl * token_ratio * tis_weights
             token_loss = pg_loss + args.beta * kl
-        scale = part.loss_mask  # the sum over tokens; or each response's mean ("sequence")
+        scale = part.loss_mask  # of a token: 1; "sequence": 1 / its response's tokens
         if args.loss_aggregation == "sequence":
             scale = scale / scale.sum(1, keepdim=True).clamp(min=1)
         loss = (token_loss * scale).sum() / normalizer
@@ -516,7 +507,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             "mismatch/masked": tis_weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
+            "val/ratio_var": (ratio - 1) ** 2,  # its mean is 1 under the old policy
         }
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
@@ -528,8 +519,10 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. By --mismatch_mask a response's weights are 0 where the two are too
-    far apart; its tokens still count in the loss's mean.
+    older if it is asynchronous. With a tis_cap of 0 weights are 1. By --mismatch_mask those of a
+    response are 0 where the geometric mean of its old/sampler is outside [1/r, r], r being
+    mismatch_mask_range; its tokens still count in the loss's mean. At the sequence level that mean
+    is the ratio of each token (GSPO).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -591,8 +584,8 @@ def add_sums(sums, per_token, mask):
 def loss_divisor(loss_mask, args):
     """What a mini-batch's loss is divided by, from its loss_mask, (rows, length).
 
-    By loss_aggregation: its tokens; "sequence": its responses; "constant": its responses times
-    response_length (2503.20783). A response out of the loss adds nothing. Never 0.
+    By loss_aggregation: "token": its tokens; "sequence": its responses; "constant": its responses
+    times response_length (2503.20783). A response out of the loss does not count.
 
     >>> loss_mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     >>> loss_divisor(loss_mask, Args(loss_aggregation="token"))
@@ -615,14 +608,14 @@ def loss_divisor(loss_mask, args):
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
-    mini-batch.
+    Returns log-probabilities or values on every rank: (episodes, length), 0 in other rows.
     """
     whole = torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
+        # Its rows are dealt to the ranks; each has equally many parts
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
-            if isinstance(outputs, tuple):  # a policy's entropies
+            if isinstance(outputs, tuple):  # a policy's, with entropies
                 outputs, _ = outputs
             whole[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact: a row is 0 on all of them but one
@@ -632,7 +625,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (episodes, length).
 
-    With adapters it is the policy itself: they are turned off in here.
+    With adapters it is the policy itself, with a scale of 0 on them; without, that does nothing.
     """
     all_rows = list(range(len(batch.lengths)))
     set_adapter_scale(ref_policy, 0.0)
@@ -657,8 +650,8 @@ class PolicyModel(nn.Module):
         mask: 1 where there is a response token.
         """
         hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
-        # What is read at a position predicts the token after it. No mask is 1 at the first one, so
-        # the two lines take the same tokens in the same order
+        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
+        # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
@@ -680,9 +673,9 @@ def token_logprobs(logits, labels):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token: value or reward model.
 
-    A reward model says what the text up to and with a token is worth. A value model says what
-    rewards are to come: the value of the state in which a token is chosen is read at the token
-    before it, as the token's log-probability is.
+    A reward model's output at t is what the text up to and with token t is worth. A value model's
+    is the reward to come before token t is chosen: it is read at t - 1, as the token's
+    log-probability is.
     """
 
     def __init__(self, model, args, is_value_model):
@@ -697,21 +690,21 @@ class ValueModel(nn.Module):
         scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
         if not self.is_value_model:
             return scores
-        # At t what was read at t - 1; what comes round to the first position is masked
+        # At t what was read at t - 1; what comes round to t = 0 is masked
         return scores.roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
+    The residual stream is in args.dtype; in float32 if a model is trained whole without FSDP2.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 def collate(responses, device):
-    """The Batch of some responses, as far as it follows from them: one row of each.
+    """A Batch with one row of each response; what steps 5 and 6 make is None.
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
@@ -760,26 +753,26 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    A score is the sum of the reward model's (in an evaluation only where there is no ground truth),
-    the rule's and the format's; None where the rule is used and its call failed. With
-    non_stop_penalty an incomplete response has the penalty instead, also of None.
+    A score sums the reward model's (in an evaluation only without a ground truth), the verifiable
+    and the format reward; it is None if the verifiable one is used and failed. With
+    non_stop_penalty an incomplete response gets the penalty instead, also instead of None.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
-        has_rule = response.prompt.ground_truth is not None
-        uses_rule = has_rule and (args.apply_verifiable_reward or is_eval)
+        has_truth = response.prompt.ground_truth is not None
+        uses_truth = has_truth and (args.apply_verifiable_reward or is_eval)
         score = 0.0
-        if model_score is not None and not (has_rule and is_eval):
+        if model_score is not None and not (has_truth and is_eval):
             score += model_score * args.reward_model_multiplier
-        if uses_rule and response.verifiable is not None:
+        if uses_truth and response.verifiable is not None:
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if uses_rule and response.failure:
-            score = None  # not known, which does not mean wrong
+        if uses_truth and response.failure:
+            score = None  # which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:  # in place of one that is not known, too
+        if args.non_stop_penalty and not is_complete:  # also where it is None
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
@@ -851,15 +844,17 @@ def sync_weights(engine, language_model, version, args):
     weights = gather_weights(language_model, args)
     if engine:
         engine.sync_weights(weights, version)
-    for _ in weights:  # it gathers while it goes; ranks without an engine must take part
+    for (
+        _
+    ) in weights:  # each is gathered when its turn comes: ranks without an engine take part here
         pass
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: they differ by more than rounding. A difference that
-    is not finite is left to apply_gradients, which saves the batch.
+    All are (episodes, length). RuntimeError: they differ by more than rounding. NaN and infinity
+    pass: apply_gradients finds them, and saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
     limit = 1e-2  # vLLM's kernels on a GPU may use TF32
@@ -886,71 +881,29 @@ FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
 class Args:
     """What a run is told."""
 
-    # -- The run
-    exp_name: str = Path(__file__).stem
-    """name of the experiment"""
-    seed: int = 1
-    """seed of everything random"""
-    run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed and the time"""
-    output_dir: str = "output"
-    """folder of all runs"""
-
-    # -- Data
-    dataset: str = "debug_assets/train.parquet"
-    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
-    dataset_config: str | None = None
-    """its configuration, where there are several"""
-    dataset_split: str = "train"
-    """its split, unless it is a file"""
-    eval_dataset: str | None = None
-    """held-out prompts, in the same form; None: no evaluation"""
-    eval_dataset_config: str | None = None
-    """its configuration, where there are several"""
-    eval_dataset_split: str = "test"
-    """its split, unless it is a file"""
-    max_prompt_token_length: int = 256
-    """longer prompts are dropped"""
-
-    # -- Models
-    model_name_or_path: str = "debug_assets/model"
-    """policy and reference policy: a folder or a name on the hub"""
-    model_revision: str | None = None
-    """its revision on the hub"""
-    tokenizer_name_or_path: str | None = None
-    """None: the policy's"""
-    chat_template: str | None = None
-    """file with a Jinja chat template; None: the tokenizer's own"""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """of forward passes and vLLM; trained weights stay float32"""
-    attn_implementation: str = "sdpa"
-    """sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
-    lora_rank: int = 0
-    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
-    lora_alpha: int = 32
-    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
-    reward_model_path: str | None = None
-    """one-label classifier with the policy's tokenizer"""
-    reward_model_revision: str | None = None
-    """its revision on the hub"""
-
-    # -- Optimization
-    learning_rate: float = 1e-6
-    """learning rate of the policy"""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
-    """learning rate after its warm-up"""
-    warm_up_steps: int = 0
-    """a model's first updates (not steps), in which its learning rate rises"""
-    warmup_ratio: float = 0.0
-    """warm_up_steps as a share of all updates"""
-    eps: float = 1e-8
-    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
-    weight_decay: float = 0.0
-    """AdamW's"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
+    # -- The algorithm
+    beta: float = 0.0
+    """weight of the KL term in the loss; 0: no reference policy"""
+    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
+    """estimator of the KL; in this loss all have the same mean gradient (2510.01555)"""
+    cliprange: float = 0.2
+    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
+    cliprange_higher: float = 0.2
+    """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
+    advantage_normalization: Literal["standard", "centered"] = "standard"
+    """(score - mean) / std, or score - mean"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """of ratios and importance weights; sequence: GSPO (docs/grpo_vllm_async.md)"""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """mean over tokens; over responses of their means; or sum / (responses x response_length)"""
+    mask_truncated_completions: bool = False
+    """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
+    tis_cap: float = 2.0
+    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    mismatch_mask: Literal["none", "sequence"] = "none"
+    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
+    mismatch_mask_range: float = 2.0
+    """far from 1 is outside [1/this, this]"""
 
     # -- Batches
     total_episodes: int = 100_000
@@ -969,12 +922,22 @@ class Args:
     """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
     num_epochs: int = 1
     """passes over each batch"""
-    num_evals: int = 10
-    """evaluations while training, the first before any update; one more at the end"""
-    num_eval_prompts: int = 500
-    """held-out prompts, the same for every seed; 0: all"""
-    eval_temperature: float = 0.0
-    """of evaluations; 0: greedy"""
+
+    # -- Optimization
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
+    """learning rate after its warm-up"""
+    warm_up_steps: int = 0
+    """a model's first updates (not steps), in which its learning rate rises"""
+    warmup_ratio: float = 0.0
+    """warm_up_steps as a share of all updates"""
+    eps: float = 1e-8
+    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, for each model"""
 
     # -- Generation
     async_mode: bool = True
@@ -987,14 +950,6 @@ class Args:
     """another token that ends a response, as an id"""
     temperature: float = 1.0
     """of sampling, and of all log-probabilities"""
-    vllm_gpus: tuple[int, ...] = ()
-    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
-    vllm_tensor_parallel_size: int = 1
-    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
-    vllm_gpu_memory_utilization: float | None = None
-    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
-    vllm_enforce_eager: bool = False
-    """no CUDA graphs: starts faster, generates slower"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
@@ -1020,31 +975,71 @@ class Args:
     min_response_length: int = 0
     """with non_stop_penalty: shorter responses are penalized, too"""
 
-    # -- The algorithm
-    beta: float = 0.0
-    """weight of the KL term in the loss; 0: no reference policy is loaded"""
-    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
-    """estimator of the KL; in this loss all have the same mean gradient (2510.01555)"""
-    cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
-    cliprange_higher: float = 0.2
-    """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
-    advantage_normalization: Literal["standard", "centered"] = "standard"
-    """(score - mean) / std, or score - mean"""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """of ratios and importance weights; sequence: GSPO (docs/grpo_vllm_async.md)"""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """mean over tokens, over responses of their means, or over responses x response_length"""
-    mask_truncated_completions: bool = False
-    """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
-    tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
-    mismatch_mask: Literal["none", "sequence"] = "none"
-    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
-    mismatch_mask_range: float = 2.0
-    """far from 1 is outside [1/this, this]"""
+    # -- Models
+    model_name_or_path: str = "debug_assets/model"
+    """policy and reference policy: a folder or a name on the hub"""
+    model_revision: str | None = None
+    """its revision on the hub"""
+    tokenizer_name_or_path: str | None = None
+    """None: the policy's"""
+    chat_template: str | None = None
+    """file with a Jinja chat template; None: the tokenizer's own"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """of forward passes and vLLM; trained weights stay float32"""
+    attn_implementation: str = "sdpa"
+    """sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = True
+    """compute activations again in the backward pass: less memory, a third slower"""
+    lora_rank: int = 0
+    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
+    lora_alpha: int = 32
+    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
+    reward_model_path: str | None = None
+    """one-label classifier with the policy's tokenizer"""
+    reward_model_revision: str | None = None
+    """its revision on the hub"""
 
-    # -- Checkpoints
+    # -- Data and evaluation
+    dataset: str = "debug_assets/train.parquet"
+    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    dataset_config: str | None = None
+    """its configuration, where there are several"""
+    dataset_split: str = "train"
+    """its split, unless it is a file"""
+    eval_dataset: str | None = None
+    """held-out prompts, in the same form; None: no evaluation"""
+    eval_dataset_config: str | None = None
+    """its configuration, where there are several"""
+    eval_dataset_split: str = "test"
+    """its split, unless it is a file"""
+    max_prompt_token_length: int = 256
+    """longer prompts are dropped"""
+    num_evals: int = 10
+    """evaluations while training, the first before any update; one more at the end"""
+    num_eval_prompts: int = 500
+    """held-out prompts, the same for every seed; 0: all"""
+    eval_temperature: float = 0.0
+    """of evaluations; 0: greedy"""
+
+    # -- Engines' GPUs
+    vllm_gpus: tuple[int, ...] = ()
+    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
+    vllm_tensor_parallel_size: int = 1
+    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
+    vllm_gpu_memory_utilization: float | None = None
+    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
+    vllm_enforce_eager: bool = False
+    """no CUDA graphs: starts faster, generates slower"""
+
+    # -- The run and its checkpoints
+    exp_name: str = Path(__file__).stem
+    """name of the experiment"""
+    seed: int = 1
+    """seed of everything random"""
+    run_name: str | None = None
+    """folder of the run in output_dir; None: exp_name, seed and the time"""
+    output_dir: str = "output"
+    """folder of all runs"""
     save_freq: int = 0
     """steps between checkpoints; 0: none"""
     keep_last_n: int = 3
@@ -1052,7 +1047,7 @@ class Args:
     resume_from_checkpoint: str | None = None
     """a checkpoint, or latest: run_name's newest; newer ones are removed"""
 
-    # -- Output
+    # -- Trackers and the hub
     with_tracking: bool = False
     """log to Weights & Biases as well"""
     wandb_project_name: str = "tandem"
@@ -1225,7 +1220,7 @@ MUST_AGREE = (
     "num_epochs",
     "num_updates",
     "data_hash",
-    # The checkpoint may have answers to an evaluation
+    # A checkpoint's rollout may have answers to held-out prompts
     "num_evals",
     "eval_temperature",
 )
@@ -1862,8 +1857,8 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
     micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included.
     All ranks cut alike, since under FSDP2 they compute together: `longest` is the longest of their
-    n-th rows. Rows that the policy skips are left out, but for as many as give each rank equally
-    many, and one at least. These have a loss_mask of 0 in the parts, to be in no metric.
+    n-th rows. Of rows that the policy skips only as many are kept as give each rank equally many,
+    and one at least. Their loss_mask is 0 in the parts: no metric counts them.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -2501,7 +2496,7 @@ def update_metrics(accelerator, sums, args):
 def batch_metrics(batch, args):
     """Metrics of a step's batch, before its updates: tensors of one element.
 
-    Those of log-probabilities are of what the policy computed.
+    Those of log-probabilities leave out what the policy skipped.
     """
     mask = batch.mask * batch.computed[:, None]
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
@@ -2836,6 +2831,19 @@ def timed(metrics, name):
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
+
+
+def end_run(accelerator, run_dir, args):
+    """Collective. A run's normal end: a summary and the upload, by programs beside this script."""
+    end_children()
+    # main() has dropped its models. If DDP were gloo's last user, it would end gloo with Python's
+    # lock in its hands, which gloo's threads need
+    accelerator.clear()
+    accelerator.end_training()
+    # In the thread that draws, behind the last picture
+    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
+    if args.push_to_hub:
+        run_program("push_to_hub.py", run_dir)
 
 
 process_groups = []  # vLLM's and the reward workers'

@@ -21,20 +21,20 @@ Training step g, on every rank:
     8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
 A version is the number of completed training steps. Before step 1, weights 0 and prompts 1 go out.
-Step g takes batch g, then sends weights g - 1 and prompts g + 1: no engine samples then and no
-update runs, so no lock is needed. So batch g + 1 is sampled by version g - 1 and trained on by
-version g: one step old (2410.18252). Two things keep the error small: the PPO ratio divides by
-the learner's own log-probabilities from before its updates; and importance weights, truncated,
-correct for the sampler. With --no-async_mode both go out after the updates: nothing is old.
+Step g takes batch g, then sends weights g - 1 and prompts g + 1, while no engine samples and no
+update runs: no lock is needed. So version g - 1 samples batch g + 1, on which step g + 1 trains
+version g: one step old (2410.18252). As in ppo_sync.py the ratio divides by the learner's own
+log-probabilities from before its updates, and truncated importance weights correct for the
+sampler. With --no-async_mode both go out after the updates: nothing is old.
 
-A prompt and its response are a row, padded on the right. Tensors of tokens are (rows, length). All
-but the ids are 0 outside responses. Models must be causal: no token sees the padding after it, so
+A prompt and its response are a row, padded on the right. A tensor of tokens is (rows, length), and
+0 outside responses, except input_ids. Models must be causal: no token sees the padding after it, so
 there is no attention mask. They run without dropout. Every rank holds the whole batch; forward and
 backward passes are shared out.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
-old one, by the learner before this step's updates; the new one, in an update. With a beta above 0,
-the weight of the KL, there is a fourth, the reference policy's.
+old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
+of the KL, is above 0, there is a fourth: the reference policy's.
 
 Deliberate simplifications:
  1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
@@ -46,12 +46,12 @@ Deliberate simplifications:
  5. A response cut at `response_length` is scored like any other, without --non_stop_penalty, and
     its last token is terminal.
 
-Where a change goes: a part of the score: score_responses. A reward per token, or another advantage:
-step 6. A term of the loss: accumulate_gradients. A tensor that one of these needs: a field of Batch
-and step 4 or 5. What is logged: batch_metrics. docs/fork.md has worked examples.
+Where a change goes. A part of the score: score_responses. Rewards per token, advantages: step 6. A
+term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 5.
+What is logged: batch_metrics. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 92 and
-125 minutes: this text 7, dataclasses 6, main 34, losses and advantages 27, models 22, the rest 11.
+Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 95 and
+119 minutes: this text 7, dataclasses 7, main 28, advantages 8, losses 23, models 22, the rest 12.
 What follows the banner is looked up when it is needed.
 "Collective" in a docstring: every rank must call the function, in the same order.
 arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's details 2403.17031;
@@ -148,7 +148,7 @@ class Response:
     failure: str | None = None  # why the call failed
     # From the learner
     model_score: float | None = None  # by the reward model
-    score: float | None = None  # sum of the rewards, or the penalty; None: not known
+    score: float | None = None  # sum of the rewards, or the non-stop penalty; None: not known
 
     @property
     def row(self):
@@ -160,7 +160,7 @@ class Response:
 class Request:
     """What the learner asks of generation."""
 
-    prompts: list[Prompt]  # (episodes,), the samples of a prompt side by side
+    prompts: list[Prompt]  # (episodes,): each once for each of its samples, side by side
     seeds: list[int]  # (episodes,)
     eval_prompts: list[Prompt]  # empty where no evaluation is due
 
@@ -179,14 +179,14 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is the longest row's. Tensors with it are 0 outside responses, but for the ids.
+    `length` is the longest row's. What has it is 0 outside responses, except input_ids.
     """
 
     # By collate
     input_ids: Tensor  # (episodes, length)
     lengths: Tensor  # (episodes,), int64, tokens of a row
     mask: Tensor  # (episodes, length), 1.0 where there is a response token
-    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows without a score
+    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows that are out of the loss
     scores: Tensor  # (episodes,), 0.0 where there is none
     has_score: Tensor  # (episodes,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
@@ -230,7 +230,7 @@ def main(args):
     limit_memory(accelerator.device, args)
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
-    # It wraps the language model: the policy is trained, the language model synced and saved
+    # The policy wraps the language model: the one is trained, the other synced and saved
     policy = place_policy(accelerator, language_model, args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     value_model = load_value_model(accelerator, args)
@@ -258,7 +258,7 @@ def main(args):
         sync_weights(engine, language_model, version, args)
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
-    if checkpoint_dir:  # it has its rollout, since the weights that sampled it are gone
+    if checkpoint_dir:  # its step's rollout is in it: the weights that sampled that are gone
         request = make_request(first_step, train_prompts, eval_prompts, args)
         response_Q.put(load_rollout(checkpoint_dir, state["policy_version"], request))
     else:
@@ -279,8 +279,8 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps a checkpoint: the models after the previous step, before this one
-        # writes anything. A process saves none in its first step, which would be what it began with
+        # 2. Every save_freq steps a checkpoint of the models after the previous step, before this
+        # one writes files. Not in a process's first step: it would save what it began with
         if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             state["policy_version"] = rollout.policy_version
@@ -295,8 +295,8 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch, one row of each prompt with its response; and which of the rows are in which
-        # mini-batch, in each epoch anew, on all ranks alike
+        # 4. The batch: one row of each prompt with its response. And its mini-batches: in each
+        # epoch the rows are dealt anew, on all ranks alike
         batch = collate(responses, accelerator.device)
         if not batch.has_score.any():
             raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
@@ -304,11 +304,11 @@ def main(args):
         generator = torch.Generator().manual_seed(seed)
         epochs = []  # [epoch][mini_batch] -> rows
         for _ in range(args.num_epochs):
-            in_order = torch.randperm(args.episodes_per_step, generator=generator)
-            epochs.append(in_order.view(-1, args.mini_batch_size).tolist())
+            shuffled = torch.randperm(args.episodes_per_step, generator=generator)
+            epochs.append(shuffled.view(-1, args.mini_batch_size).tolist())
 
-        # 5. Forward passes, before any update, in the micro-batches of the first epoch: so the new
-        # log-probabilities of the first update are these to the last bit, and its ratios are 1
+        # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
+        # first update new log-probabilities equal these bit for bit, and ratios are 1
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs = forward_all(accelerator, policy, batch, epochs[0], size, args)
@@ -328,21 +328,21 @@ def main(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, batch.loss_mask, shift_mean=False)
 
-        # Advantages, whitened over the whole batch without the rows that have no score; and what
-        # the value model is to predict, the returns: two estimates, since each has its lambda
+        # Advantages, whitened over all rows that have a score. And returns, which the value model
+        # is to predict: a second estimate, since its lambda is another one
         advantages, _ = compute_gae(rewards, batch.values, batch.mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, batch.loss_mask)
         _, batch.returns = compute_gae(
             rewards, batch.values, batch.mask, args.gamma, args.value_lam
         )
 
-        # 7. Updates. The policy learns after the value model's warm-up; each schedule of learning
-        # rates starts at its model's first update
+        # 7. Updates. At first the value model may learn alone, to warm up; each model's schedule of
+        # learning rates starts with its first update
         trains_policy = training_step > args.value_warmup_steps
+        warmup_updates = args.num_updates - args.num_policy_updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
         lr = 0.0  # of the policy, while only the value model learns
         with timed(metrics, "update"):
-            # apply_gradients clips them, makes the optimizer's step and sets them to zero
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 sums.update(
@@ -350,22 +350,21 @@ def main(args):
                         accelerator, policy, value_model, batch, mini_batch, trains_policy, args
                     )
                 )
+                # apply_gradients clips gradients, steps, and sets them to zero
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
                 )
                 grad_norms["optim/value_grad_norm"] += norm / args.updates_per_step
                 if trains_policy:
-                    warmup_updates = args.num_updates - args.num_policy_updates
-                    policy_update = update - warmup_updates
                     lr = args.learning_rate * lr_multiplier(
-                        policy_update, args.num_policy_updates, args
+                        update - warmup_updates, args.num_policy_updates, args
                     )
                     norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                     grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
-        # With --no-async_mode weights and prompts go out only now, with the updates in them. After
-        # the last step they do so always: for the last evaluation, without training prompts
+        # With --no-async_mode weights and prompts go out only now, after the updates. So they do in
+        # every last step, for the last evaluation: without training prompts
         if is_last or not args.async_mode:
             with timed(metrics, "weight_sync"):
                 sync_and_request(training_step, training_step + 1)
@@ -389,23 +388,16 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
-    # ---- The end: a summary and the upload, by programs beside this script
-    end_children()
-    # DDP must not drop gloo's group last: it would hold Python's lock, which gloo's threads need
-    accelerator.clear()
+    # ---- The end
     del policy, ref_policy, value_model, trained_models
-    accelerator.end_training()
-    # In the thread that draws, behind the last picture
-    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
-    if args.push_to_hub:
-        run_program("push_to_hub.py", run_dir)
+    end_run(accelerator, run_dir, args)
 
 
 # ------------------------------------------------------------------------------- KL and advantages
 
 
 def kl_penalty(logprobs, ref_logprobs, estimator):
-    """KL(policy || reference), estimated at each token of the policy; logprobs' shape.
+    """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
     With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
     (http://joschu.net/blog/kl-approx.html).
@@ -424,13 +416,14 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
 def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
 
-    All are (batch, length); results are 0 outside the mask, which is one block of a
-    row. The last token is terminal.
+    All are (batch, length). The mask is one run of 1s in a row, whose last token is terminal;
+    results are 0 outside.
 
     >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
     >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
     (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
     """
+    # What comes after the last token counts as 0
     rewards = rewards * mask
     values = values * mask
     advantages = torch.zeros_like(values)
@@ -475,9 +468,9 @@ def masked_mean(values, mask):
 def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
-    mini_batch: rows of the batch. A loss is divided by the tokens of all of it, on all ranks, and
-    not of a micro-batch: so the gradient does not depend on the cut (2503.14476, 3.3). Returns this
-    rank's sums over tokens, for metrics, and its part of the loss.
+    mini_batch: rows of the batch. A loss is divided by the tokens of the whole mini-batch, on all
+    ranks: so the gradient does not depend on the cut (2503.14476, 3.3). Returns this rank's sums
+    over tokens, for metrics, and its part of the loss.
     """
     normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
     micro_batches = cut_micro_batches(
@@ -485,10 +478,11 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
     )
     sums = Counter()
     for i, (_, part) in enumerate(micro_batches):
-        # DDP exchanges gradients in the last pass alone then, as by its no_sync. FSDP2 does in
-        # each, one rank in none: they ignore it. All ranks make equally many passes
-        is_last = i == len(micro_batches) - 1
-        policy.require_backward_grad_sync = value_model.require_backward_grad_sync = is_last
+        # Has DDP, like its no_sync, exchange gradients in the last pass alone. FSDP2 and a single
+        # rank ignore it. All ranks make equally many passes
+        is_last_pass = i == len(micro_batches) - 1
+        policy.require_backward_grad_sync = is_last_pass
+        value_model.require_backward_grad_sync = is_last_pass
 
         sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
 
@@ -500,32 +494,34 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         (loss * accelerator.num_processes).backward()
         sums["objective/loss"] += loss.detach()
         per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
+        add_sums(sums, per_token, part.loss_mask)
+        if not trains_policy:
+            continue
 
         # The policy
-        if trains_policy:
-            new_logprobs, entropies = policy(part.input_ids, part.mask)
-            tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, part.mask, args)
-            log_ratio = (new_logprobs - part.logprobs) * part.loss_mask  # of new to old
-            pg_loss, pg_clipped = policy_loss(
-                log_ratio,
-                part.advantages,
-                tis_weights,
-                cliprange=args.cliprange,
-                cliprange_higher=args.cliprange,  # DAPO's is another one
-            )
-            loss = (pg_loss * part.loss_mask).sum() / normalizer
-            (loss * accelerator.num_processes).backward()
-            sums["objective/loss"] += loss.detach()
-            ratio = log_ratio.exp()
-            per_token |= {
-                "loss/policy_avg": pg_loss,
-                "policy/approxkl_avg": log_ratio**2 / 2,
-                "policy/clipfrac_avg": pg_clipped,
-                "mismatch/masked": tis_weights == 0,
-                "policy/entropy_avg": entropies,
-                "val/ratio": ratio,
-                "val/ratio_var": (ratio - 1) ** 2,  # under the old policy the ratio's mean is 1
-            }
+        new_logprobs, entropies = policy(part.input_ids, part.mask)
+        tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, part.loss_mask, args)
+        log_ratio = (new_logprobs - part.logprobs) * part.loss_mask  # of new to old
+        pg_loss, pg_clipped = policy_loss(
+            log_ratio,
+            part.advantages,
+            tis_weights,
+            cliprange=args.cliprange,
+            cliprange_higher=args.cliprange,  # DAPO's is higher
+        )
+        loss = (pg_loss * part.loss_mask).sum() / normalizer
+        (loss * accelerator.num_processes).backward()
+        sums["objective/loss"] += loss.detach()
+        ratio = log_ratio.exp()
+        per_token = {
+            "loss/policy_avg": pg_loss,
+            "policy/approxkl_avg": log_ratio**2 / 2,
+            "policy/clipfrac_avg": pg_clipped,
+            "mismatch/masked": tis_weights == 0,
+            "policy/entropy_avg": entropies,
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1) ** 2,  # its mean is 1 under the old policy
+        }
         add_sums(sums, per_token, part.loss_mask)
     return sums
 
@@ -534,9 +530,9 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. By --mismatch_mask the weights of a response are 0 if the geometric
-    mean of its old/sampler, or of sampler/old, is above mismatch_mask_range; its tokens still count
-    in the loss's mean. With a tis_cap of 0 all other weights are 1.
+    older if it is asynchronous. With a tis_cap of 0 weights are 1. By --mismatch_mask those of a
+    response are 0 where the geometric mean of its old/sampler is outside [1/r, r], r being
+    mismatch_mask_range; its tokens still count in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -574,7 +570,9 @@ def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher)
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error, and where its clip (0: none) binds, per token; all of one shape.
+    """Half the squared error, and where a clip binds, per token; all of one shape.
+
+    Values are clipped to within cliprange_value (0: not) of the old ones.
 
     >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([False]))
@@ -614,14 +612,14 @@ def add_sums(sums, per_token, mask):
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Returns log-probabilities or values on every rank: (episodes, length), 0 in rows of no
-    mini-batch.
+    Returns log-probabilities or values on every rank: (episodes, length), 0 in other rows.
     """
     whole = torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
+        # Its rows are dealt to the ranks; each has equally many parts
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
-            if isinstance(outputs, tuple):  # a policy's entropies
+            if isinstance(outputs, tuple):  # a policy's, with entropies
                 outputs, _ = outputs
             whole[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact: a row is 0 on all of them but one
@@ -631,7 +629,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (episodes, length).
 
-    With adapters it is the policy itself: they are turned off in here.
+    With adapters it is the policy itself, with a scale of 0 on them; without, that does nothing.
     """
     all_rows = list(range(len(batch.lengths)))
     set_adapter_scale(ref_policy, 0.0)
@@ -656,8 +654,8 @@ class PolicyModel(nn.Module):
         mask: 1 where there is a response token.
         """
         hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
-        # What is read at a position predicts the token after it. No mask is 1 at the first one, so
-        # the two lines take the same tokens in the same order
+        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
+        # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
@@ -679,9 +677,9 @@ def token_logprobs(logits, labels):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token: value or reward model.
 
-    A reward model says what the text up to and with a token is worth. A value model says what
-    rewards are to come: the value of the state in which a token is chosen is read at the token
-    before it, as the token's log-probability is.
+    A reward model's output at t is what the text up to and with token t is worth. A value model's
+    is the reward to come before token t is chosen: it is read at t - 1, as the token's
+    log-probability is.
     """
 
     def __init__(self, model, args, is_value_model):
@@ -696,21 +694,21 @@ class ValueModel(nn.Module):
         scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
         if not self.is_value_model:
             return scores
-        # At t what was read at t - 1; what comes round to the first position is masked
+        # At t what was read at t - 1; what comes round to t = 0 is masked
         return scores.roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
+    The residual stream is in args.dtype; in float32 if a model is trained whole without FSDP2.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 def collate(responses, device):
-    """The Batch of some responses, as far as it follows from them: one row of each.
+    """A Batch with one row of each response; what steps 5 and 6 make is None.
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
@@ -759,26 +757,26 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    A score is the sum of the reward model's (in an evaluation only where there is no ground truth),
-    the rule's and the format's; None where the rule is used and its call failed. With
-    non_stop_penalty an incomplete response has the penalty instead, also of None.
+    A score sums the reward model's (in an evaluation only without a ground truth), the verifiable
+    and the format reward; it is None if the verifiable one is used and failed. With
+    non_stop_penalty an incomplete response gets the penalty instead, also instead of None.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
-        has_rule = response.prompt.ground_truth is not None
-        uses_rule = has_rule and (args.apply_verifiable_reward or is_eval)
+        has_truth = response.prompt.ground_truth is not None
+        uses_truth = has_truth and (args.apply_verifiable_reward or is_eval)
         score = 0.0
-        if model_score is not None and not (has_rule and is_eval):
+        if model_score is not None and not (has_truth and is_eval):
             score += model_score * args.reward_model_multiplier
-        if uses_rule and response.verifiable is not None:
+        if uses_truth and response.verifiable is not None:
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if uses_rule and response.failure:
-            score = None  # not known, which does not mean wrong
+        if uses_truth and response.failure:
+            score = None  # which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:  # in place of one that is not known, too
+        if args.non_stop_penalty and not is_complete:  # also where it is None
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
@@ -850,15 +848,17 @@ def sync_weights(engine, language_model, version, args):
     weights = gather_weights(language_model, args)
     if engine:
         engine.sync_weights(weights, version)
-    for _ in weights:  # it gathers while it goes; ranks without an engine must take part
+    for (
+        _
+    ) in weights:  # each is gathered when its turn comes: ranks without an engine take part here
         pass
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: they differ by more than rounding. A difference that
-    is not finite is left to apply_gradients, which saves the batch.
+    All are (episodes, length). RuntimeError: they differ by more than rounding. NaN and infinity
+    pass: apply_gradients finds them, and saves the batch.
     """
     difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
     limit = 1e-2  # vLLM's kernels on a GPU may use TF32
@@ -885,31 +885,103 @@ FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
 class Args:
     """What a run is told."""
 
-    # -- The run
-    exp_name: str = Path(__file__).stem
-    """name of the experiment"""
-    seed: int = 1
-    """seed of everything random"""
-    run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed and the time"""
-    output_dir: str = "output"
-    """folder of all runs"""
+    # -- The algorithm
+    beta: float = 0.001
+    """weight of the KL penalty in the reward; 0: no reference policy"""
+    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
+    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
+    whiten_rewards: bool = False
+    """to unit variance, keeping the mean"""
+    cliprange: float = 0.2
+    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
+    cliprange_value: float = 0.0
+    """values are clipped to within this of the old ones; 0: no clipping"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 1.0
+    """GAE's lambda for advantages; below 1, warm the value model up first (docs/ppo_sync.md)"""
+    value_lam: float = 1.0
+    """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
+    tis_cap: float = 2.0
+    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    mismatch_mask: Literal["none", "sequence"] = "none"
+    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
+    mismatch_mask_range: float = 2.0
+    """far from 1 is outside [1/this, this]"""
 
-    # -- Data
-    dataset: str = "debug_assets/train.parquet"
-    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
-    dataset_config: str | None = None
-    """its configuration, where there are several"""
-    dataset_split: str = "train"
-    """its split, unless it is a file"""
-    eval_dataset: str | None = None
-    """held-out prompts, in the same form; None: no evaluation"""
-    eval_dataset_config: str | None = None
-    """its configuration, where there are several"""
-    eval_dataset_split: str = "test"
-    """its split, unless it is a file"""
-    max_prompt_token_length: int = 256
-    """longer prompts are dropped"""
+    # -- Batches
+    total_episodes: int = 100_000
+    """responses to train on"""
+    number_samples_per_prompt: int = 1
+    """responses sampled for each prompt: a group"""
+    local_rollout_batch_size: int = 256
+    """prompts per training step and rank"""
+    local_mini_batch_size: int = 64
+    """responses per optimizer update and rank"""
+    per_device_train_batch_size: int = 8
+    """responses per forward and backward pass of a rank: a micro-batch"""
+    local_rollout_forward_batch_size: int = 32
+    """responses per forward pass of reference policy and reward model"""
+    micro_batch_tokens: int = 0
+    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
+    num_epochs: int = 1
+    """passes over each batch"""
+
+    # -- Optimization
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    value_learning_rate: float = 1e-5
+    """learning rate of the value model"""
+    value_warmup_steps: int = 0
+    """first steps, in which only the value model learns"""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """learning rate after its warm-up"""
+    warm_up_steps: int = 0
+    """a model's first updates (not steps), in which its learning rate rises"""
+    warmup_ratio: float = 0.0
+    """warm_up_steps as a share of all updates"""
+    eps: float = 1e-8
+    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, for each model"""
+
+    # -- Generation
+    async_mode: bool = True
+    """generate the next batch while training; --no-async_mode: on-policy"""
+    response_length: int = 256
+    """most tokens in a response"""
+    stop_token: str | None = None
+    """another token that ends a response; "eos": the tokenizer's"""
+    stop_token_id: int | None = None
+    """another token that ends a response, as an id"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probabilities"""
+
+    # -- Reward
+    reward_model_multiplier: float = 1.0
+    """times the reward model's score; 0: PPO's value model still starts from it"""
+    apply_verifiable_reward: bool = True
+    """score responses with compute_score or reward_fn"""
+    verification_reward: float = 1.0
+    """times the verifiable score"""
+    reward_fn: str | None = None
+    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
+    reward_workers: int | None = None
+    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
+    reward_timeout: float = 10.0
+    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
+    add_r1_style_format_reward: bool = False
+    """reward <think>...</think><answer>...</answer>"""
+    r1_style_format_reward: float = 1.0
+    """worth of that form"""
+    non_stop_penalty: bool = False
+    """a response without a stop token scores penalty_reward_value instead"""
+    penalty_reward_value: float = -10.0
+    """with non_stop_penalty: score of a response without a stop token"""
+    min_response_length: int = 0
+    """with non_stop_penalty: shorter responses are penalized, too"""
 
     # -- Models
     model_name_or_path: str = "debug_assets/model"
@@ -937,43 +1009,21 @@ class Args:
     value_model_path: str | None = None
     """start of the value model; None: the reward model, or else the policy"""
 
-    # -- Optimization
-    learning_rate: float = 1e-6
-    """learning rate of the policy"""
-    value_learning_rate: float = 1e-5
-    """learning rate of the value model"""
-    value_warmup_steps: int = 0
-    """first steps, in which only the value model learns"""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """learning rate after its warm-up"""
-    warm_up_steps: int = 0
-    """a model's first updates (not steps), in which its learning rate rises"""
-    warmup_ratio: float = 0.0
-    """warm_up_steps as a share of all updates"""
-    eps: float = 1e-8
-    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
-    weight_decay: float = 0.0
-    """AdamW's"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
-
-    # -- Batches
-    total_episodes: int = 100_000
-    """responses to train on"""
-    number_samples_per_prompt: int = 1
-    """responses sampled for each prompt: a group"""
-    local_rollout_batch_size: int = 256
-    """prompts per training step and rank"""
-    local_mini_batch_size: int = 64
-    """responses per optimizer update and rank"""
-    per_device_train_batch_size: int = 8
-    """responses per forward and backward pass of a rank: a micro-batch"""
-    local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of reference policy and reward model"""
-    micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
-    num_epochs: int = 1
-    """passes over each batch"""
+    # -- Data and evaluation
+    dataset: str = "debug_assets/train.parquet"
+    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    dataset_config: str | None = None
+    """its configuration, where there are several"""
+    dataset_split: str = "train"
+    """its split, unless it is a file"""
+    eval_dataset: str | None = None
+    """held-out prompts, in the same form; None: no evaluation"""
+    eval_dataset_config: str | None = None
+    """its configuration, where there are several"""
+    eval_dataset_split: str = "test"
+    """its split, unless it is a file"""
+    max_prompt_token_length: int = 256
+    """longer prompts are dropped"""
     num_evals: int = 10
     """evaluations while training, the first before any update; one more at the end"""
     num_eval_prompts: int = 500
@@ -981,17 +1031,7 @@ class Args:
     eval_temperature: float = 0.0
     """of evaluations; 0: greedy"""
 
-    # -- Generation
-    async_mode: bool = True
-    """generate the next batch while training; --no-async_mode: on-policy"""
-    response_length: int = 256
-    """most tokens in a response"""
-    stop_token: str | None = None
-    """another token that ends a response; "eos": the tokenizer's"""
-    stop_token_id: int | None = None
-    """another token that ends a response, as an id"""
-    temperature: float = 1.0
-    """of sampling, and of all log-probabilities"""
+    # -- Engines' GPUs
     vllm_gpus: tuple[int, ...] = ()
     """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
     vllm_tensor_parallel_size: int = 1
@@ -1001,55 +1041,15 @@ class Args:
     vllm_enforce_eager: bool = False
     """no CUDA graphs: starts faster, generates slower"""
 
-    # -- Reward
-    reward_model_multiplier: float = 1.0
-    """times the reward model's score; 0: PPO's value model still starts from it"""
-    apply_verifiable_reward: bool = True
-    """score responses with compute_score or reward_fn"""
-    verification_reward: float = 1.0
-    """times the verifiable score"""
-    reward_fn: str | None = None
-    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
-    reward_workers: int | None = None
-    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
-    reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
-    add_r1_style_format_reward: bool = False
-    """reward <think>...</think><answer>...</answer>"""
-    r1_style_format_reward: float = 1.0
-    """worth of that form"""
-    non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value instead"""
-    penalty_reward_value: float = -10.0
-    """with non_stop_penalty: score of a response without a stop token"""
-    min_response_length: int = 0
-    """with non_stop_penalty: shorter responses are penalized, too"""
-
-    # -- The algorithm
-    beta: float = 0.001
-    """weight of the KL penalty in the reward; 0: no reference policy"""
-    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl1"
-    """estimator of the KL; in a reward kl2 and kl3 give almost no gradient (2510.01555)"""
-    whiten_rewards: bool = False
-    """to unit variance, keeping the mean"""
-    cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
-    cliprange_value: float = 0.0
-    """values are clipped to within this of the old ones; 0: no clipping"""
-    gamma: float = 1.0
-    """discount per token"""
-    lam: float = 1.0
-    """GAE's lambda for advantages; below 1, warm the value model up first (docs/ppo_sync.md)"""
-    value_lam: float = 1.0
-    """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
-    tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
-    mismatch_mask: Literal["none", "sequence"] = "none"
-    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
-    mismatch_mask_range: float = 2.0
-    """far from 1 is outside [1/this, this]"""
-
-    # -- Checkpoints
+    # -- The run and its checkpoints
+    exp_name: str = Path(__file__).stem
+    """name of the experiment"""
+    seed: int = 1
+    """seed of everything random"""
+    run_name: str | None = None
+    """folder of the run in output_dir; None: exp_name, seed and the time"""
+    output_dir: str = "output"
+    """folder of all runs"""
     save_freq: int = 0
     """steps between checkpoints; 0: none"""
     keep_last_n: int = 3
@@ -1057,7 +1057,7 @@ class Args:
     resume_from_checkpoint: str | None = None
     """a checkpoint, or latest: run_name's newest; newer ones are removed"""
 
-    # -- Output
+    # -- Trackers and the hub
     with_tracking: bool = False
     """log to Weights & Biases as well"""
     wandb_project_name: str = "tandem"
@@ -1235,7 +1235,7 @@ MUST_AGREE = (
     "num_epochs",
     "num_updates",
     "data_hash",
-    # The checkpoint may have answers to an evaluation
+    # A checkpoint's rollout may have answers to held-out prompts
     "num_evals",
     "eval_temperature",
 )
@@ -2839,6 +2839,19 @@ def timed(metrics, name):
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
+
+
+def end_run(accelerator, run_dir, args):
+    """Collective. A run's normal end: a summary and the upload, by programs beside this script."""
+    end_children()
+    # main() has dropped its models. If DDP were gloo's last user, it would end gloo with Python's
+    # lock in its hands, which gloo's threads need
+    accelerator.clear()
+    accelerator.end_training()
+    # In the thread that draws, behind the last picture
+    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
+    if args.push_to_hub:
+        run_program("push_to_hub.py", run_dir)
 
 
 process_groups = []  # vLLM's and the reward workers'

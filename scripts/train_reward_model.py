@@ -353,7 +353,7 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
 def hidden_states(model, input_ids, args):
     """What a model's head reads: (batch, length, hidden_size).
 
-    The residual stream is in args.dtype, or float32 where a model is trained whole without FSDP2.
+    The residual stream is in args.dtype; in float32 if a model is trained whole without FSDP2.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state

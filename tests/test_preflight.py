@@ -217,7 +217,7 @@ def test_each_part_tells_its_first_mistake(ask, folder):
     options |= {"dataset": "no.jsonl", "attn_implementation": "none"}
     status, plan, mistakes = ask("ppo_sync.py", options, "--bogus", "3")
     assert status == 2 and "Plan of ppo_sync.py" in plan
-    starts = ("unknown flag", "--seed", "no.jsonl", "--model_name_or_path")
+    starts = ("unknown flag", "--beta", "no.jsonl", "--model_name_or_path")
     for line, start in zip(mistakes.splitlines(), starts, strict=True):
         assert line.startswith(f"preflight: error: {start}")
 
