@@ -57,6 +57,7 @@ arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's detail
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import inspect
@@ -68,6 +69,7 @@ import multiprocessing.forkserver
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -106,6 +108,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -215,6 +218,8 @@ def main(args):
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
     run_dir, checkpoint_dir = find_run(args)
     args.run_name = run_dir.name
+    if is_finished(accelerator, run_dir, args.num_training_steps, args):
+        return
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
@@ -262,7 +267,7 @@ def main(args):
 
         # 2. Every save_freq steps a checkpoint of the models after the previous step, before this
         # one writes files. Not in a process's first step: it would save what it began with
-        if args.save_freq > 0 and version % args.save_freq == 0 and training_step > first_step:
+        if training_step > first_step and checkpoint_is_due(accelerator, version, args):
             state["seconds"] = time.time() - start_time
             with timed(metrics, "checkpoint"):
                 save_checkpoint(accelerator, trained_models, run_dir, version, state, args)
@@ -939,7 +944,7 @@ class Args:
 
     # -- Models
     model_name_or_path: str = "debug_assets/model"
-    """policy and reference policy: a folder or a name on the hub"""
+    """policy and reference policy: a folder or a name on the hub; setup.sh makes this one"""
     model_revision: str | None = None
     """its revision on the hub"""
     tokenizer_name_or_path: str | None = None
@@ -1005,11 +1010,11 @@ class Args:
     output_dir: str = "output"
     """folder of all runs"""
     save_freq: int = 0
-    """steps between checkpoints; 0: none"""
+    """steps between checkpoints; 0: none but after a SIGUSR1"""
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint, or latest: run_name's newest; newer ones are removed"""
+    """a checkpoint (newer ones are removed); latest: run_name's newest; auto: or a new run"""
 
     # -- Trackers and the hub
     with_tracking: bool = False
@@ -1064,7 +1069,9 @@ class Args:
 
 def start_ranks(args):
     """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until watch_signals; in children always
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -1106,6 +1113,12 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
+    if args.model_name_or_path == Args.model_name_or_path and not os.path.exists(
+        args.model_name_or_path
+    ):
+        raise ValueError("--model_name_or_path: bash scripts/setup.sh makes the default model")
+    if args.resume_from_checkpoint == "auto" and not args.run_name:
+        raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     if args.min_response_length and not args.non_stop_penalty:
@@ -1161,8 +1174,10 @@ def fill_in(args, world_size):
 def find_run(args):
     """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
+    checkpoints = list_checkpoints(run_dir)
+    if args.resume_from_checkpoint == "auto":
+        return run_dir, checkpoints[-1] if checkpoints else None
     if args.resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
@@ -1170,8 +1185,46 @@ def find_run(args):
         checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
-        raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        raise ValueError(
+            f"{run_dir} holds another run; choose another --run_name or --output_dir, or add "
+            f"--resume_from_checkpoint latest"
+        )
     return run_dir, None
+
+
+def is_finished(accelerator, run_dir, num_steps, args):
+    """Whether `auto` finds a run that has written its last step, after its model."""
+    if args.resume_from_checkpoint != "auto" or count_steps(run_dir) < num_steps:
+        return False
+    accelerator.print(f"{run_dir} is finished")
+    return True
+
+
+def count_steps(run_dir):
+    """How many steps a run has written."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@cache  # which keeps the file open
+def lock_run(run_dir):
+    """Locks a run's folder, which is unlocked when this process ends, whatever ends it.
+
+    ValueError: another process has locked it.
+    """
+    file = open(run_dir / "lock", "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}") from None
+    except OSError as error:
+        print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
 
 
 # What defines a run's batches and models, which a resume must not change
@@ -1196,8 +1249,10 @@ def read_state(run_dir, checkpoint_dir, args):
     """The first training step, and what no step tells: seconds so far, the tracker's id, and on
     resume of an asynchronous run the version that sampled the checkpoint's rollout.
 
-    ValueError: the checkpoint is of a run with other batches or models.
+    ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
     """
+    if is_rank_0() and run_dir.exists():
+        lock_run(run_dir)
     if not checkpoint_dir:
         return 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
     step = step_of(checkpoint_dir)
@@ -1243,9 +1298,11 @@ def start_engine(accelerator, config, prompts, args):
 
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
+    watch_signals(run_dir)
     if not is_rank_0():
         return
     run_dir.mkdir(parents=True, exist_ok=True)
+    lock_run(run_dir)
     # Those of a run that ended in its first step, or of steps made again
     for path in run_dir.glob("*.jsonl"):
         path.unlink()
@@ -2617,7 +2674,10 @@ def write_metrics(accelerator, metrics, run_dir, args):
         drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
     if args.reward_fn and metrics["training_step"] == 3:  # does it wait, and for what?
         drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
-    for name in ("training_step", "time/from_scratch", "objective/scores", "eval/scores"):
+    step, num_steps = metrics["training_step"], args.num_training_steps
+    left = timedelta(seconds=round(metrics["time/from_scratch"] / step * (num_steps - step)))
+    accelerator.print(f"step {step:.0f} of {num_steps}, {left} left  ", end="")
+    for name in ("objective/scores", "eval/scores"):
         if name in metrics:
             accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
     accelerator.print(flush=True)
@@ -2631,7 +2691,8 @@ def run_program(name, run_dir, *options):
     """Runs one of the PROGRAMS on the run's folder, on rank 0."""
     path = PROGRAMS / name
     if is_rank_0() and path.exists():
-        subprocess.run([sys.executable, path, run_dir, *options])
+        # Out of a Ctrl-C's reach, which is for this script
+        subprocess.run([sys.executable, path, run_dir, *options], start_new_session=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
@@ -2672,11 +2733,34 @@ def load_checkpoint(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
 
 
+# By SIGUSR1, as a cluster sends it before it ends a job
+checkpoint_wanted = threading.Event()
+
+
+def checkpoint_is_due(accelerator, step, args):
+    """Collective. Whether step is one of each save_freq, or a rank has had a SIGUSR1."""
+    is_wanted = torch.tensor(float(checkpoint_wanted.is_set()), device=accelerator.device)
+    if is_wanted:
+        checkpoint_wanted.clear()
+    is_wanted = bool(accelerator.reduce(is_wanted))
+    return is_wanted or (args.save_freq > 0 and step % args.save_freq == 0)
+
+
 def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, `state`, the .jsonl files."""
-    for part, folder in checkpoint_parts(trained_models, run_dir / "checkpoints/unfinished"):
-        checkpoint.save(part, checkpoint_id=folder)
-    finish_checkpoint(accelerator, run_dir, step, state, args)
+    """Collective. Writes checkpoints/step_N: models, optimizers, `state`, the .jsonl files.
+
+    Where that fails, as on a disk that is full, there is a warning and no such checkpoint.
+    """
+    unfinished = run_dir / "checkpoints/unfinished"
+    try:
+        for part, folder in checkpoint_parts(trained_models, unfinished):
+            checkpoint.save(part, checkpoint_id=folder)  # if one rank fails, each raises
+        finish_checkpoint(accelerator, run_dir, step, state, args)
+    except (OSError, CheckpointException) as error:
+        if is_rank_0():
+            free = shutil.disk_usage(run_dir).free / 2**30
+            shutil.rmtree(unfinished, ignore_errors=True)
+            print(f"Warning: no checkpoint of step {step} ({free:.2f} GiB were free): {error}")
 
 
 def checkpoint_parts(trained_models, folder):
@@ -2779,6 +2863,63 @@ def end_run(accelerator, run_dir, args):
         run_program("push_to_hub.py", run_dir)
 
 
+def end_with_launcher():
+    """Has the system kill this process when its launcher dies, which tells nobody of a SIGKILL.
+
+    A script that was started by itself goes on when its shell ends.
+    """
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"} & os.environ.keys():
+        return  # what launchers set, and users do not
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    is_gone = os.getppid() != launcher
+    if launcher == 1:  # in a container a launcher may be process 1, which adopts orphans, too
+        is_gone = not re.match("python|accelerate|torchrun", psutil.Process(1).name())
+    if is_gone:
+        os._exit(1)
+
+
+def watch_signals(run_dir):
+    """Starts a thread for signals: SIGUSR1 asks for a checkpoint; others end the process.
+
+    Python's handlers run when the main thread is back in Python, so not while NCCL waits.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # its number is in the pipe
+
+    def watch():
+        while (number := os.read(read_end, 1)[0]) == signal.SIGUSR1:
+            checkpoint_wanted.set()
+        ending.acquire()  # for good: others wait here for the end
+        try:
+            tell_how_to_go_on(run_dir)
+        finally:
+            end_children()
+            ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's is for the main thread
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def tell_how_to_go_on(run_dir):
+    """Prints on rank 0 where a run is stopped, and the command that resumes it."""
+    if not is_rank_0():
+        return
+    checkpoints = list_checkpoints(run_dir)
+    print(f"\nStopped in step {count_steps(run_dir) + 1}.", end=" ")
+    if not checkpoints:
+        print("There is no checkpoint to go on from (--save_freq)", flush=True)
+        return
+    # provenance.py has found it
+    command = json.loads((run_dir / "args.json").read_text()).get("command", sys.argv)
+    command += ["--resume_from_checkpoint", str(checkpoints[-1])]
+    step = step_of(checkpoints[-1])
+    print(f"To go on from the checkpoint of step {step}:\n{shlex.join(command)}", flush=True)
+
+
 process_groups = []  # vLLM's and the reward workers'
 folders = []  # vLLM's
 ending = threading.Lock()
@@ -2805,7 +2946,7 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
-    command_line = tyro.cli(Args)
+    command_line = tyro.cli(Args, use_underscores=True)
     try:
         main(command_line)
     except BaseException as error:

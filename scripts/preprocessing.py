@@ -106,7 +106,7 @@ def hub_answers() -> bool:
 
 def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     """The command line's options; one whose default is tyro.MISSING has to be given."""
-    return tyro.cli(type(defaults), default=defaults, description=description)
+    return tyro.cli(type(defaults), default=defaults, description=description, use_underscores=True)
 
 
 # ------------------------------------------------------------------------------------ local files

@@ -37,20 +37,26 @@ arXiv: 2009.01325, 2203.02155 (reward models for RLHF); centering 2312.09244; ca
 """
 
 import contextlib
+import ctypes
+import fcntl
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import tempfile
 import time
 import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import datasets
+import psutil
 import torch
 import torch.nn.functional as F
 import transformers
@@ -142,7 +148,7 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume, or latest: the newest of run_name. What is newer is removed"""
+    """a checkpoint (newer ones are removed); latest: run_name's newest; auto: or a new run"""
 
     # -- Output
     with_tracking: bool = False
@@ -607,8 +613,10 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
 def find_run(args):
     """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
+    checkpoints = list_checkpoints(run_dir)
+    if args.resume_from_checkpoint == "auto":
+        return run_dir, checkpoints[-1] if checkpoints else None
     if args.resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(run_dir)
         if not checkpoints:
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
         return run_dir, checkpoints[-1]
@@ -616,8 +624,46 @@ def find_run(args):
         checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
     if (run_dir / "metrics.jsonl").exists():
-        raise ValueError(f"{run_dir} holds another run; choose another --run_name or --output_dir")
+        raise ValueError(
+            f"{run_dir} holds another run; choose another --run_name or --output_dir, or add "
+            f"--resume_from_checkpoint latest"
+        )
     return run_dir, None
+
+
+def is_finished(accelerator, run_dir, num_steps, args):
+    """Whether `auto` finds a run that has written its last step, after its model."""
+    if args.resume_from_checkpoint != "auto" or count_steps(run_dir) < num_steps:
+        return False
+    accelerator.print(f"{run_dir} is finished")
+    return True
+
+
+def count_steps(run_dir):
+    """How many steps a run has written."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@cache  # which keeps the file open
+def lock_run(run_dir):
+    """Locks a run's folder, which is unlocked when this process ends, whatever ends it.
+
+    ValueError: another process has locked it.
+    """
+    file = open(run_dir / "lock", "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}") from None
+    except OSError as error:
+        print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
 
 
 def rewind_run(run_dir, checkpoint_dir):
@@ -631,7 +677,24 @@ def rewind_run(run_dir, checkpoint_dir):
 # ------------------------------------------------------------------------------------------- main
 
 
+def end_with_launcher():
+    """Has the system kill this process when its launcher dies, which tells nobody of a SIGKILL.
+
+    A script that was started by itself goes on when its shell ends.
+    """
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"} & os.environ.keys():
+        return  # what launchers set, and users do not
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    is_gone = os.getppid() != launcher
+    if launcher == 1:  # in a container a launcher may be process 1, which adopts orphans, too
+        is_gone = not re.match("python|accelerate|torchrun", psutil.Process(1).name())
+    if is_gone:
+        os._exit(1)
+
+
 def main(args):
+    end_with_launcher()
     start_time = time.time()
     # A missing head is expected: no warning about it
     transformers.utils.logging.set_verbosity_error()
@@ -655,6 +718,8 @@ def main(args):
     if is_sharded or accelerator.gradient_accumulation_steps != 1:
         raise ValueError("FSDP, DeepSpeed and accelerate's gradient accumulation do not work here")
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
+    if args.resume_from_checkpoint == "auto" and not args.run_name:
+        raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.run_name is None:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
     args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
@@ -692,6 +757,11 @@ def main(args):
             f"{len(train_pairs)} pairs x num_train_epochs are {args.num_updates} updates of "
             f"{args.mini_batch_size}; there must be more than warm-up has ({args.warm_up_steps})"
         )
+    if is_finished(accelerator, run_dir, args.num_updates, args):
+        return
+    is_main = accelerator.is_main_process
+    if is_main and run_dir.exists():
+        lock_run(run_dir)
     args.data_hash = hashlib.sha256(repr(train_pairs).encode()).hexdigest()
     first_step = 1
     state = {"seconds": 0.0, "wandb_id": uuid.uuid4().hex}
@@ -725,9 +795,9 @@ def main(args):
         # By way of the CPU, since two copies may not fit on a GPU
         accelerator.print(f"Resuming {checkpoint_dir}")
         accelerator.load_state(checkpoint_dir, map_location="cpu")
-    is_main = accelerator.is_main_process
     if is_main:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock_run(run_dir)
         for path in run_dir.glob("*.jsonl"):
             path.unlink()
         if checkpoint_dir is not None:
@@ -814,4 +884,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, use_underscores=True))

@@ -8,10 +8,10 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 14_620,
-    "ppo_vllm_async.py": 15_100,
-    "grpo_vllm_async.py": 15_110,
-    "scripts/train_reward_model.py": 4_030,
+    "ppo_sync.py": 15_395,
+    "ppo_vllm_async.py": 15_825,
+    "grpo_vllm_async.py": 15_835,
+    "scripts/train_reward_model.py": 4_350,
     "scripts/preflight.py": 7_200,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_100,

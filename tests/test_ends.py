@@ -5,15 +5,19 @@ part in it; elsewhere it is stub_vllm, in a process of its own all the same. The
 text but for the order of the steps, so two of them have a few faults only.
 """
 
+import contextlib
+import fcntl
+import os
 import re
 import signal
+import sys
 
 import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.endings import check_end, new_mark
-from helpers.files import write_text
-from helpers.processes import CPU, STUB, TWO_RANKS
+from helpers.files import read_json_lines, write_text
+from helpers.processes import CPU, ONE_RANK, STUB, TWO_RANKS, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +51,12 @@ CASES = [
     ("update raises, killed at its end", ASYNC, "stub", 1, -signal.SIGKILL, OWN),
     ("update raises", ASYNC, "stub, FSDP2", 2, 1, OWN),
     ("generation raises", GRPO, "stub", 1, 1, OWN),
+    # What a user has started is the launcher
+    ("SIGINT to the group", SYNC, "stub, launched", 1, -signal.SIGINT, None),
+    ("SIGTERM of the launcher", ASYNC, "stub, launched", 1, -signal.SIGTERM, None),
+    ("SIGKILL of the launcher", GRPO, "stub, launched", 1, -signal.SIGKILL, None),
+    ("SIGHUP of the launcher", SYNC, "stub, launched", 1, -signal.SIGHUP, None),
+    ("SIGKILL of the launcher", ASYNC, "stub", 2, -signal.SIGKILL, None),
 ]
 
 
@@ -68,7 +78,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
         if cause is None:  # then nobody can end them but the system
             reward = write_text(tmp_path / "reward.py", "def score(*_, **rest):\n    return 1.0\n")
             options |= {"reward_fn": f"{reward}:score", "reward_workers": 1}
-    launcher = ()
+    launcher = ONE_RANK if "launched" in vllm else ()
     if ranks == 2:
         launcher = TWO_RANKS
         options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
@@ -78,7 +88,10 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     assert run.returncode == returncode, run.output
     assert not (run.run_dir / "model").exists()
     if cause is None:
-        assert "Traceback" not in run.stderr or ranks == 2  # the launcher's
+        assert "Traceback" not in run.stderr or launcher  # of which it is
+        is_told = fault.startswith(("SIGINT", "SIGTERM")) and "launcher" not in fault
+        lines = re.findall(r"^Stopped in step 2\. .* step 1:$", run.stdout, re.MULTILINE)
+        assert len(lines) == is_told
     else:
         # Of an error in vLLM's process there is one there and one here
         told = len(re.findall(f"^{re.escape(cause)}", run.output, re.MULTILINE))
@@ -89,8 +102,57 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     # vLLM that is idle is asked again in step 3
     in_step = {"vllm lacks a tensor": 1, "killed in a checkpoint": 3, IDLE: 3}.get(fault, 2)
     metrics = run.run_dir / "metrics.jsonl"
-    assert (len(run.metrics) if metrics.exists() else 0) == in_step - 1
+    steps = len(run.metrics) if metrics.exists() else 0
+    # A launcher takes a moment to die
+    assert steps == in_step - 1 or ("launcher" in fault and steps >= in_step - 1)
     names = [path.name for path in (run.run_dir / "checkpoints").glob("step_*")]
     # In step 2 vLLM samples before step_1 is written, or meanwhile; the update comes after it
     may_lack_it = fault.startswith(("vllm", "generation"))
-    assert names == ["step_1"] or (may_lack_it and names == [])
+    assert "step_1" in names or (may_lack_it and names == [])
+    with open(run.run_dir / "lock") as file:  # free again
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_signal_to_any_rank_has_a_checkpoint_written_and_the_run_goes_on(run_with_fault, tmp_path):
+    env = CPU | STUB | {"FAULT_RANK": "1"}
+    options = {"local_rollout_batch_size": 8, "local_mini_batch_size": 16, "total_episodes": 4 * 32}
+    run = run_with_fault(ASYNC, "SIGUSR1", tmp_path, launcher=TWO_RANKS, env=env, **options)
+    assert run.returncode == 0, run.output
+    assert [path.name for path in run.run_dir.glob("checkpoints/*")] == ["step_2"]
+    assert len(run.metrics) == 4 and (run.run_dir / "model").exists()
+
+
+def test_full_disk_of_a_rank_costs_one_checkpoint(run_with_fault, tmp_path):
+    env = CPU | STUB | {"FAULT_RANK": "1"}
+    options = {"local_rollout_batch_size": 8, "local_mini_batch_size": 16, "total_episodes": 4 * 32}
+    options["save_freq"] = 1
+    run = run_with_fault(ASYNC, "disk is full", tmp_path, launcher=TWO_RANKS, env=env, **options)
+    assert run.returncode == 0, run.output
+    names = sorted(path.name for path in run.run_dir.glob("checkpoints/*"))
+    assert names == ["step_1", "step_3"]
+    assert run.stdout.count("Warning: no checkpoint of step 2") == 1
+    assert len(run.metrics) == 4 and (run.run_dir / "model").exists()
+
+
+@pytest.mark.parametrize("how", ["nohup", "setsid"])
+def test_script_that_was_started_by_itself_outlives_its_shell(how, start_script, tmp_path):
+    """The shell ends at once; then its terminal hangs up."""
+    command = (
+        f"""import os, sys; os.execvp("sh", ["sh", "-c", '{how} "$0" "$@" &', *sys.argv[1:]])"""
+    )
+    launcher = ("-c", command, sys.executable)
+    shell = start_script(
+        SYNC, tmp_path, launcher=launcher, env=CPU | STUB, save_batches=True, total_episodes=96
+    )
+    assert shell.wait(30) == 0
+    wait_until(lambda: (tmp_path / "stdout").read_text(), 60, "the script's first line")
+    with contextlib.suppress(ProcessLookupError):  # setsid's child has left the group
+        os.killpg(shell.pid, signal.SIGHUP)
+    metrics = shell.run_dir / "metrics.jsonl"
+
+    def is_over():
+        return metrics.exists() and len(read_json_lines(metrics)) == 3
+
+    wait_until(is_over, 120, "the third step")
+    with open(shell.run_dir / "lock") as file:  # until the script is at its end
+        fcntl.flock(file, fcntl.LOCK_EX)

@@ -241,7 +241,8 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
 
     shutil.copytree(whole.run_dir, tmp_path / "again/run")
     shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
-    rows = json.loads((tmp_path / "again/run/checkpoints/step_2/next_rollout.json").read_text())
+    saved = tmp_path / "again/run/checkpoints/step_2/state.json"
+    rows = json.loads(saved.read_text())["under_way"]
     assert len(rows) == 64
     assert any(row["token_ids"] and not row["finished"] for row in rows.values())
     again = run_script(fork, tmp_path / "again", resume_from_checkpoint="latest", **options)

@@ -4,8 +4,11 @@ Here with test_loop.py's stub of vLLM; test_runs.py resumes with vLLM itself, te
 another number of ranks. At the end the generation config of a saved model.
 """
 
+import errno
+import fcntl
 import functools
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -124,13 +127,13 @@ def test_run_killed_while_saving_goes_on_and_may_be_interrupted_again(
         wandb_ids.add(given["args"][-1]["wandb"]["id"])
 
     def die_in_step_4(call, given):
-        call()
         if (tmp_path / "run/checkpoints/step_2").exists():
             raise RuntimeError("the power is gone")
+        call()
 
     hooks.before(Accelerator, "init_trackers", note, put=monkeypatch.setattr)
     with monkeypatch.context() as patch:
-        hooks.around(script, "save_rollout", die_in_step_4, put=patch.setattr)
+        hooks.around(script, "finish_checkpoint", die_in_step_4, put=patch.setattr)
         assert "power" in str(six_steps(name, **options).error)
     assert checkpoints_of(tmp_path / "run") == ["step_2", "unfinished"]
     # What it had written of step 4 must not be in the step 4 that follows
@@ -215,6 +218,60 @@ def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, t
     assert ["eval/scores" in line for line in run.metrics] == [True, *[False] * 3, True, True]
 
 
+def test_auto_begins_goes_on_and_ends(whole, six_steps, tmp_path):
+    """The same command until the run is finished, as a cluster gives it again and again."""
+    name = "ppo_vllm_async.py"
+    again = {"output_dir": tmp_path, "save_freq": 2, "resume_from_checkpoint": "auto"}
+    assert "power" in str(six_steps(name, fails_at=3, **again).error)  # in step 2
+    assert len(read_json_lines(tmp_path / "run/metrics.jsonl")) == 1
+    run = six_steps(name, fails_at=10, **again)  # in step 5: its own fourth ended, none was skipped
+    assert len(run.batches) == 4 and checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
+    run = six_steps(name, **again)
+    assert len(run.batches) == 2
+    check_equal_to_the_bit(run, whole(name))
+    before = {path: path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()}
+    assert six_steps(name, **again).vllm is None
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize("holder", ["process 7 on elsewhere", None])
+@pytest.mark.parametrize("option", ["latest", "auto"])
+def test_folder_of_a_living_process_is_refused(option, holder, broken, six_steps, tmp_path):
+    """As its lock says; before anything is loaded, and without a trace. An old lock is none."""
+    name = "ppo_sync.py"
+    shutil.copytree(broken(name).run_dir, tmp_path / "run")
+    (tmp_path / "run/lock").write_text("process 7 on elsewhere")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    options = {"output_dir": tmp_path, "resume_from_checkpoint": option}
+    with open(tmp_path / "run/lock") as file:
+        if not holder:
+            assert len(six_steps(name, **options).batches) == 3
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=f"its run goes on, by {holder}"):
+            six_steps(name, **options)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_lock_is_of_one_process_and_its_lack_is_said(tmp_path, monkeypatch, capsys):
+    script.lock_run(tmp_path)
+    script.lock_run(tmp_path)  # its own
+    assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
+    with open(tmp_path / "lock") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    script.lock_run.cache_clear()  # which closes the file, as the process's end does
+    with open(tmp_path / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    script.lock_run(tmp_path)
+    assert "cannot be locked" in capsys.readouterr().out
+    script.lock_run.cache_clear()
+
+
 def save_fake_checkpoints(run_dir, steps, **changes):
     """Checkpoints without a model and without responses."""
     accelerator = SimpleNamespace(is_main_process=True)
@@ -248,7 +305,7 @@ def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
 def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypatch):
     """Each rank would bring them, and the batch would be of another size."""
     monkeypatch.setenv("RANK", "1")
-    assert script.load_rollout(tmp_path, 3, None) is None
+    assert script.load_rollout({"rollout": [], "policy_version": 3}, None) is None
 
 
 # ------------------------------------------------------------------------------------ saved models

@@ -103,6 +103,7 @@ def test_reward_models_training_has_ppos_functions():
     texts = [functions_of(script) for script in (TRAINER, "ppo_vllm_async.py")]
     shared = "naming_row drop_nulls load_rows tokenize_prompt hidden_states lr_multiplier"
     shared += " list_checkpoints step_of remove_checkpoints finish_checkpoint find_run rewind_run"
+    shared += " is_finished count_steps lock_run end_with_launcher"
     # What these do is another thing
     others = {"main", "accumulate_gradients", "load_reward_model"}
     assert texts[0].keys() & texts[1].keys() == {*shared.split(), *others}

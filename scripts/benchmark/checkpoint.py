@@ -92,9 +92,9 @@ def main():
             least = write_tensors(trained_models, Path(folder, "least"))
             seconds["least"].append(time.perf_counter() - start)
 
-            state = {"seconds": 0.0, "wandb_id": "", "policy_version": 0}
             start = time.perf_counter()
-            script.save_rollout(Path(folder), rollout)
+            state = {"seconds": 0.0, "wandb_id": "", "policy_version": 0}
+            state["rollout"] = script.pack_rollout(rollout)
             script.save_checkpoint(accelerator, trained_models, Path(folder), step, state, args)
             seconds["save"].append(time.perf_counter() - start)
 

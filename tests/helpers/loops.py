@@ -184,7 +184,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         seen.norms[model, 1 + len(seen.batches)].append(norm.item())
         return norm
 
-    def note_program(command):
+    def note_program(command, **_):
         _, program, run_dir, *_ = command
         assert (run_dir / "args.json").exists()
         path = run_dir / "metrics.jsonl"
@@ -193,10 +193,12 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
 
     with contextlib.ExitStack() as stack:
         # main() has one of its own
-        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            stack.callback(signal.signal, number, signal.getsignal(number))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
         patch.setattr(script, "VLLM", stub)
+        patch.setattr(script, "watch_signals", lambda run_dir: None)  # they are the tests'
         if hasattr(script, "generation_thread"):
             stack.callback(catch_thread(script, patch.setattr))
         if score is not None:

@@ -17,6 +17,8 @@ from helpers import REPO
 from helpers.files import read_json_lines, write_text
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ONE_RANK = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
+ONE_RANK += (str(REPO / "scripts" / "accelerate" / "one_gpu.yaml"),)
 CPU = {"ACCELERATE_USE_CPU": "true"}
 STUB = {"STUB": "1", "PYTHONPATH": str(REPO / "tests" / "helpers" / "stub_vllm")}
 

@@ -6,6 +6,7 @@ it does, its time and the semaphores that must not be left behind are printed.
 
 import itertools
 import os
+import resource
 import signal
 import sys
 import time
@@ -165,10 +166,30 @@ def kill_self(number):
     return lambda _: os.kill(os.getpid(), number)
 
 
+def kill_launcher(number):
+    """It passes nothing on, or is not asked."""
+    return lambda _: os.kill(os.getppid(), number)
+
+
 def interrupt_group(script):
     # As a shell has it for what it puts into the background
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     in_update(lambda _: os.killpg(os.getpgrp(), signal.SIGINT), script)
+
+
+def fill_disk(script):
+    """For the second checkpoint: no file may become larger."""
+
+    def limit_files(given):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    def save(call, given):
+        limited(given)
+        call()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    limited = at_call(2, limit_files)
+    around(script, "save_checkpoint", save)
 
 
 def kill_in_checkpoint(script):
@@ -191,6 +212,11 @@ FAULTS = {
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
     "SIGTERM": partial(in_update, kill_self(signal.SIGTERM)),
     "SIGINT to the group": interrupt_group,
+    "SIGTERM of the launcher": partial(in_update, kill_launcher(signal.SIGTERM)),
+    "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
+    "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
+    "SIGUSR1": partial(in_update, kill_self(signal.SIGUSR1)),
+    "disk is full": fill_disk,
 }
 
 
