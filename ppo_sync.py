@@ -638,7 +638,7 @@ class PolicyModel(nn.Module):
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
-        # Entropies have no gradient: they are for metrics (docs/fork.md)
+        # Both carry a gradient. Here entropies are in no loss but in metrics: theirs costs nothing
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -1797,7 +1797,7 @@ class ChunkedHead(torch.autograd.Function):
     """token_logprobs of a head's logits, for some positions at a time.
 
     All logits would be the largest thing in memory. The backward pass computes them again, and adds
-    to one gradient of the head. Entropies have no gradient here (docs/fork.md). torch's
+    to one gradient of the head; that of entropies it computes only where a loss has them. torch's
     linear_cross_entropy knows neither entropies nor soft_cap.
     """
 
@@ -1842,13 +1842,15 @@ class ChunkedHead(torch.autograd.Function):
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
-        ctx.save_for_backward(hidden, head, labels)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, head, labels, entropies)
+        ctx.set_materialize_grads(False)  # of an output that no loss has backward() gets None
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, logprobs_grad, _):
-        hidden, head, labels = ctx.saved_tensors
+    def backward(ctx, logprobs_grad, entropies_grad):
+        hidden, head, labels, entropies = ctx.saved_tensors
+        if logprobs_grad is None:
+            logprobs_grad = torch.zeros_like(entropies)
         hidden_grad = torch.empty_like(hidden)
         # None if the head is frozen
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
@@ -1856,7 +1858,12 @@ class ChunkedHead(torch.autograd.Function):
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
-                logits_grad = torch.softmax(logits, dim=-1).mul_(-logprobs_grad[part, None])
+                factors = -logprobs_grad[part, None]
+                if entropies_grad is not None:  # that of the entropy H is -p (log p + H)
+                    factors = factors - entropies_grad[part, None] * (
+                        torch.log_softmax(logits, dim=-1) + entropies[part, None]
+                    )
+                logits_grad = torch.softmax(logits, dim=-1).mul_(factors)
                 logits_grad.scatter_add_(1, labels[part, None], logprobs_grad[part, None])
                 if ctx.soft_cap:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2

@@ -8,9 +8,9 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 15_395,
-    "ppo_vllm_async.py": 15_825,
-    "grpo_vllm_async.py": 15_835,
+    "ppo_sync.py": 15_450,
+    "ppo_vllm_async.py": 15_880,
+    "grpo_vllm_async.py": 15_895,
     "scripts/train_reward_model.py": 4_350,
     "scripts/preflight.py": 7_200,
     "scripts/odd_data.py": 900,

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import doctest
 import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -16,13 +15,13 @@ import sys
 import fork as program
 import pytest
 import torch
-from helpers import ASYNC, PPO, REPO, loops
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops
 from helpers.files import write_rows, write_text
 from safetensors.torch import load_file
 
-import ppo_sync
-
 PAGE = (REPO / "docs" / "fork.md").read_text()
+HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
+each_script = pytest.mark.parametrize("script", ASYNC)
 
 
 def fork(heading, script=None):
@@ -35,7 +34,8 @@ def fork(heading, script=None):
     named = [re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?", part)[0]) for part in parts]
     script = script or named[0][0]
     text = (REPO / script).read_text()
-    mine = [part for part, scripts in zip(parts, named, strict=True) if script in scripts]
+    told = PPO[1] if script in PPO else script
+    mine = [part for part, scripts in zip(parts, named, strict=True) if told in scripts]
     for diff in re.findall(r"```diff\n(.*?)```", "".join(mine), re.DOTALL):
         old, new = (
             "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in kept)
@@ -51,9 +51,9 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
     """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(heading, script=None, more="", rows=None, score=None, **options):
+    def run(heading, script=None, rows=None, score=None, **options):
         name, files = f"fork_{len(list(tmp_path.glob('fork_*.py')))}", few_prompts
-        (tmp_path / f"{name}.py").write_text(more + fork(heading, script))
+        (tmp_path / f"{name}.py").write_text(fork(heading, script))
         if rows:
             files = write_rows(tmp_path / "train.parquet", rows).parent
         importlib.invalidate_caches()
@@ -64,11 +64,20 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_rule_and_length_penalty_are_in_the_scores(run_fork):
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scripts(heading):
+    """The tests below run the asynchronous one."""
+    changed = [script for script in SCRIPTS if fork(heading, script) != (REPO / script).read_text()]
+    has_groups = heading in ("Leave one out", "One deviation for the batch")
+    assert changed == list(GRPO if has_groups else SCRIPTS)
+
+
+@each_script
+def test_rule_and_length_penalty_are_in_the_scores(script, run_fork):
     row = {"prompt": "54321=", "data_source": "my digits"}
     row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
     options = {"non_stop_penalty": False, "length_penalty": 0.25}
-    seen = run_fork("The reward", rows=[row] * 64, **options)
+    seen = run_fork("The reward", script, rows=[row] * 64, **options)
     score = seen.script.compute_score
     assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
     for line in seen.metrics:
@@ -76,40 +85,23 @@ def test_rule_and_length_penalty_are_in_the_scores(run_fork):
         assert line["objective/scores"] == pytest.approx(expected)
 
 
-def test_columns_of_ones_own_are_read(run_fork):
+@each_script
+def test_columns_of_ones_own_are_read(script, run_fork):
     rows = [{"question": f"{number:02}432=", "answer": "1234"} for number in range(64)]
-    seen = run_fork("The data", rows=rows, score=lambda *_: 1.0)
+    seen = run_fork("The data", script, rows=rows, score=lambda *_: 1.0)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("script", ASYNC)
+@pytest.mark.parametrize(("script", "beta"), [(ASYNC[0], 0.3), (*GRPO, 0.0), (*GRPO, 0.3)])
 def test_entropy_bonus_raises_the_entropy(script, beta, run_fork):
     heading = "A term of the loss"
     runs = [run_fork(heading, script, beta=beta, entropy_coef=coef) for coef in (5.0, 0.0)]
     entropies = [run.metrics[-1]["policy/entropy_avg"] for run in runs]
     assert entropies[0] > entropies[1] + 0.01
-    if script in PPO:
-        assert 0 < runs[0].metrics[-1]["policy/unsure"] < 1
-    elif beta == 0:  # a response of no advantage is as unsure as others
+    assert 0 < runs[0].metrics[-1]["policy/unsure"] < 1
+    if beta == 0:  # a response of no advantage is as unsure as others
         assert [run.batches[0].computed.all().item() for run in runs] == [True, False]
-
-
-@pytest.mark.parametrize("script", ASYNC)
-def test_gradient_of_the_entropy_is_that_of_its_definition(script, run_fork):
-    head = run_fork("A term of the loss", script).script.ChunkedHead
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
-    labels, factors = torch.arange(5), torch.rand(5)
-    for soft_cap in (None, 2.0):
-        found, expected = [], []
-        _, entropies = head.apply(hidden, weight, labels, soft_cap, False)
-        found = torch.autograd.grad((entropies * factors).sum(), (hidden, weight))
-        logprobs = head.logits(hidden, weight, soft_cap).log_softmax(-1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        expected = torch.autograd.grad((entropies * factors).sum(), (hidden, weight))
-        torch.testing.assert_close(found, expected)
 
 
 def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
@@ -121,27 +113,29 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
 
 
 def test_advantages_are_whitened_over_the_batch(run_fork):
-    whiten = inspect.getsource(ppo_sync.masked_whiten)
-    options = {"advantage_normalization": "centered", "beta": 0.0}
-    options["mask_truncated_completions"] = True
-    seen = run_fork("One deviation for the batch", more=f"import torch\n{whiten}", **options)
-    batch = seen.batches[0]
-    assert (batch.loss_mask.sum(1) == 0).any()  # truncated ones
+    options = {"advantage_normalization": "centered", "mask_truncated_completions": True}
+    batch = run_fork("One deviation for the batch", beta=0.0, **options).batches[0]
+    is_in_loss = batch.loss_mask.sum(1) > 0
+    assert not is_in_loss.all()  # truncated ones
     whitened = batch.advantages[batch.loss_mask == 1]
     assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
     assert whitened.std().item() == pytest.approx(1)
-    assert batch.computed.all()
+    # Also what has no advantage over its group
+    assert torch.equal(batch.computed == 1, is_in_loss)
 
 
 BETA = {"kl_target": 0.2, "kl_horizon": 100, "lr_scheduler_type": "constant", "seed": 3}
 BETA |= {"total_episodes": 5 * loops.EPISODES}
 
 
-def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(run_fork):
+@each_script
+def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(script, run_fork):
     """1909.08593, 2.2: an error clipped to a fifth; of a horizon of 100 episodes a step is 16."""
-    seen = run_fork("A beta that follows the KL", value_warmup_steps=2, **BETA)
-    expected, errors = [0.3, 0.3, 0.3], []
-    for batch in seen.batches[2:-1]:
+    resting = 2 if script in PPO else 0  # steps
+    options = {"value_warmup_steps": resting} if resting else {}
+    seen = run_fork("A beta that follows the KL", script, **BETA, **options)
+    expected, errors = [0.3] * (resting + 1), []
+    for batch in seen.batches[resting:-1]:
         kl = ((batch.logprobs - batch.ref_logprobs) * batch.mask).sum(1).mean().item()
         errors.append(min(0.2, max(-0.2, kl / 0.2 - 1)))
         expected.append(expected[-1] * (1 + errors[-1] * 16 / 100))
@@ -153,8 +147,9 @@ def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(run_fo
         assert line["objective/non_score_reward"] == pytest.approx(-cost, rel=1e-4)
 
 
-def test_resumed_run_goes_on_with_the_beta_it_had(run_fork, few_prompts):
-    seen = run_fork("A beta that follows the KL", save_freq=1, **BETA)
+@each_script
+def test_resumed_run_goes_on_with_the_beta_it_had(script, run_fork, few_prompts):
+    seen = run_fork("A beta that follows the KL", script, save_freq=1, **BETA)
     checkpoint = seen.run_dir / "checkpoints" / "step_4"
     options = BETA | {"save_freq": 1, "resume_from_checkpoint": checkpoint}
     again = loops.run_loop(seen.name, few_prompts, seen.run_dir.parent, **options)
@@ -164,7 +159,7 @@ def test_resumed_run_goes_on_with_the_beta_it_had(run_fork, few_prompts):
     assert [again.metrics[-1][name] for name in names] == [seen.metrics[-1][name] for name in names]
 
 
-@pytest.mark.parametrize("script", ASYNC)
+@each_script
 def test_ratio_of_a_negative_advantage_counts_up_to_3(script, run_fork):
     policy_loss = run_fork("Dual clip", script).script.policy_loss
     torch.manual_seed(0)
@@ -182,7 +177,7 @@ def test_ratio_of_a_negative_advantage_counts_up_to_3(script, run_fork):
     assert torch.equal(slope == 0, clipped)
 
 
-@pytest.mark.parametrize("script", ASYNC)
+@each_script
 def test_mask_of_tokens_takes_out_each_token_that_is_far_off(script, run_fork):
     options = {"mismatch_mask": "token", "mismatch_mask_range": 1.3, "tis_cap": 1.1}
     seen = run_fork("A mask of tokens", script, **options)
@@ -203,10 +198,11 @@ def test_mask_of_tokens_takes_out_each_token_that_is_far_off(script, run_fork):
     assert torch.equal(found, importlib.import_module(script[:-3]).importance_weights(*given, args))
 
 
+@each_script
 def test_frozen_layers_keep_their_weights_also_of_a_run_that_is_resumed(
-    run_fork, few_prompts, assets
+    script, run_fork, few_prompts, assets
 ):
-    seen = run_fork("The model", save_freq=1)
+    seen = run_fork("The model", script, save_freq=1)
     before = load_file(assets / "model" / "model.safetensors")
     after = load_file(seen.run_dir / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}

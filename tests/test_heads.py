@@ -59,6 +59,43 @@ def test_logprobs_are_the_models_own_or_it_is_refused(kind):
     assert torch.equal(torch.random.get_rng_state(), state)  # runs stay what they were
 
 
+@pytest.mark.parametrize("terms", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
+@pytest.mark.parametrize("kind", ["gemma2", "cohere"])  # one caps its logits, one scales them
+def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, terms, monkeypatch):
+    """In chunks, of each alone and of both in one loss, at a temperature."""
+    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * SIZES["vocab_size"])
+    model = tiny_model(kind).double()
+    model.get_output_embeddings().weight.data *= 0.1  # no probability is near 1
+    policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, 64, (2, 9), generator=generator)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
+    own = torch.distributions.Categorical(logits=model(input_ids).logits[:, :-1] / 0.7)
+    outputs = [*policy(input_ids, mask), own.log_prob(input_ids[:, 1:]), own.entropy()]
+    weights = torch.rand(2, 2, 9, generator=generator, dtype=torch.float64) * mask
+    gradients = []
+    for logprobs, entropies in (outputs[:2], outputs[2:]):
+        weighted = {
+            "logprobs": logprobs[:, -8:] * weights[0, :, 1:],
+            "entropies": entropies[:, -8:] * weights[1, :, 1:],
+        }
+        loss = sum(weighted[term].sum() for term in terms)
+        of_each = torch.autograd.grad(loss, list(model.parameters()))
+        gradients.append(torch.cat([gradient.flatten() for gradient in of_each]))
+    found, expected = gradients
+    assert expected.norm() > 0.1
+    assert (found - expected).norm() < 1e-10 * expected.norm()
+
+
+def test_gradient_of_entropies_is_made_only_where_a_loss_has_them(monkeypatch):
+    hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    logprobs, entropies = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, False)
+    monkeypatch.setattr(torch, "log_softmax", lambda *_, **__: pytest.fail("it was made"))
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(pytest.fail.Exception, match="it was made"):
+        entropies.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 2.0])
 def test_head_of_any_precision_and_temperature_is_no_odd_one(dtype, temperature):
