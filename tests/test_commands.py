@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import fork
@@ -16,6 +17,8 @@ import pytest
 from helpers import REPO, SCRIPTS, TRAINER, modules
 from helpers.files import write_rows, write_text
 from helpers.line_links import pages
+
+from ppo_sync import Args
 
 pytestmark = pytest.mark.slow
 
@@ -172,8 +175,12 @@ def test_program_that_makes_sums_does(tmp_path):
     assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 2000
 
 
-def test_help_fits_the_terminal():
+def test_help_fits_the_terminal_and_has_flags_as_documents_have_them():
+    """With underscores, in the order of the groups: the algorithm comes first."""
     command = [sys.executable, "ppo_sync.py", "--help"]
     environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
     shown = subprocess.check_output(command, cwd=REPO, env=environment, text=True)
     assert max(map(len, shown.splitlines())) <= 80
+    flags = re.findall(r"^│ (--\w+)", shown, re.MULTILINE)
+    named = [f"--{field.name}" for field in fields(Args) if field.name != "mini_batch_size"]
+    assert flags[0] == "--beta" and flags == named[: len(flags)] and len(flags) > 80

@@ -53,8 +53,15 @@ MISTAKES = {
     ),
     "the last, counted from behind": ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),
     "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
+    "to go on from nowhere": ({"resume_from_checkpoint": "auto"}, ["auto needs a --run_name"]),
     "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
 }
+
+
+def test_default_model_that_is_missing_says_how_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"--model_name_or_path: bash scripts/setup\.sh makes"):
+        script.fill_in(Args(), world_size=1)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -5,6 +5,7 @@ What a step computes is in test_loop.py, with a stub of vLLM, in seconds.
 
 import json
 import math
+import re
 import shutil
 
 import overlap
@@ -104,6 +105,8 @@ def test_every_step_has_its_line_of_finite_metrics(run):
         assert all(math.isfinite(value) for value in line.values())
         assert timers <= set(line) and min(line[timer] for timer in timers) >= 0
     assert (run.run_dir / "curves.png").stat().st_size > 0
+    lines = re.findall(r"^step (\d) of 4, (\S+) left  objective/scores: ", run.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in lines] == list(STEPS) and lines[-1][1] == "0:00:00"
 
 
 def test_sampler_had_the_weights_of_the_version_that_it_names(run, models):
