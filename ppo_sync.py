@@ -2394,9 +2394,17 @@ def start_fork_server():
     """Starts what forks the reward workers, once; first called before there are other threads."""
     # Long imports are done once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
-    # Where the run starts there may be a random.py, which Python must not take for its own
-    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-        mp.forkserver.ensure_running()
+    server, address = mp.forkserver._forkserver, "multiprocessing.connection.arbitrary_address"
+    with tempfile.TemporaryDirectory() as folder:
+        # Where the run starts there may be a random.py, which Python must not take for its own
+        with (
+            mock.patch.dict(os.environ, PYTHONSAFEPATH="1"),
+            mock.patch(address, return_value=f"{folder}/socket"),
+        ):
+            server.ensure_running()
+        # Its socket goes on without a name, which a run that is killed would leave behind
+        socket = os.open(server._forkserver_address, os.O_PATH)
+        server._forkserver_address = f"/proc/self/fd/{socket}"
 
 
 def start_reward_worker(reward_fn):
