@@ -18,7 +18,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import REPO
 from helpers.files import write_text
-from helpers.processes import environment, wait_until
+from helpers.processes import end, environment, wait_until
 from torch.distributed.run import get_args_parser
 
 import ppo_vllm_async
@@ -116,25 +116,30 @@ def job(tmp_path):
     variables |= {"SLURM_JOB_NAME": f"job_{uuid.uuid4().hex}", "LEFT": "0"}
     variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
 
-    def start(*flags, **more):
-        return subprocess.Popen(
-            ["bash", SBATCH, *flags],
-            cwd=tmp_path,
-            env=environment(variables | more),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    started = []
 
-    return start
+    def start(*flags, **more):
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                ["bash", SBATCH, *flags],
+                cwd=tmp_path,
+                env=environment(variables | more),
+                stdout=log,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    (tmp_path / "ended").touch()  # for ranks that have lost their parent
+    for process in started:
+        end(process)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_job_launches_on_each_node_what_launcher_and_script_know(nodes, launcher, job, tmp_path):
     gpus = {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": "8", "LAUNCHER": launcher}
-    process = job("--seed", "2", **gpus)
-    process.communicate()
-    assert process.returncode == 0
+    assert job("--seed", "2", **gpus).wait(20) == 0
     program, *words = (tmp_path / "launched").read_text().split()
     assert Path(program).name == launcher
     if launcher == "accelerate":
@@ -161,17 +166,16 @@ def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job
     wait_until((tmp_path / "started").exists, 20, "the script has started")
     process.send_signal(signal.SIGUSR1)
     if not saves:
-        wait_until(lambda: "not requeued" in process.stdout.readline(), 20, "it says so")
+        wait_until(lambda: "not requeued" in (tmp_path / "log").read_text(), 20, "it says so")
         (tmp_path / "ended").touch()
-    process.communicate(timeout=20)
-    assert process.returncode == 0
+    assert process.wait(20) == 0
     calls = tmp_path / "calls"
     assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if saves else "")
 
 
 def test_job_ends_with_the_status_of_its_script(job, tmp_path):
     write_text(tmp_path / "ppo_vllm_async.py", "import sys\nsys.exit(3)\n")
-    assert job().wait() == 3
+    assert job().wait(20) == 3
 
 
 # -------------------------------------------------------------------------------------------- home

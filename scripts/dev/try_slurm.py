@@ -69,6 +69,17 @@ def score(response, ground_truth, **_):
     time.sleep(0.06)
     return float(response == ground_truth)
 """
+# A script whose ranks share their weights by gloo
+FSDP2 = """import runpy
+import sys
+
+if __name__ == "__main__":
+    sys.path[:0] = ["{repo}", "{repo}/tests"]
+    from helpers import fsdp2
+
+    fsdp2.allow_on_cpu()
+    runpy.run_path("{repo}/{script}", run_name="__main__")
+"""
 
 
 class Cluster:
@@ -138,6 +149,7 @@ class Job:
     def __init__(self, cluster, name, args, flags):
         self.cluster, self.name = cluster, name
         self.mark = uuid.uuid4().hex
+        self.begun = 0  # characters of the log, when it was begun again last
         self.run_dir = cluster.folder / "output" / name
         self.log = cluster.folder / f"{name}.log"
         ranks = args.nodes
@@ -152,7 +164,7 @@ class Job:
             "number_samples_per_prompt": 4,
             "local_mini_batch_size": 32 // ranks,
             "per_device_train_batch_size": 32 // ranks,
-            "learning_rate": 1e-3,
+            "learning_rate": 1e-4,
             "num_evals": 2,
             "save_freq": 3,
             "reward_fn": f"{cluster.folder}/reward.py:score",
@@ -163,6 +175,12 @@ class Job:
         self.options = ["--nodes", str(args.nodes), "--job-name", name, "--output", self.log]
         self.options += ["--time", "60", "--gpus-per-node", "0", "--mem", "1000"]
         self.variables = {"SCRIPT": args.script, "LAUNCHER": args.launcher, "TRY": self.mark}
+        if args.ddp:
+            self.variables["CONFIG"] = "scripts/accelerate/ddp.yaml"
+        elif args.nodes > 1 and args.launcher == "accelerate":
+            path = cluster.folder / "fsdp2.py"
+            path.write_text(FSDP2.format(repo=REPO, script=args.script))
+            self.variables["SCRIPT"] = str(path)
         self.variables |= {"OUTPUT_DIR": str(self.run_dir.parent), "OMP_NUM_THREADS": "1"}
 
     def submit(self):
@@ -188,6 +206,16 @@ class Job:
                     found.append(process)
         return found
 
+    def vital_processes(self):
+        """Those that the job cannot do without, with their commands: shells, srun, ranks, vLLM."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(process.cmdline())
+                if re.search(f"slurm_script|spawn_main|{self.variables['SCRIPT']}", command):
+                    found.append((process, command))
+        return found
+
     def shared_memory(self):
         """Files and folders in /dev/shm that its processes use."""
         paths = set()
@@ -208,13 +236,17 @@ class Job:
 
         return wait_until(state, seconds, f"{self.name} is {' or '.join(states)}")
 
-    def wait_for_step(self, step):
-        def is_there():
-            if self.cluster.state(self.id) not in ("RUNNING", "PENDING", "CONFIGURING"):
-                raise RuntimeError(f"{self.name} is {self.cluster.state(self.id)}")
-            return self.cluster.state(self.id) == "RUNNING" and self.steps() >= step
+    def wait_for_steps(self, steps):
+        """Waits until it has done some steps since it was begun again last."""
 
-        wait_until(is_there, 600, f"step {step} of {self.name}")
+        def are_done():
+            now = self.cluster.state(self.id)
+            if now not in ("RUNNING", "PENDING", "COMPLETING"):
+                raise RuntimeError(f"{self.name} is {now}: {self.log}")
+            lines = self.log.read_text()[self.begun :] if self.log.exists() else ""
+            return now == "RUNNING" and len(re.findall("^step ", lines, re.MULTILINE)) >= steps
+
+        wait_until(are_done, 600, f"{steps} steps of {self.name}")
 
 
 def disturb(job, fault, choice):
@@ -231,10 +263,9 @@ def disturb(job, fault, choice):
     elif fault == "cancel":
         cluster.ask("scancel", job.id)
     elif fault == "process":
-        process = choice.choice(job.processes())
-        with contextlib.suppress(psutil.Error):
-            did += f" ({' '.join(process.cmdline())[:50]}...)"
-            process.send_signal(signal.SIGKILL)
+        process, command = choice.choice(job.vital_processes())
+        did += f" ({command[:50]}...)"
+        process.send_signal(signal.SIGKILL)
     state = job.wait_for_state(("PENDING", "FAILED", "CANCELLED", "NODE_FAIL"), 150)
     return f"{did}: {state}"
 
@@ -253,6 +284,7 @@ def what_is_left(job, used):
 
 def begin_again(job):
     """As a user would; without the two minutes that Slurm lets a requeued job wait."""
+    job.begun = len(job.log.read_text())
     state = job.cluster.state(job.id)
     if state == "CANCELLED":
         job.submit()
@@ -260,7 +292,7 @@ def begin_again(job):
     if state != "PENDING":
         job.cluster.ask("scontrol", "requeue", job.id)
         job.wait_for_state(("PENDING", "RUNNING"), 60)
-    job.cluster.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    job.cluster.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now", "TimeLimit=60")
 
 
 def files_of(run_dir):
@@ -282,7 +314,8 @@ def main():
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
     parser.add_argument("--script", default="ppo_vllm_async.py")
     parser.add_argument("--launcher", default="accelerate", choices=("accelerate", "torchrun"))
-    parser.add_argument("--steps", type=int, default=20, help="of a run")
+    parser.add_argument("--ddp", action="store_true", help="on two nodes, in place of FSDP2")
+    parser.add_argument("--steps", type=int, default=24, help="of a run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="the folder, with all logs")
     args, flags = parser.parse_known_args()
@@ -305,10 +338,10 @@ def main():
             job.submit()
             kills = ["step", "requeue", "process", "cancel"]
             choice.shuffle(kills)
-            steps = sorted(choice.sample(range(8, args.steps - 1), len(kills)))
-            for step, fault in zip([4, *steps], ["limit", *kills], strict=True):
-                job.wait_for_step(step)
-                time.sleep(choice.uniform(0, 2))
+            # The first has to last until the limit; a later one is at its start, or in a step
+            for fault in ("limit", *kills):
+                job.wait_for_steps(3 if fault == "limit" else choice.randrange(5))
+                time.sleep(choice.uniform(0, 3))
                 used = job.shared_memory()
                 done = disturb(job, fault, choice)
                 if left := what_is_left(job, used):
