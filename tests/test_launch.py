@@ -1,18 +1,27 @@
-"""What starts a run is what was checked: accelerate's launcher; and paths that no shell expands."""
+"""What starts a run is what was checked: launchers, Slurm's batch script; and paths with a ~."""
 
 import hashlib
 import json
+import os
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
+import tyro
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from helpers import REPO
 from helpers.files import write_text
-from helpers.processes import environment
+from helpers.processes import end, environment, wait_until
+from torch.distributed.run import get_args_parser
+
+import ppo_vllm_async
 
 ONE_GPU = str(REPO / "scripts" / "accelerate" / "one_gpu.yaml")
 
@@ -70,6 +79,103 @@ def test_every_launch_names_its_file(text):
     for call in launches_of(text):
         is_named = "--config_file " in call or (variables and re.search(r"\$\{?launch\b", call))
         assert is_named, call
+
+
+# ------------------------------------------------------------------------------------------- Slurm
+
+SBATCH = REPO / "scripts" / "train" / "slurm.sbatch"
+# What a job finds: Slurm's programs, launchers, and a script
+STUBS = {
+    "bin/srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=1 exec "$@"',
+    "bin/squeue": 'date -d "$LEFT seconds" +%Y-%m-%dT%H:%M:%S',
+    "bin/scontrol": 'echo "$*" >> calls; touch ended',
+    ".venv/bin/launcher": 'echo "$0 $*" > launched; while [ "${1%.py}" = "$1" ]; do shift; done;'
+    f'{sys.executable} "$@"',
+}
+# It saves a checkpoint when it is told, or never; and runs until it is ended
+RANK = """import os, pathlib, signal, sys, time
+def save(*_):
+    if "--save" in sys.argv:
+        os.makedirs(f"output/{sys.argv[2]}/checkpoints/step_9")
+signal.signal(signal.SIGUSR1, save)
+open("started", "w").close()
+while "--run" in sys.argv and not os.path.exists("ended"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """job(flags, variables): the batch script as a job of its name, in a folder without Slurm."""
+    for name, text in STUBS.items():
+        write_text(tmp_path / name, f"#!/bin/bash\n{text}\n").chmod(0o755)
+    for name in ("accelerate", "torchrun"):
+        (tmp_path / ".venv" / "bin" / name).symlink_to("launcher")
+    write_text(tmp_path / "ppo_vllm_async.py", RANK)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    variables |= {"SLURM_JOB_NAME": f"job_{uuid.uuid4().hex}", "LEFT": "0"}
+    variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
+
+    started = []
+
+    def start(*flags, **more):
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                ["bash", SBATCH, *flags],
+                cwd=tmp_path,
+                env=environment(variables | more),
+                stdout=log,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    (tmp_path / "ended").touch()  # for ranks that have lost their parent
+    for process in started:
+        end(process)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_job_launches_on_each_node_what_launcher_and_script_know(nodes, launcher, job, tmp_path):
+    gpus = {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": "8", "LAUNCHER": launcher}
+    assert job("--seed", "2", **gpus).wait(20) == 0
+    program, *words = (tmp_path / "launched").read_text().split()
+    assert Path(program).name == launcher
+    if launcher == "accelerate":
+        options = launch_command_parser().parse_args(words[1:])
+        assert (options.num_machines, options.num_processes) == (nodes, 8 * nodes)
+        rank, host = options.machine_rank, options.main_process_ip
+        is_fsdp = yaml.safe_load((REPO / options.config_file).read_text())["distributed_type"]
+        assert (is_fsdp == "FSDP") == (nodes == 2)
+    else:
+        options = get_args_parser().parse_args(words)
+        assert (options.nnodes, options.nproc_per_node) == (str(nodes), "8")
+        rank, host = options.node_rank, options.master_addr
+    assert (int(rank), host) == (1, os.uname().nodename)
+    args = tyro.cli(ppo_vllm_async.Args, args=options.training_script_args, use_underscores=True)
+    assert (args.seed, args.resume_from_checkpoint) == (2, "auto")
+    assert args.save_freq > 0 and args.run_name.startswith("job_")
+
+
+@pytest.mark.skipif(not shutil.which("pkill"), reason="there is no pkill (procps)")
+@pytest.mark.parametrize("saves", [True, False])
+def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job, tmp_path):
+    """Else it would begin at the same step for ever. Its launcher is spared the signal."""
+    process = job("--run", "--save" if saves else "", LEFT="60" if saves else "0")
+    wait_until((tmp_path / "started").exists, 20, "the script has started")
+    process.send_signal(signal.SIGUSR1)
+    if not saves:
+        wait_until(lambda: "not requeued" in (tmp_path / "log").read_text(), 20, "it says so")
+        (tmp_path / "ended").touch()
+    assert process.wait(20) == 0
+    calls = tmp_path / "calls"
+    assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if saves else "")
+
+
+def test_job_ends_with_the_status_of_its_script(job, tmp_path):
+    write_text(tmp_path / "ppo_vllm_async.py", "import sys\nsys.exit(3)\n")
+    assert job().wait(20) == 3
 
 
 # -------------------------------------------------------------------------------------------- home
