@@ -38,6 +38,7 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
     for name, value in of_the_user.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)  # no compiler
     args = vllm_args(vllm_gpus=(1, 2), vllm_tensor_parallel_size=2, vllm_enforce_eager=False)
 
     environment, options = script.vllm_settings((1, 2), "folder", 77, args)
@@ -47,6 +48,8 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
     assert options["load_format"] == "dummy"
     assert (options["tensor_parallel_size"], options["max_model_len"]) == (2, 77)
     assert not options["enforce_eager"] and "enable_chunked_prefill" not in options
+    assert options["hf_overrides"] == {"head_dtype": "float32"}
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "CUDA_HOME" not in environment
 
     _, shared = script.vllm_settings((1,), "folder", 77, vllm_args())
     assert shared["weight_transfer_config"] == {"backend": "ipc"} and shared["enforce_eager"]
@@ -54,7 +57,23 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
     environment, options = script.vllm_settings((), "folder", 77, vllm_args(local_world_size=4))
     assert environment["OMP_NUM_THREADS"] == "2"  # four engines have half of the cores
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
-    assert not {"weight_transfer_config", "load_format"} & options.keys()
+    assert not {"weight_transfer_config", "load_format", "hf_overrides"} & options.keys()
+
+
+@pytest.mark.parametrize("users", [None, "/usr/local/mine"])
+def test_flashinfer_gets_the_compiler_of_torchs_cuda_where_it_would_find_another(
+    users, tmp_path, monkeypatch
+):
+    (tmp_path / "nvcc").write_text("")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    if users:
+        monkeypatch.setenv("CUDA_HOME", users)
+    environment, _ = script.vllm_settings((0,), "folder", 77, vllm_args())
+    pinned = Path(torch.__file__).parents[1] / "nvidia" / "cu13"
+    assert environment["CUDA_HOME"] == (users or str(pinned))
 
 
 @pytest.mark.parametrize(
