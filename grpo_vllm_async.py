@@ -858,16 +858,16 @@ def sync_weights(engine, language_model, version, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: they differ by more than rounding. NaN and infinity
-    pass: apply_gradients finds them, and saves the batch.
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is more than
+    rounding. A NaN passes: apply_gradients finds it, and saves the batch.
     """
-    difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    limit = 1e-2  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # a low temperature makes rounding larger
-        limit = 0.1 / min(1.0, args.temperature)
-    if limit < difference < math.inf:
+    kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
+    limit = 1e-4  # vLLM's kernels on a GPU may use TF32
+    if args.dtype == "bfloat16":  # 0.001 to 0.002; a low temperature makes rounding larger
+        limit = 4e-3 / min(1.0, args.temperature)
+    if kl > limit:
         raise RuntimeError(
-            f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
+            f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
 
 
