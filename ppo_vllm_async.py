@@ -862,16 +862,16 @@ def sync_weights(engine, language_model, version, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: they differ by more than rounding. NaN and infinity
-    pass: apply_gradients finds them, and saves the batch.
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is more than
+    rounding. A NaN passes: apply_gradients finds it, and saves the batch.
     """
-    difference = masked_mean((logprobs - sampler_logprobs).abs(), mask).item()
-    limit = 1e-2  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # a low temperature makes rounding larger
-        limit = 0.1 / min(1.0, args.temperature)
-    if limit < difference < math.inf:
+    kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
+    limit = 1e-4  # vLLM's kernels on a GPU may use TF32
+    if args.dtype == "bfloat16":  # 0.001 to 0.002; a low temperature makes rounding larger
+        limit = 4e-3 / min(1.0, args.temperature)
+    if kl > limit:
         raise RuntimeError(
-            f"vLLM's log-probabilities are off the learner's by {difference:.2g} at equal weights"
+            f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
 
 
@@ -1315,11 +1315,15 @@ def read_state(run_dir, checkpoint_dir, args):
 
 
 def limit_memory(device, args):
-    """Leaves vLLM its share of a GPU that it has with the learner."""
-    if device.type == "cuda" and not args.vllm_gpus:
-        # 2 GiB are for two CUDA contexts
-        contexts = 2**31 / torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - contexts)
+    """Leaves room on a GPU for what is not PyTorch's: CUDA contexts, NCCL, vLLM if it shares it."""
+    if device.type != "cuda":
+        return
+    gib = 2**30 / torch.cuda.get_device_properties().total_memory
+    if args.vllm_gpus:
+        torch.cuda.set_per_process_memory_fraction(1 - 2 * gib)  # a context, NCCL
+        return
+    room = 2 * gib if args.world_size == 1 else 3 * gib  # two contexts; NCCL
+    torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - room)
 
 
 def make_optimizer(model, args):
@@ -1647,6 +1651,12 @@ def load_model(auto_class, path, args, trained, **config_options):
         # this one
         head = model.get_output_embeddings().weight
         model.config.tie_word_embeddings = head is model.get_input_embeddings().weight
+        # Parameters are sent to vLLM, buffers are not
+        buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        if buffers := buffers & model.state_dict().keys():
+            raise ValueError(
+                f"{path}: its buffers {', '.join(sorted(buffers))} would not be trained"
+            )
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
@@ -2200,6 +2210,8 @@ def vllm_settings(gpus, folder, max_length, args):
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is for top-k and top-p, and its import may fail
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -2222,6 +2234,13 @@ def vllm_settings(gpus, folder, max_length, args):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
+        # Where FlashInfer would find another CUDA's compiler, it is to take that of torch's CUDA
+        toolkit = Path(torch.__file__).parents[1] / "nvidia/cu13"
+        if shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
+            environment.setdefault("CUDA_HOME", str(toolkit))
+        # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
+        # the head for each token
+        options["hf_overrides"] = {"head_dtype": "float32"}
         if not args.lora_rank:
             options["load_format"] = "dummy"  # random
             options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}

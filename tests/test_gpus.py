@@ -188,13 +188,32 @@ def test_attention_of_cudnn_is_off(name, run_main, monkeypatch):
             run_main(name)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "left"),
+    [
+        ((), 1, 0.7 - 2 / 24),
+        ((), 2, 0.7 - 3 / 24),
+        ((6, 7), 1, 1 - 2 / 24),
+        ((6, 7), 6, 1 - 2 / 24),
+    ],
+)
+def test_room_is_left_for_contexts_and_nccl_and_vllm(gpus, ranks, left, monkeypatch):
+    """A context takes 0.5 to 0.8 GiB, NCCL 0.5 to 1.6, whatever the size of the GPU."""
+    noted = []
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", noted.append)
+    args = tiny_args(vllm_gpus=gpus, world_size=ranks, vllm_gpu_memory_utilization=0.3)
+    script.limit_memory(torch.device("cuda"), args)
+    script.limit_memory(torch.device("cpu"), args)
+    assert noted == [pytest.approx(left)]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_shared_gpu_leaves_2_gib_to_cuda(name, run_main, monkeypatch):
-    """Two contexts take 0.9 GiB, whatever the size of the GPU."""
+def test_memory_is_limited_before_a_model_is_loaded(name, run_main, monkeypatch):
     gpu = SimpleNamespace(total_memory=24 * 2**30)
 
     def note(fraction):
-        assert fraction == pytest.approx(0.7 - 2 / 24)
         raise Enough
 
     monkeypatch.setattr("accelerate.Accelerator.device", torch.device("cuda"))

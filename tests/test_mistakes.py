@@ -4,12 +4,14 @@ All else is left to the libraries, or to scripts/preflight.py, which test_prefli
 test_loop.py has what is only seen while a run trains.
 """
 
+import contextlib
 import importlib
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import train_reward_model
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -332,3 +334,19 @@ def test_model_that_lacks_a_tensor_is_refused(assets, tmp_path):
             script.load_model(script.AutoModelForCausalLM, path, Args(), trained=trained)
     with pytest.raises(ValueError, match=Q_PROJ):
         script.load_classifier(None, path, Args(), trained=True)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_model_with_buffers_that_vllm_would_not_get_is_refused(persistent, assets, monkeypatch):
+    """As Gemma 4's layer_scalar. Rotary embeddings have others, which are computed."""
+    load = script.AutoModelForCausalLM.from_pretrained
+
+    def load_with_buffer(*args, **options):
+        model, report = load(*args, **options)
+        model.model.register_buffer("layer_scalar", torch.ones(1), persistent=persistent)
+        return model, report
+
+    monkeypatch.setattr(script.AutoModelForCausalLM, "from_pretrained", load_with_buffer)
+    path, refused = str(assets / "model"), pytest.raises(ValueError, match=r"model\.layer_scalar")
+    with refused if persistent else contextlib.nullcontext():
+        script.load_model(script.AutoModelForCausalLM, path, Args(), trained=True)

@@ -503,7 +503,8 @@ def check_size(size: str, script: str, **options) -> dict:
     tokens = response_tokens + RESPONSES * PROMPT_LENGTH
     figures |= rates | arithmetic(SHAPES[size], script, tokens, response_tokens, rates)
     # In the first step both sides have the same weights
-    figures["mismatch/logprob_diff_mean"] = rounded(steps[0].get("mismatch/logprob_diff_mean"))
+    for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
+        figures[metric] = rounded(steps[0].get(metric))
     figures["learner_gib"] = rounded(max(known(steps, "perf/memory_gib"), default=None))
     figures["gpu_gib"] = rounded(memory.peak)
     return figures

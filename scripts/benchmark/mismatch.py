@@ -1,0 +1,141 @@
+"""How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
+check_sampler sees of three bugs.
+
+    python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
+    python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
+default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
+with a residual stream in float32, or, as with FSDP2 and adapters, in bfloat16. Then with the bugs:
+it leaves out the temperature, reads the text tokenized again, or the sampler has a bias of its head
+that the learner lacks (normal, of a deviation of 0.1; no model is changed). A line each: the mean
+difference, its largest, and the KL, which check_sampler limits.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ppo_vllm_async as script
+
+TEMPERATURES = (1.0, 0.7, 0.5)
+
+
+def start_vllm(config, head_dtype, max_length, args):
+    """An engine on the CPU, whose head has a dtype: "model" or "float32"."""
+    settings = script.vllm_settings
+
+    def with_head(*given):
+        environment, options = settings(*given)
+        return environment, options | {"hf_overrides": {"head_dtype": head_dtype}}
+
+    script.vllm_settings = with_head
+    try:
+        return script.VLLM((0, 1, ()), config, max_length, args)
+    finally:
+        script.vllm_settings = settings
+
+
+@torch.no_grad()
+def read(model, responses, args):
+    """The batch of responses, with the learner's log-probabilities."""
+    batch = script.collate(responses, "cpu")
+    policy = script.PolicyModel(model, args)
+    parts = [slice(start, start + 8) for start in range(0, len(responses), 8)]
+    logprobs = [policy(batch.input_ids[part], batch.mask[part])[0] for part in parts]
+    return replace(batch, logprobs=torch.cat(logprobs))
+
+
+def tokenize_again(response, tokenizer):
+    """A response whose ids are those of its text, as many as there were."""
+    ids = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
+    count = len(response.token_ids)
+    ids = (ids + [0] * count)[:count]
+    return replace(response, token_ids=np.array(ids, np.int32))
+
+
+def with_bias(bias, token_logprobs=script.token_logprobs):
+    """The learner's token_logprobs, of logits with a bias."""
+    return lambda logits, labels: token_logprobs(logits + bias, labels)
+
+
+def report(head_dtype, name, batch, args):
+    mask = batch.mask
+    logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
+    difference = (logprobs - sampler_logprobs).abs()
+    kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
+    mean = script.masked_mean(difference, mask)
+    try:
+        script.check_sampler(logprobs, sampler_logprobs, mask, args)
+        verdict = "passes"
+    except RuntimeError:
+        verdict = "ends"
+    cells = (head_dtype, args.temperature, name, f"{mean:.4f}", f"{difference.max():.2f}")
+    print("|", " | ".join(map(str, (*cells, f"{kl:.2e}", verdict))), "|", flush=True)
+
+
+def compare(head_dtype, whole, halved, prompts, tokenizer, args):
+    """All lines of one engine. whole, halved: the model in float32 and in bfloat16."""
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    vllm = start_vllm(whole.config, head_dtype, max_length, args)
+    script.sync_weights(vllm, whole, 0, args)
+    generator = torch.Generator().manual_seed(args.seed)
+    bias = 0.1 * torch.randn(whole.config.vocab_size, generator=generator)
+    for temperature in TEMPERATURES:
+        at = replace(args, temperature=temperature)
+        responses = vllm.sample(prompts, range(len(prompts)), temperature)
+        report(head_dtype, "right, float32 residual stream", read(whole, responses, at), at)
+        report(head_dtype, "right, bfloat16 residual stream", read(halved, responses, at), at)
+        if temperature != 1:
+            without = read(whole, responses, replace(args, temperature=1.0))
+            report(head_dtype, "temperature left out", without, at)
+        again = [tokenize_again(response, tokenizer) for response in responses]
+        share = sum(a.row.tolist() != b.row.tolist() for a, b in zip(again, responses, strict=True))
+        name = f"tokenized again ({share} of {len(again)} differ)"
+        report(head_dtype, name, read(whole, again, at), at)
+        with mock.patch.object(script, "token_logprobs", with_bias(-bias / temperature)):
+            report(head_dtype, "bias left out", read(whole, responses, at), at)
+    script.end_children()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--dataset", default="data/instructions/train.parquet")
+    parser.add_argument("--responses", type=int, default=48, help="at each temperature")
+    parser.add_argument("--response_length", type=int, default=48)
+    given = parser.parse_args()
+    args = script.Args(
+        model_name_or_path=given.model,
+        dataset=given.dataset,
+        response_length=given.response_length,
+        reward_fn="none is called",
+        gradient_checkpointing=False,
+    )
+    args = script.fill_in(args, world_size=1)
+    tokenizer = script.load_tokenizer(args)
+    prompts, _ = script.load_datasets(tokenizer, args)
+    drawn = script.draw_prompts(len(prompts), 0, given.responses, args.seed)
+    whole, halved = (
+        script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=trained)
+        for trained in (True, False)
+    )
+    args.stop_token_ids = script.find_stop_tokens(args, tokenizer, whole)
+    print("| vLLM's head | temperature | learner | mean | largest | KL | check_sampler |")
+    print("|---|---|---|---|---|---|---|")
+    for head_dtype in ("model", "float32"):
+        compare(head_dtype, whole, halved, [prompts[i] for i in drawn], tokenizer, args)
+
+
+if __name__ == "__main__":  # vLLM's process imports this file, too
+    main()
