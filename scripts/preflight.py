@@ -13,8 +13,12 @@ each data source and on some others.
 
 The checks are in parts: arguments, tokenizer, data, models, reward, the output folder and the
 checkpoint in it, disk, accounts, memory. Each part tells its first mistake in one line, and the
-others go on. Then the exit status is 2. The plan comes before the mistakes. Nothing is left on the
-disk but what comes from the hub, in its cache.
+others go on. Then the exit status is 2. The plan comes before the mistakes. Where there are none,
+the command comes last that launches the run. Nothing is left on the disk but what comes from the
+hub, in its cache.
+
+Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
+model here may be without its weights, and neither disk nor --output_dir are looked at.
 
 Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too. It was
 compared with what models of the shape of Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2;
@@ -33,6 +37,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -104,6 +109,11 @@ class Options:
     def has_gpus(self):
         """Whether the run is to have GPUs."""
         return bool(self.num_gpus or self.gpu_memory)
+
+    def is_elsewhere(self):
+        """Whether the run is for another machine: this one lacks the GPUs that are named."""
+        here = torch.cuda.device_count()
+        return self.num_gpus > here or (self.has_gpus() and not here)
 
 
 @dataclass
@@ -494,15 +504,29 @@ def check_data(run):
 # ----------------------------------------------------------------------------------------- models
 
 
+def lacks_weights(run, path):
+    """Whether a model's folder has no weights, which is a mistake where the run is for here."""
+    if any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
+        return False
+    if not run.options.is_elsewhere():
+        raise Mistake(
+            "it has no weights, such as model.safetensors; a plan for another machine needs none: "
+            "say its --num_gpus and --gpu_memory, before the script"
+        )
+    run.notes.append(f"{path} has no weights: the plan is by its config.json")
+    return True
+
+
 def build_model(run, auto_class, path, config, may_lack=()):
     """The model without its weights, whose names and shapes must be those that its config asks for.
 
-    A model on the hub is built from its config alone: its weights are not downloaded.
+    A model on the hub is built from its config alone: its weights are not downloaded. So is one
+    here that has none, if the run is for another machine.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise Mistake("it is quantized; give the model that it was made from")
     attention = run.args.attn_implementation
-    if not is_local(path):
+    if not is_local(path) or lacks_weights(run, path):
         with torch.device("meta"):
             return auto_class.from_config(config, attn_implementation=attention)
     model, report = auto_class.from_pretrained(
@@ -831,7 +855,8 @@ def check_run_folder(run):
         )
     run_dir = run_dir.absolute()
     folder = existing_folder(run_dir)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    can_write = folder.is_dir() and os.access(folder, os.W_OK)
+    if not (can_write or run.options.is_elsewhere()):
         raise Mistake(f"--output_dir {args.output_dir}: {folder} is no folder to write to")
     run.run_dir, run.checkpoint_dir = run_dir, checkpoint_dir
 
@@ -881,8 +906,9 @@ def check_checkpoint(run):
 def check_disk(run):
     """Refuses a disk that has no room for checkpoints, the final model, and a little besides."""
     args, disk = run.args, run.options.disk
-    if not disk and run.options.has_gpus() and torch.cuda.device_count() == 0:
-        return  # it is another machine's, of which nothing is known
+    if not disk and run.options.is_elsewhere():
+        run.notes.append("the other machine's disk is not checked; say its room by --disk, in GB")
+        return
     free = disk * 1e9 if disk else shutil.disk_usage(existing_folder(run.run_dir)).free
     # Checkpoints that are there already will make way
     there = [path for path in run.run_dir.glob("checkpoints/**/*") if path.is_file()]
@@ -900,8 +926,8 @@ def check_disk(run):
 def check_shared_memory(run):
     """Refuses a /dev/shm without room for what goes by it to vLLM, as of a plain container."""
     options = run.options
-    if options.has_gpus() and torch.cuda.device_count() == 0:
-        return  # it is another machine's
+    if options.is_elsewhere():
+        return
     free = shutil.disk_usage("/dev/shm").free
     text = f"/dev/shm: {in_words(free)} free; docker run --ipc=host or --shm-size=8g gives more"
     needed = options.local_processes() * plan.shared_memory(run)
@@ -1079,8 +1105,27 @@ def print_plan(run):
                 print(f"  {name:<9}{printable(text)}")
         except Exception as error:  # of a fork, as in check
             run.notes.append(f"{part.__name__} ends: {describe(error)}")
-    for note in run.notes:
+    for note in dict.fromkeys(run.notes):
         print(f"  note     {printable(note)}")
+
+
+def launch_command(options, words):
+    """The command that launches what was checked, by the launcher beside this Python.
+
+    Where no file of accelerate is named, it is the one of this folder that does the same.
+    """
+    learners, machines = options.num_processes, options.num_machines
+    launcher = Path(sys.executable).with_name("accelerate")
+    is_on_path = shutil.which("accelerate") == str(launcher)
+    file = Path(__file__).with_name("accelerate") / ("ddp.yaml" if learners > 1 else "one_gpu.yaml")
+    command = ["accelerate" if is_on_path else os.path.relpath(launcher), "launch", "--quiet"]
+    # The launcher does not expand a home
+    command += ["--config_file", os.path.expanduser(options.config_file or os.path.relpath(file))]
+    flags = f"--num_processes {learners}"
+    if machines > 1:
+        flags += f" --num_machines {machines} --machine_rank 0"
+        flags += " --main_process_ip HOST --main_process_port 29500"
+    return shlex.join(command + flags.split() + words)
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -1161,7 +1206,13 @@ def main(words):
     sys.stdout.flush()
     for line in dict.fromkeys(map(one_line, mistakes)):
         print(line, file=sys.stderr)
-    return 2 if mistakes else 0
+    if mistakes:
+        return 2
+    where = ""
+    if options.num_machines > 1:
+        where = " on HOST, and on each other machine by its own --machine_rank"
+    print(f"Launch{where}:\n{launch_command(options, words[split:])}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@ was made.
 
     python scripts/push_to_hub.py output/RUN
     python scripts/push_to_hub.py output/RUN --repo_id me/name --private
+    # what would be uploaded: files, card; without a login
+    python scripts/push_to_hub.py output/RUN --dry_run
 
 The model goes into a branch of the repo, beside it README.md (the card),
 curves.png, args.json and metrics.jsonl. Repo and branch are those of the run's
 --hf_entity, --hf_repo_id and --hf_repo_revision; else the repo has the name of
 the experiment and the branch that of the run. Log in by `hf auth login`, or set
 HF_TOKEN. Nothing in the run's folder is changed. After a failure the same
-command goes on.
+command goes on. At the end the lines of Python are printed that load the model.
 """
 
 import argparse
@@ -30,14 +32,12 @@ BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides t
 SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
 NOT_SHOWN = {"eval/policy_version", "eval/reward_failures"}
 
-USE = """\
-```python
+LOAD = """\
 from transformers import {model_class}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{repo}", revision="{revision}")
 model = {model_class}.from_pretrained("{repo}", revision="{revision}")
-{call}
-```"""
+"""
 CHAT = """\
 messages = [{"role": "user", "content": "..."}]
 inputs = tokenizer.apply_chat_template(
@@ -171,6 +171,13 @@ def in_lines(command: list[str]) -> str:
     return " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)
 
 
+def lines_that_load(args: dict, repo: str, revision: str) -> str:
+    """Lines of Python that load tokenizer and model from the branch."""
+    is_classifier = method_of(args) == "reward model"
+    model_class = f"AutoModelFor{'SequenceClassification' if is_classifier else 'CausalLM'}"
+    return LOAD.format(model_class=model_class, repo=repo, revision=revision)
+
+
 def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     """The text of the model card, metadata included."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -184,12 +191,11 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
     )
-    what, model_class = f"Trained by {method}", "AutoModelForCausalLM"
+    what = f"Trained by {method}"
     call = CHAT if (run_dir / "model/chat_template.jinja").exists() else TEXT
     call += ANSWER.format(length=args.get("response_length"))
     if method == "reward model":
-        what, model_class = "A reward model, trained", "AutoModelForSequenceClassification"
-        call = TEXT + SCORE
+        what, call = "A reward model, trained", TEXT + SCORE
     parts = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {args['run_name']}",
@@ -202,8 +208,8 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
             parts.append(f"Answers were sampled at temperature {args['eval_temperature']:g}.")
     if (run_dir / "curves.png").exists():
         parts.append("![Curves of the run](curves.png)")
-    use = USE.format(model_class=model_class, repo=repo, revision=revision, call=call)
-    parts += ["## Use", use]
+    load = lines_that_load(args, repo, revision)
+    parts += ["## Use", f"```python\n{load}{call}\n```"]
     if "provenance" in args:
         parts += ["## Command", f"```bash\n{in_lines(args['provenance']['command'])}\n```"]
     parts.append("`args.json` has all flags, `metrics.jsonl` the metrics of each step.")
@@ -224,8 +230,29 @@ def gather(run_dir: Path, folder: Path, card: str) -> None:
     (folder / "README.md").write_text(card)
 
 
-def upload(run_dir: Path, args: dict, repo: str, revision: str, private: bool | None) -> str:
-    """Makes repo and branch where they are missing, and uploads. Returns the branch's address."""
+def show(run_dir: Path, args: dict, repo: str, revision: str, private: bool | None) -> None:
+    """Prints what would be uploaded: files with their bytes, and the card. It asks no hub."""
+    if "/" not in repo:
+        repo = f"LOGIN/{repo}"  # who will be logged in
+    card = make_card(run_dir, args, repo, revision)
+    print(f"Would be uploaded to {repo}, branch {revision}:")
+    with tempfile.TemporaryDirectory() as folder:
+        gather(run_dir, Path(folder), card)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                print(f"{path.stat().st_size:18,}  {path.relative_to(folder)}")
+    default = "public, unless its owner's default is another (--private)"
+    print(f"A repo that does not exist is made: {'private' if private else default}.")
+    print(f"\nREADME.md:\n\n{card}", end="")
+
+
+def upload(
+    run_dir: Path, args: dict, repo: str, revision: str, private: bool | None
+) -> tuple[str, str]:
+    """Makes repo and branch where they are missing, and uploads.
+
+    Returns the repo's name with its owner's, and the branch's address.
+    """
     from huggingface_hub import HfApi, get_session
 
     get_session().timeout = SILENCE
@@ -240,7 +267,7 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, private: bool | 
             folder_path=folder,
             commit_message=f"Upload {args['run_name']}",
         )
-    return f"{hub.endpoint}/{repo}/tree/{revision}"
+    return repo, f"{hub.endpoint}/{repo}/tree/{revision}"
 
 
 def main():
@@ -252,6 +279,8 @@ def main():
     parser.add_argument("--revision", help="the branch")
     hidden = "a new repo is seen by its owner alone; one that exists stays what it is"
     parser.add_argument("--private", action="store_true", help=hidden)
+    dry_run = "show files and card, upload nothing; no login is needed"
+    parser.add_argument("--dry_run", action="store_true", help=dry_run)
     options = parser.parse_args()
     run_dir = options.run.expanduser()
     for name in ("args.json", "metrics.jsonl", "model/config.json"):
@@ -260,15 +289,19 @@ def main():
     args = json.loads((run_dir / "args.json").read_text())
     repo = options.repo_id or repo_of(args, args.get("hf_entity"))
     revision = options.revision or args.get("hf_repo_revision") or args["run_name"]
+    given = (run_dir, args, repo, revision, options.private or None)
+    if options.dry_run:
+        show(*given)
+        return
     try:
-        address = upload(run_dir, args, repo, revision, options.private or None)
+        repo, address = upload(*given)
     except Exception as error:  # the client's own, of several libraries
         # The client's own error may name the file alone, and its cause say what is wrong
         reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
         parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")
-    print(f"Uploaded: {address}")
+    print(f"Uploaded: {address}\nTo load it:\n\n{lines_that_load(args, repo, revision)}", end="")
 
 
 if __name__ == "__main__":

@@ -99,14 +99,14 @@ def together(*makes):
     return lambda folder: {name: value for make in makes for name, value in make(folder).items()}
 
 
-def model(*changes, flag="model_name_or_path"):
+def model(*changes, flag="model_name_or_path", to="model"):
     """A copy of the debug model, to whose folder all of this was done."""
 
     def make(folder):
-        shutil.copytree(MODEL, folder / "model")
+        shutil.copytree(MODEL, folder / to)
         for change in changes:
-            change(folder / "model")
-        return {flag: folder / "model"}
+            change(folder / to)
+        return {flag: folder / to}
 
     return make
 
@@ -246,11 +246,12 @@ OWN_CODE = config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})
 NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 NO_END = (config(eos_token_id=None), remove("generation_config.json"))
 NO_EOS = in_json("tokenizer_config.json", lambda settings: settings.update(eos_token=None))
+WITHOUT_WEIGHTS = model(remove("model.safetensors"))
 EMPTY_TOKENIZER = model(in_json("tokenizer.json", empty_vocabulary), flag="tokenizer_name_or_path")
 MODELS = {
     "no folder": (missing("model_name_or_path"), "--model_name_or_path | none: no such", EVERY),
     "not on the hub": (given(model_name_or_path="no/such"), "--model_name_or_path no/such | hub"),
-    "no weights": (model(remove("model.safetensors")), "safetensors | no file named", EVERY),
+    "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
     "weights cut off": (model(cut_off), "--model_name_or_path | incomplete", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
     "a tensor lacks": (model(without_q_proj), f"lack | {Q_PROJ}", EVERY),

@@ -12,7 +12,7 @@ BUDGETS = {
     "ppo_vllm_async.py": 15_880,
     "grpo_vllm_async.py": 15_895,
     "scripts/train_reward_model.py": 4_350,
-    "scripts/preflight.py": 7_200,
+    "scripts/preflight.py": 7_460,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_100,
 }

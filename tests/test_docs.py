@@ -23,7 +23,7 @@ OTHER_FLAGS = """
     seeds x output overwrite metrics watch responses tokens samples temperature prompts model
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
     compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
-    find_rate rates lags noises corrections task run
+    find_rate rates lags noises corrections task run exclude tensorboard dry_run logdir
 """
 
 
@@ -127,8 +127,10 @@ def test_worked_example_is_what_the_command_prints():
 
 @pytest.mark.slow
 def test_tables_of_what_fits_are_what_the_command_prints():
+    """Those of scaling.md, and README's of the largest model."""
     tables = [line for line in printed_by("benchmark/fits").splitlines() if line.startswith("|")]
-    assert [line for line in tables if line not in (REPO / "docs" / "scaling.md").read_text()] == []
+    pages = (REPO / "README.md").read_text() + (REPO / "docs" / "scaling.md").read_text()
+    assert [line for line in tables if line not in pages] == []
 
 
 def test_every_cell_of_readme_has_a_command_that_fits():
@@ -145,7 +147,8 @@ def test_every_cell_of_readme_has_a_command_that_fits():
             words = line.split()
             flags = dict(zip(words, [*words[1:], ""], strict=True))
             script = next(word for word in words if word.endswith("async.py"))[:-3]
-            size = flags["--model_name_or_path"].removeprefix("Qwen/Qwen3-")[:-1]
+            family, size = re.match(r"Qwen/(.*)-([\d.]+)B", flags["--model_name_or_path"]).groups()
+            assert size in {"Qwen3": fits.QWEN3, "Qwen2.5": fits.QWEN2_5}[family], line
             file = flags["--config_file"].rpartition("/")[2]
             own = (6, 7) if "--vllm_gpus" in flags else ()
             learners = 1 if row[0] == "one" else 8 - len(own)
@@ -154,6 +157,7 @@ def test_every_cell_of_readme_has_a_command_that_fits():
             run = fits.launch(script, size, row[1], file, nodes, learners, own, rank)
             if share := flags.get("--vllm_gpu_memory_utilization"):
                 run.args.vllm_gpu_memory_utilization = float(share)
+            run.args.vllm_tensor_parallel_size = int(flags.get("--vllm_tensor_parallel_size", 1))
             assert plan.fits(run, plan.SOME_RESPONSES), line
             cells[row][2 * (rank > 0) + script.startswith("ppo")] = size
     del cells["two nodes", 80]

@@ -13,6 +13,7 @@ import preflight
 import provenance
 import push_to_hub
 import pytest
+import transformers
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
@@ -114,7 +115,9 @@ def push(monkeypatch, capsys):
 
 def test_branch_has_the_files_of_the_run(push, run_dir):
     before = files_of(run_dir)
-    assert push(run_dir) == (0, "Uploaded: https://hub/me/ppo_sync/tree/run\n", "")
+    status, said, errors = push(run_dir)
+    assert (status, errors) == (0, "")
+    assert said.startswith("Uploaded: https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
     sent = Hub.branches["me/ppo_sync", "run"]
     card = sent.pop("README.md")
     besides = {name: before[name] for name in ("curves.png", "args.json", "metrics.jsonl")}
@@ -138,7 +141,53 @@ def test_branch_has_the_files_of_the_run(push, run_dir):
     assert str(run_dir.parent) not in card
     names = {"hf_repo_id": "team/model", "hf_repo_revision": "first"}
     write_text(run_dir / "args.json", json.dumps(ARGS | names))
-    assert push(run_dir)[1] == "Uploaded: https://hub/team/model/tree/first\n"
+    assert push(run_dir)[1].startswith("Uploaded: https://hub/team/model/tree/first\n")
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
+def test_lines_that_are_printed_load_the_model_from_its_branch(kind, push, run_dir, monkeypatch):
+    args = ARGS | {"hf_repo_revision": "first"}
+    if kind == "SequenceClassification":
+        del args["value_learning_rate"]
+    write_text(run_dir / "args.json", json.dumps(args))
+    lines, loaded = push(run_dir)[1].partition("To load it:\n\n")[2], []
+    monkeypatch.setattr(transformers, f"AutoModelFor{kind}", Loader(loaded))
+    monkeypatch.setattr(transformers, "AutoTokenizer", Loader(loaded))
+    exec(lines)
+    assert loaded == [("me/ppo_sync", "first")] * 2
+    assert lines in Hub.branches["me/ppo_sync", "first"]["README.md"]
+
+
+class Loader:
+    """In place of a class of transformers: notes what it is to load."""
+
+    def __init__(self, loaded):
+        self.loaded = loaded
+
+    def from_pretrained(self, repo, revision):
+        self.loaded.append((repo, revision))
+
+
+def test_dry_run_shows_what_would_be_uploaded_and_asks_nobody(push, run_dir, monkeypatch):
+    """It is what the upload then sends, but for the owner's name."""
+    before = files_of(run_dir)
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    status, said, errors = push(run_dir, "--dry_run")
+    assert (status, errors) == (0, "") and files_of(run_dir) == before
+    head, card = said.split("\nREADME.md:\n\n")
+    first, *listed, last = head.splitlines()
+    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:"
+    assert "public" in last
+    sizes = {name: int(size.replace(",", "")) for size, name in map(str.split, listed)}
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    push(run_dir)
+    sent = Hub.branches["me/ppo_sync", "run"]
+    assert card.replace("LOGIN/ppo_sync", "me/ppo_sync") == sent["README.md"]
+    assert sizes.pop("README.md") == len(card.encode())
+    del sent["README.md"]
+    assert sizes == {name: len(text) for name, text in sent.items()}
+    said = push(run_dir, "--dry_run", "--repo_id", "team/x", "--private")[1]
+    assert "to team/x, branch" in said and "is made: private." in said
 
 
 def test_card_of_a_reward_model_and_of_adapters(run_dir):

@@ -11,10 +11,12 @@ import multiprocessing.spawn
 import pickle
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import fits
@@ -29,6 +31,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.commands import launch as launcher
 from helpers import ASYNC, REPO, SCRIPTS, modules
 from helpers.files import write_text
 from helpers.loops import options_of
@@ -66,15 +69,19 @@ def files_of(folder):
 
 @pytest.fixture
 def ask(folder, capsys):
-    """ask("ppo_sync.py", options, num_gpus=8): status, plan and lines of the mistakes."""
+    """ask("ppo_sync.py", options, num_gpus=8): status, plan and lines of the mistakes.
+
+    ask.launch has what follows the plan.
+    """
 
     def ask(script, options, *flags, **launch):
         words = [*cases.words_of(launch), str(REPO / script), *cases.words_of(options), *flags]
         before = files_of(folder)
         capsys.readouterr()
         status = preflight.main(words)
-        plan, mistakes = capsys.readouterr()
+        said, mistakes = capsys.readouterr()
         assert files_of(folder) == before
+        plan, _, ask.launch = said.partition("Launch")
         return status, plan, mistakes
 
     return ask
@@ -253,11 +260,87 @@ def test_disk_is_that_of_the_machine_where_it_runs(ask, folder, monkeypatch):
     little_room(monkeypatch, folder)
     options = cases.good_options(folder, "ppo_sync.py")
     elsewhere = {"num_gpus": 1, "gpu_memory": 24.0}
-    check_plan(ask("ppo_sync.py", options, **elsewhere), "learners 1")
+    not_checked = "the other machine's disk is not checked | --disk"
+    check_plan(ask("ppo_sync.py", options, **elsewhere), not_checked)
     check_mistake(ask("ppo_sync.py", options, **elsewhere, disk=0.01), "9.5 MiB free")
-    check_plan(ask("ppo_sync.py", options, **elsewhere, disk=1.0), "learners 1")
+    assert "checked" not in ask("ppo_sync.py", options, **elsewhere, disk=1.0)[1]
     monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
     check_mistake(ask("ppo_sync.py", options, gpu_memory=24.0), "10.0 MiB free")
+    two = elsewhere | {"num_gpus": 2, "num_processes": 2}  # of which this machine has one
+    check_plan(ask("ppo_sync.py", options, **two), not_checked)
+
+
+@pytest.mark.parametrize("script", cases.EVERY)
+def test_other_machine_is_planned_for_without_weights_and_its_folders(script, ask, folder):
+    """Each is a mistake of a run on this machine: see cases."""
+    options = cases.good_options(folder, script) | cases.WITHOUT_WEIGHTS(folder)
+    _, said, _ = answer = ask(script, options, num_gpus=1, gpu_memory=24.0)
+    check_plan(answer, "0.5 MiB for the final model | has no weights: the plan is by its config")
+    assert said.count("has no weights") == 1  # also where a value model starts from it
+    write_text(folder / "file", "")
+    options = cases.good_options(folder, script) | {"output_dir": folder / "file" / "x"}
+    check_plan(ask(script, options, num_gpus=1, gpu_memory=24.0), "learners 1")
+    # What is there is compared with the config
+    options = cases.good_options(folder, script)
+    options |= cases.model(cases.config(intermediate_size=7), to="other")(folder)
+    check_mistake(ask(script, options, num_gpus=1, gpu_memory=24.0), "down_proj.weight")
+
+
+# ------------------------------------------------------------------------------ the launch command
+
+TWO_NODES = str(cases.SHARDED.with_name("fsdp2_two_nodes.yaml"))
+BY_DDP = {"config_file": "ddp.yaml", "multi_gpu": True}
+# (how the preflight is told of the launch, what the launcher then does)
+COMMANDS = [
+    ({}, {"config_file": "one_gpu.yaml", "num_processes": 1, "multi_gpu": False}),
+    ({"num_processes": 2}, BY_DDP | {"num_processes": 2, "num_machines": 1}),
+    ({"config_file": "~/fsdp2.yaml"}, {"num_processes": 8, "use_fsdp": True, "fsdp_version": 2}),
+    (
+        {"num_machines": 2, "num_processes": 4},
+        BY_DDP | {"num_machines": 2, "num_processes": 4, "machine_rank": 0},
+    ),
+    (
+        {"config_file": TWO_NODES, "num_processes": 12},
+        {"num_machines": 2, "num_processes": 12, "main_process_ip": "HOST"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("told", "expected"), COMMANDS, ids=map(str, range(len(COMMANDS))))
+def test_plan_ends_with_the_command_that_launches_it(told, expected, ask, folder, monkeypatch):
+    """The launcher understands it as the preflight has read it, and passes on every flag."""
+    monkeypatch.setenv("HOME", str(cases.SHARDED.parent))
+    options = cases.good_options(folder, "ppo_sync.py") | {"local_mini_batch_size": 32}
+    options |= {"exp_name": "it's $HOME", "temperature": 0.5}
+    ask("ppo_sync.py", options, **{"num_gpus": 16} | told)
+    head, command = ask.launch.splitlines()
+    program, launch, quiet, *words = shlex.split(command)
+    assert Path(program).resolve() == Path(sys.executable).with_name("accelerate").resolve()
+    assert (launch, quiet) == ("launch", "--quiet")
+    args = launcher.launch_command_parser().parse_args(words)
+    assert args.training_script == str(REPO / "ppo_sync.py")
+    assert args.training_script_args == cases.words_of(options)
+    args.nondefault = set()
+    args, *_ = launcher._validate_launch_command(args)
+    args.config_file = Path(args.config_file).name
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert (" on HOST," in head) == (args.num_machines > 1)
+
+
+def test_launcher_is_named_as_it_is_found(folder, monkeypatch):
+    """By its name alone if that is the one; else by where it is from here."""
+    options = preflight.Options(num_processes=1, num_machines=1)
+    monkeypatch.setattr(sys, "executable", str(folder / "venv" / "bin" / "python"))
+    own = str(folder / "venv" / "bin" / "accelerate")
+    for found, name in ((own, "accelerate"), ("/usr/bin/accelerate", "venv/bin/accelerate")):
+        monkeypatch.setattr(shutil, "which", lambda _, found=found: found)
+        assert preflight.launch_command(options, ["x.py"]).split()[0] == name
+
+
+def test_run_with_a_mistake_has_no_launch_command(ask, folder):
+    options = cases.good_options(folder, "ppo_sync.py") | {"seed": -1}
+    ask("ppo_sync.py", options)
+    assert ask.launch == ""
 
 
 def test_hub_that_does_not_answer_is_asked_once(ask, folder, monkeypatch):

@@ -1,16 +1,18 @@
-"""Which model fits on which GPUs: the tables of docs/scaling.md, by the functions of plan.py.
+"""Which model fits on which GPUs: the tables of README and docs/scaling.md, by plan.py.
 
     python scripts/benchmark/fits.py
 
 A cell has what a learner needs, in GiB of memory of its GPU; beside it the share of a shared GPU
 (--vllm_gpu_memory_utilization) that vLLM is to have, where its default of 0.3 does not do; "no":
 none does, so that learner and vLLM have what they need, with room for 8 responses at once.
-Computed, not measured: for the shapes of Qwen3, prompts of 512 tokens, responses of 1,024,
---micro_batch_tokens 4096, and otherwise the defaults.
+README's table has the largest model that fits by one of the launches.
+Computed, not measured: for the shapes of Qwen3 and Qwen2.5, prompts of 512 tokens, responses of
+1,024, --micro_batch_tokens 4096, and otherwise the defaults.
 """
 
 import functools
 import importlib
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +22,32 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 import plan
 import preflight
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 PROMPT, RESPONSE = 512, 1024
-# Of Qwen3: hidden size, layers, attention heads, inner size, whether the head is tied; by the
+# Hidden size, layers, heads of attention and of keys, inner size, whether the head is tied; by the
 # config.json of each
-SHAPES = {
-    "0.6": (1024, 28, 16, 3072, True),
-    "1.7": (2048, 28, 16, 6144, True),
-    "4": (2560, 36, 32, 9728, True),
-    "8": (4096, 36, 32, 12_288, False),
-    "14": (5120, 40, 40, 17_408, False),
+QWEN3 = {
+    "0.6": (1024, 28, 16, 8, 3072, True),
+    "1.7": (2048, 28, 16, 8, 6144, True),
+    "4": (2560, 36, 32, 8, 9728, True),
+    "8": (4096, 36, 32, 8, 12_288, False),
+    "14": (5120, 40, 40, 8, 17_408, False),
+    "32": (5120, 64, 64, 8, 25_600, False),
 }
+# Sizes that Qwen3 does not have
+QWEN2_5 = {
+    "0.5": (896, 24, 14, 2, 4864, True),
+    "1.5": (1536, 28, 12, 2, 8960, True),
+    "3": (2048, 36, 16, 2, 11_008, True),
+    "7": (3584, 28, 28, 4, 18_944, False),
+}
+SIZES = sorted([*QWEN3, *QWEN2_5], key=float)
 
 
 @dataclass
@@ -45,13 +61,14 @@ class Run(preflight.Run):
 @functools.cache
 def models_of(size):
     """A policy and a value model, without memory for their weights."""
-    hidden_size, layers, heads, inner_size, is_tied = SHAPES[size]
-    config = Qwen3Config(
-        vocab_size=151_936,
+    config_class, shapes = (Qwen3Config, QWEN3) if size in QWEN3 else (Qwen2Config, QWEN2_5)
+    hidden_size, layers, heads, key_heads, inner_size, is_tied = shapes[size]
+    config = config_class(
+        vocab_size=152_064 if size == "7" else 151_936,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=8,
+        num_key_value_heads=key_heads,
         intermediate_size=inner_size,
         tie_word_embeddings=is_tied,
         num_labels=1,
@@ -62,7 +79,7 @@ def models_of(size):
 
 
 def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank=0):
-    """A Run of the model of this size; learners and vllm_gpus are those of a node."""
+    """A Run of the model of this size, in billions; learners and vllm_gpus are those of a node."""
     script = importlib.import_module(name)
     options = preflight.Options(
         config_file=str(Path(__file__).parents[1] / "accelerate" / file),
@@ -114,11 +131,35 @@ def print_table(launches, sizes, rank):
         print(f"| {words} | {room:.0f} | {' | '.join(map(cell, runs))} |")
 
 
+# README's rows: what the launches begin with
+ROWS = {f"{size} GB": f"one GPU of {size} GB" for size in (24, 40, 80)}
+ROWS["eight of 80 GB"] = "8 x 80 GB"
+
+
+def largest(name, row, rank):
+    """The largest size that fits by a launch of one of README's rows; empty: none."""
+    launches = [LAUNCHES[words] for words in LAUNCHES if words.startswith(ROWS[row])]
+    for size in reversed(SIZES):
+        runs = (launch(name, size, *given, rank=rank, **more) for *given, more in launches)
+        if any(plan.with_share(run) is not None for run in runs):
+            return size
+    return ""
+
+
+def print_largest():
+    print("| GPUs | GRPO | PPO | GRPO, adapters | PPO, adapters |\n|---|---|---|---|---|")
+    for row in ROWS:
+        columns = itertools.product((0, 16), ("grpo_vllm_async", "ppo_vllm_async"))
+        print(f"| {row} | {' | '.join(largest(name, row, rank) for rank, name in columns)} |")
+
+
 def main():
-    print("All weights are trained:\n")
-    print_table(LAUNCHES, ["0.6", "1.7", "4", "8"], rank=0)
+    print("The largest:\n")
+    print_largest()
+    print("\nAll weights are trained:\n")
+    print_table(LAUNCHES, ["0.6", "1.7", "4", "8", "14"], rank=0)
     print("\nAdapters are trained (--lora_rank 16):\n")
-    print_table([words for words in LAUNCHES if words[:2] != "16"], SHAPES, rank=16)
+    print_table([words for words in LAUNCHES if words[:2] != "16"], QWEN3, rank=16)
 
 
 if __name__ == "__main__":
