@@ -31,6 +31,8 @@ TESTED_ELSEWHERE = (
     "bash scripts/gpu_check.sh",
     "bash scripts/train/gsm8k/",
     "python make_sums.py",
+    "python -m pip",
+    "python -m tensorboard.main",
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
     "python scripts/data_preprocess/",

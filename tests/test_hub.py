@@ -13,7 +13,6 @@ import preflight
 import provenance
 import push_to_hub
 import pytest
-import transformers
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
@@ -151,9 +150,10 @@ def test_lines_that_are_printed_load_the_model_from_its_branch(kind, push, run_d
         del args["value_learning_rate"]
     write_text(run_dir / "args.json", json.dumps(args))
     lines, loaded = push(run_dir)[1].partition("To load it:\n\n")[2], []
-    monkeypatch.setattr(transformers, f"AutoModelFor{kind}", Loader(loaded))
-    monkeypatch.setattr(transformers, "AutoTokenizer", Loader(loaded))
-    exec(lines)
+    names = (f"AutoModelFor{kind}", "AutoTokenizer")
+    library = SimpleNamespace(**{name: Loader(loaded) for name in names})
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    exec(lines, {})
     assert loaded == [("me/ppo_sync", "first")] * 2
     assert lines in Hub.branches["me/ppo_sync", "first"]["README.md"]
 
