@@ -2,7 +2,8 @@
 
 scripts/preflight.py prints it. Each function takes its Run: the arguments of a script, where it is
 launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate:
-docs/results.md has what runs took on CPUs, and nobody has measured it on GPUs.
+docs/results.md has what runs took on CPUs, and PyTorch's own count of what they hold on GPUs
+(benchmark/fake_memory.py), where none has run.
 
     a trained parameter   16: float32 weight, gradient, and AdamW's two moments (1412.6980)
     a frozen parameter    2 or 4: its weight, in --dtype
@@ -20,7 +21,6 @@ from dataclasses import replace
 import torch
 
 GIB = 2**30
-CONTEXTS = 2 * GIB  # that the scripts leave of a shared GPU to CUDA: a context for each process
 SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts, but is slow
 # With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
 # waits for the weights to be read
@@ -135,22 +135,24 @@ def adapter_buffers(run, model, tokens):
 
 
 def gathered(run, model, is_trained):
-    """What FSDP2 gathers: of the root unit, and in all in a layer's forward and backward pass.
+    """What FSDP2 has gathered: with the root unit; while that is gathered; in a layer's two passes.
 
     A unit is a layer, or the rest: the root unit, which is gathered as it is.
     """
     if not run.options.num_shards():
-        return 0, 0, 0
+        return 0, 0, 0, 0
     layers = layer_sizes(model)
     is_float32 = is_trained and not rank_of(run)
     root = (count_parameters(model) - sum(layers)) * (4 if is_float32 else size_of(run))
+    # A buffer for the root unit, and one for the last layer
+    again = 2 * root + size_of(run) * max(layers)
     # Two layers, and a buffer for one of them
     forward = root + 3 * size_of(run) * max(layers)
     # A layer's gradient in float32 as it is sent, and gloo's copy
     gradient = max(layers)
     if is_trained and rank_of(run):
         gradient = count_trained(run, model) / len(layers)
-    return root, forward, forward + 2 * 4 * gradient
+    return root, again, forward, forward + 2 * 4 * gradient
 
 
 ACTIVATIONS, COPIES, GATHERED = "activations", "autocast's copies", "gathered by FSDP2"
@@ -166,23 +168,26 @@ def layer_sizes(model):
 def pass_parts(run, model, rows, is_trained):
     """About what a pass over some rows holds at its worst moment, by part.
 
-    It is in the last layer, in the head, or, backwards, in the last layer again, or at the
-    embedding. Of a layer that computes, as much comes and goes as is saved for its backward pass.
+    It is in the last layer, in the head, or, backwards, in the head, in the last layer again, or at
+    the embedding. Of a layer that computes, as much comes and goes as is saved for its backward
+    pass.
     """
     has_adapters = is_trained and rank_of(run) > 0
     args, config = run.args, model.config.get_text_config()
     tokens, num_layers = rows * run.max_length(), config.num_hidden_layers
     layer = layer_activations(run, model, tokens, is_trained)
-    root, forward, backward = gathered(run, model, is_trained)
+    root, again, forward, backward = gathered(run, model, is_trained)
 
-    # The head's logits are in chunks, of which four exist at once (ChunkedHead in the scripts).
-    # Beside them is the head's gradient, or its copy in float32. A classifier's head is small
+    # The head's logits are in chunks, of which four exist at once, and three in the backward pass
+    # (ChunkedHead in the scripts). Beside them are its copy in float32, or there its gradient, and
+    # the hidden states that it reads, about four times. A classifier's head is small
     embedding = 4 * model.get_input_embeddings().weight.numel()
-    logits = head = 0
+    chunk = head = copy = states = 0
     if not hasattr(model, "score"):
         chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
-        logits = 4 * 4 * min(chunk, rows * args.response_length * config.vocab_size)
-        head = embedding
+        chunk = 4 * min(chunk, rows * args.response_length * config.vocab_size)
+        head, states = embedding, 4 * 4 * tokens * config.hidden_size
+        copy = head * (size_of(run) == 2 and (has_adapters or not is_trained))
 
     # Of a frozen model about half a layer is there at once
     saved = copies = saved_copies = 0
@@ -198,19 +203,22 @@ def pass_parts(run, model, rows, is_trained):
         in_layer = saved + layer
     if has_adapters:
         in_layer += adapter_buffers(run, model, tokens)
-    of_head = {COPIES: saved_copies, HEAD: head, GATHERED: root}
+    of_head = {ACTIVATIONS: saved + states, COPIES: saved_copies, HEAD: copy, GATHERED: root}
     moments = [
         {ACTIVATIONS: in_layer, COPIES: copies, GATHERED: forward},
-        {ACTIVATIONS: saved, "logits": logits} | of_head,
+        of_head | {"logits": 4 * chunk},
     ]
     if is_trained:
         gradient = 0 if has_adapters else head
         backwards = {COPIES: saved_copies, HEAD: gradient, GATHERED: backward}
+        moments.append(of_head | {GATHERED: again})
+        moments.append(of_head | {"logits": 3 * chunk, HEAD: copy or gradient})
         moments.append({ACTIVATIONS: in_layer} | backwards)
     if is_trained and not has_adapters:
         # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
         sent = 0 if run.options.has_gpus() else root
-        moments.append({HEAD: head + embedding, GATHERED: root})
+        tied = head * model.config.tie_word_embeddings  # for the sum of both gradients
+        moments.append({HEAD: head + embedding + tied, GATHERED: root})
         moments.append({HEAD: 2 * root, GATHERED: sent})
     return max(moments, key=total)
 
@@ -232,11 +240,12 @@ def learner_memory(run):
     always["gradients"] = 4 * count  # between updates they are zeros
     for name, model in frozen_weights(run).items():
         always[f"{name}, frozen"] = size_of(run) * count_parameters(model) / shards
-    if options.num_processes > shards:  # two of 25 MiB, torch's bucket_cap_mb
-        always["buckets that DDP sends"] = len(trained) * 50 * 2**20
-    if options.has_gpus() and not run.shares_gpus():  # of a shared one: see learner_room
-        always["CUDA"] = GIB
     passes = {}
+    if options.num_processes > shards:
+        # Gradients are in DDP's buckets. After the first update it makes others, one model's at a
+        # time, beside the old ones (torch 2.13, reducer.cpp, rebuild_buckets)
+        largest = max(count_trained(run, model) for model in trained.values())
+        passes["DDP's second update"] = always | {"other buckets of DDP": 4 * largest}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
@@ -262,10 +271,20 @@ def learner_room(run):
     """Bytes of its GPU that a learner may take; None: the GPU is not known."""
     if run.options.gpu_memory is None:
         return None
-    room = run.options.gpu_memory * GIB
-    if run.shares_gpus():  # the script keeps to it
-        room -= engine_room(run) + CONTEXTS
+    room = run.options.gpu_memory * GIB - left_to_cuda(run)
+    if run.shares_gpus():
+        room -= engine_room(run)
     return max(0, room)
+
+
+def left_to_cuda(run):
+    """Bytes of a learner's GPU that PyTorch's allocator is not to have, as limit_memory has it.
+
+    A GiB is for the context of each process, and one for NCCL: between ranks, and from a rank to an
+    engine on other GPUs.
+    """
+    has_no_nccl = run.options.num_processes == 1 and not getattr(run.args, "vllm_gpus", ())
+    return (2 + run.shares_gpus() - has_no_nccl) * GIB
 
 
 def host_memory(run):
@@ -297,13 +316,22 @@ def engine_memory(run):
     # vLLM 0.32 first tries the largest batch (engine/arg_utils.py,
     # get_batch_defaults; v1/worker/gpu/model_runner.py, profile_run): the activations of a layer,
     # or the logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
-    tokens, sequences = 8192, 256
-    if (run.options.gpu_memory or 0) >= 70:
-        tokens, sequences = 16_384, 1024
+    sequences = most_at_once(run)
+    tokens = 16_384 if sequences > 256 else 8192
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     activations = tokens * size * (3 * inner + 4 * config.hidden_size)
     logits = sequences * 4 * 4 * config.vocab_size
     return weights + max(activations, logits) + GIB / 2
+
+
+def most_at_once(run):
+    """Responses that vLLM samples at once, whatever its cache holds (get_batch_defaults).
+
+    Another machine's GPU is not known by its name: 80 GiB may be an A100's, too.
+    """
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    has_more = (run.options.gpu_memory or 0) >= 70 and "a100" not in name.lower()
+    return 1024 if has_more else 256
 
 
 def cache_memory(run):
@@ -318,7 +346,8 @@ def cache_memory(run):
 
 def engine_needs(run, responses=1):
     """Bytes that vLLM needs with a cache for so many rows, or for all of a step."""
-    return engine_memory(run) + min(responses, local_episodes(run)) * cache_memory(run)
+    count = min(responses, local_episodes(run), most_at_once(run))
+    return engine_memory(run) + count * cache_memory(run)
 
 
 def local_episodes(run):
@@ -327,9 +356,9 @@ def local_episodes(run):
 
 
 def responses_at_once(run):
-    """How many of a step's responses an engine on a shared GPU has room for, if all are longest."""
+    """How many of a step's responses an engine on a shared GPU samples at once, if all are long."""
     room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
-    return min(local_episodes(run), max(0, int(room)))
+    return min(local_episodes(run), most_at_once(run), max(0, int(room)))
 
 
 def propose_share(run):
@@ -340,7 +369,7 @@ def propose_share(run):
     memory = run.options.gpu_memory * GIB
     least = engine_needs(run, SOME_RESPONSES) / memory
     wanted = engine_needs(run, math.inf) / memory
-    most = 1 - (1.1 * learner_needs(run) + CONTEXTS) / memory
+    most = 1 - (1.1 * learner_needs(run) + left_to_cuda(run)) / memory
     return max(math.ceil(100 * least), min(math.ceil(100 * wanted), math.floor(100 * most))) / 100
 
 
@@ -488,6 +517,8 @@ def room_for_responses(run):
         f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, "
         f"if all are of {run.max_length():,} tokens with their prompts"
     )
+    if min(count + 1, local_episodes(run)) > 256:
+        words += f"; vLLM samples at most {most_at_once(run):,} at once, on an A100 256"
     if count >= min(local_episodes(run), FEW_RESPONSES):
         return words
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})

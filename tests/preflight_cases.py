@@ -409,8 +409,8 @@ def launch_file(**changes):
 
 LEARNER = {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False}
-HELP = "a learner needs about 1.4 GiB of its GPU, and has 1.2 GiB; this fits: | "
-HELP += "--gradient_checkpointing: 1.1 GiB of 1.2 GiB; --micro_batch_tokens 508: 1.0 GiB of"
+HELP = "a learner needs about 0.4 GiB of its GPU, and has 0.2 GiB; this fits: | "
+HELP += "--gradient_checkpointing: 0.1 GiB of 0.2 GiB; --micro_batch_tokens 508: 8.4 MiB of"
 # Each fits, and the two do not, with 2 GiB for CUDA
 BOTH = "a learner needs about | has 0.0 MiB; this fits: --vllm_gpu_memory_utilization 0."
 ADAPTERS = {"lora_rank": 8, "dtype": "float32"}
@@ -432,7 +432,7 @@ LAUNCHES = {
     "no such GPU": (gpus(8), {"vllm_gpus": "7 8"}, "--vllm_gpus (7, 8) | a machine has 8"),
     "adapters in float32": (gpus(1), ADAPTERS, "--lora_rank | --dtype bfloat16"),
     "memory of vLLM": (gpus(1, 2.0), share(0.1), "--vllm_gpu_memory_utilization 0.1 | GiB"),
-    "memory of a learner": (gpus(2, 1.25), LEARNER, HELP),
+    "memory of a learner": (gpus(2, 2.25), LEARNER, HELP),
     "memory of both": (gpus(1, 10.0), share(0.8), BOTH),
     "memory of nothing": (gpus(1, 0.5), {}, "a learner needs about | no flags make room"),
     "no such file": (given(config_file="no.yaml"), {}, "no.yaml | accelerate"),
@@ -698,7 +698,7 @@ LAUNCHED = {
     "two for vLLM": (SIX, OWN, "learners 6 | engines 2 | GPUs 6, 7"),
     "two machines": (NODES, OWN, "learners 12 | engines 4 | steps 130 of 768"),
     "memory": (ONE, {}, f"{SHARES} | policy"),
-    "memory of its own": (SIX, OWN, "of the 80.0 GiB that it may take | 1.0 GiB CUDA"),
+    "memory of its own": (SIX, OWN, "of the 78.0 GiB that it may take"),
     "FSDP2": (EIGHT | {"config_file": SHARDED}, {}, "learners 8 | gathered by FSDP2 | a machine,"),
     "two machines by a file": (BY_FILE, {}, "learners 16 | engines 16 of vLLM"),
     "tokens and not rows": ({}, {"micro_batch_tokens": 200}, "(--micro_batch_tokens 200)"),

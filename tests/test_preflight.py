@@ -7,6 +7,7 @@ with one of those that it is for, the next with the next. test_mistakes.py has w
 
 import contextlib
 import importlib
+import math
 import multiprocessing.spawn
 import pickle
 import queue
@@ -903,11 +904,10 @@ def add_adapter(model, rank):
 def test_memory_is_the_sum_of_its_parts(ask, folder):
     options = cases.good_options(folder, "ppo_sync.py") | {"vllm_gpus": "2"}
     _, said, _ = ask("ppo_sync.py", options, num_processes=2, num_gpus=3, gpu_memory=80.0)
-    whole, of_vllm = re.search(r"memory .* about ([\d.]+) GiB", said), said.index("of vLLM:")
-    parts = re.findall(r"^ +([\d.]+) (GiB|MiB)  ", said[:of_vllm], re.MULTILINE)
+    whole, of_vllm = re.search(r"memory .* about ([\d.]+) MiB", said), said.index("of vLLM:")
+    parts = re.findall(r"^ +([\d.]+) MiB  ", said[:of_vllm], re.MULTILINE)
     assert len(parts) >= 5
-    total = sum(float(number) / (1 if unit == "GiB" else 1024) for number, unit in parts)
-    assert total == pytest.approx(float(whole[1]), abs=0.06)  # as it is rounded
+    assert sum(map(float, parts)) == pytest.approx(float(whole[1]), abs=0.3)  # as it is rounded
 
 
 def test_checkpoint_takes_what_is_written(tmp_path):
@@ -958,15 +958,40 @@ def test_attention_takes_a_square_where_no_kernel_is_fused(dtype, changes, more,
     assert after - before == more * 1536**2
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_shared_gpu_leaves_two_gib_to_cuda(share):
-    """As set_per_process_memory_fraction in the scripts; one of its own has one context."""
-    run = plan.with_changes(launch(GRPO), {"vllm_gpu_memory_utilization": share})
-    assert plan.learner_room(run) == pytest.approx(24 * (1 - share) * GIB - 2**31)
-    assert "CUDA" not in plan.learner_memory(run)[1]
-    run.args.vllm_gpus = (1,)
-    assert plan.learner_room(run) == 24 * GIB
-    assert plan.learner_memory(run)[1]["CUDA"] == GIB
+@pytest.mark.parametrize(
+    ("learners", "vllm_gpus", "left"),
+    [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
+)
+def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
+    """A GiB for each process on the GPU, and one where GPUs exchange weights or gradients."""
+    numbers = (GRPO, "0.6", 24, "ddp.yaml", 1, learners, vllm_gpus)
+    run = plan.with_changes(launch(*numbers), {"vllm_gpu_memory_utilization": 0.5})
+    assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "name", "most"),
+    [(24, None, 256), (80, None, 1024), (80, "NVIDIA A100-SXM4-80GB", 256), (80, "H100", 1024)],
+)
+def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name, most, monkeypatch):
+    """get_batch_defaults of vLLM 0.32. The name is that of this machine's GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    run = launch(GRPO, "0.6", gpu_memory)
+    run.args.vllm_gpu_memory_utilization = 0.97
+    run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
+    assert plan.responses_at_once(run) == most
+    assert f"samples at most {most:,} at once" in plan.room_for_responses(run)
+    cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
+    assert cache == most * plan.cache_memory(run)
+
+
+def test_ddp_has_other_buckets_beside_the_gradients_once():
+    """Of one model at a time, and where nothing else takes more: see test_fake_memory.py."""
+    runs = [launch(PPO, "1.7", 80, "ddp.yaml", learners=count) for count in (1, 2)]
+    (_, one), (name, two) = map(plan.learner_memory, runs)
+    assert name == "DDP's second update" and "other buckets of DDP" not in one
+    assert two["other buckets of DDP"] == 4 * plan.count_parameters(runs[0].value_model)
 
 
 def test_keys_and_values_have_the_head_size_of_the_config():
@@ -1102,7 +1127,7 @@ def test_adapters_are_shared_out_with_the_rest():
         assert 8 * parts[part] == pytest.approx(whole[part])
     # Gathered in bfloat16 and without gradients: less than of weights that are trained
     _, full = plan.learner_memory(launch(PPO, "8", 80, "fsdp2.yaml", learners=8))
-    assert parts["gathered by FSDP2"] < full["gathered by FSDP2"] / 2
+    assert parts["gathered by FSDP2"] < full["gathered by FSDP2"]
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.05), ("float32", 1.15)])

@@ -55,7 +55,7 @@ class Run(preflight.Run):
     """A run whose rows have these lengths."""
 
     def max_length(self):
-        return PROMPT + RESPONSE
+        return PROMPT + self.args.response_length
 
 
 @functools.cache
@@ -137,20 +137,26 @@ ROWS["eight of 80 GB"] = "8 x 80 GB"
 
 
 def largest(name, row, rank):
-    """The largest size that fits by a launch of one of README's rows; empty: none."""
+    """The largest size that fits by a launch of one of README's rows, and that run; or None."""
     launches = [LAUNCHES[words] for words in LAUNCHES if words.startswith(ROWS[row])]
     for size in reversed(SIZES):
-        runs = (launch(name, size, *given, rank=rank, **more) for *given, more in launches)
-        if any(plan.with_share(run) is not None for run in runs):
-            return size
-    return ""
+        for *given, more in launches:
+            solved = plan.with_share(launch(name, size, *given, rank=rank, **more))
+            if solved is not None:
+                return size, solved[1]
+    return None
+
+
+def largest_of(row):
+    """What README's row has: for GRPO, PPO, and both with adapters."""
+    columns = itertools.product((0, 16), ("grpo_vllm_async", "ppo_vllm_async"))
+    return [largest(name, row, rank) for rank, name in columns]
 
 
 def print_largest():
     print("| GPUs | GRPO | PPO | GRPO, adapters | PPO, adapters |\n|---|---|---|---|---|")
     for row in ROWS:
-        columns = itertools.product((0, 16), ("grpo_vllm_async", "ppo_vllm_async"))
-        print(f"| {row} | {' | '.join(largest(name, row, rank) for rank, name in columns)} |")
+        print(f"| {row} | {' | '.join(cell[0] if cell else '' for cell in largest_of(row))} |")
 
 
 def main():

@@ -1,10 +1,11 @@
-"""What a run takes in memory on a CPU, beside what the preflight plans for it.
+"""What a run takes in memory on a CPU, beside what the preflight plans and PyTorch counts.
 
     python scripts/benchmark/memory.py [--ranks 2] [--fsdp2] SCRIPT FLAGS...
 
 Runs SCRIPT on one or more ranks, and looks ten times a second at all processes of the run together,
 with pages that they share counted once (PSS). From their peak it takes off what each process had
-before it loaded a model. Linux only. Nothing else large should run beside it.
+before it loaded a model. Each process's own peak is the kernel's (VmHWM), which misses nothing.
+Linux only. Nothing else large should run beside it.
 """
 
 import argparse
@@ -32,6 +33,12 @@ def pss(process):
     return 0
 
 
+def peak_rss(pid):
+    """The most that a process has held since its peak was reset, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 # ------------------------------------------------------------------------------- inside of the run
 
 
@@ -44,7 +51,8 @@ def note_before(module, name, prepare):
         path = Path(os.environ["NOTES"], str(os.getpid()))
         if not path.exists():
             prepare()
-            path.write_text(str(pss(psutil.Process())))
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            path.write_text(f"{pss(psutil.Process())} {peak_rss('self')}")
         return function(*args, **kwargs)
 
     setattr(module, name, noted)
@@ -80,24 +88,26 @@ def run_rank():
 
 
 def look_on(process, notes):
-    """The largest sum over all processes of the run, less the notes, and its parts."""
-    largest, parts = 0, {}
+    """The largest sum over all processes of the run, less the notes, and the peak of each."""
+    largest, peaks = 0, {}
     while process.poll() is None:
         sizes = {}
         for each in [process, *process.children(recursive=True)]:
             note = notes / str(each.pid)
-            if note.exists():
-                sizes[each.pid] = pss(each) - int(note.read_text() or 0)
-        if sum(sizes.values()) > largest:
-            largest, parts = sum(sizes.values()), sizes
+            if note.exists() and len(before := note.read_text().split()) == 2:
+                sizes[each.pid] = pss(each) - int(before[0])
+                with contextlib.suppress(OSError, IndexError):  # it has just ended
+                    peaks[each.pid] = peak_rss(each.pid) - int(before[1])
+        largest = max(largest, sum(sizes.values()))
         time.sleep(0.1)
-    return largest, sorted(parts.values(), reverse=True)
+    return largest, sorted(peaks.values(), reverse=True)
 
 
 def planned(path, flags, ranks, is_fsdp2):
-    """Bytes by the preflight: of all learners together, of all engines together."""
+    """Bytes of all learners by the preflight, of all engines, and of all learners as counted."""
     sys.path[:0] = [str(REPO), str(REPO / "scripts")]
     preflight, plan = map(importlib.import_module, ("preflight", "plan"))
+    fake_memory = importlib.import_module("fake_memory")
     file = REPO / "scripts/accelerate" / f"{'fsdp2' if is_fsdp2 else 'ddp'}.yaml"
     options = preflight.Options(num_processes=ranks, num_gpus=0, config_file=str(file))
     preflight.read_config_file(options)
@@ -107,7 +117,8 @@ def planned(path, flags, ranks, is_fsdp2):
     for mistake in preflight.check(run):
         sys.exit(preflight.one_line(mistake))
     engines = len(args.vllm_gpus) or ranks
-    return ranks * plan.learner_needs(run), engines * plan.engine_memory(run)
+    counted = ranks * fake_memory.count(run)
+    return ranks * plan.learner_needs(run), engines * plan.engine_memory(run), counted
 
 
 def main():
@@ -117,7 +128,9 @@ def main():
     parser.add_argument("script", type=os.path.expanduser)
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    of_learners, of_engines = planned(options.script, options.flags, options.ranks, options.fsdp2)
+    of_learners, of_engines, counted = planned(
+        options.script, options.flags, options.ranks, options.fsdp2
+    )
     with tempfile.TemporaryDirectory() as notes:
         environment = os.environ | {
             "NOTES": notes,
@@ -147,6 +160,7 @@ def main():
         "of_processes_gib": [round(size / GIB, 2) for size in sizes],
         "planned_gib": round(plan / GIB, 2),
         "of_learners_gib": round(of_learners / GIB, 2),
+        "of_learners_counted_gib": round(counted / GIB, 2),
         "planned/peak": round(plan / largest, 2),
     }
     print(json.dumps(measured))
