@@ -1118,6 +1118,8 @@ def start_ranks(args):
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until watch_signals; in children always
+    with signals_blocked():
+        mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -2042,7 +2044,7 @@ class VLLM:
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
         # vLLM and torch read the environment when they are imported: the process is born with it
-        with clear_environment():
+        with clear_environment(), signals_blocked():
             os.environ.update(environment)
             start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
@@ -2981,6 +2983,15 @@ def end_with_launcher():
         is_gone = not re.match("python|accelerate|torchrun", psutil.Process(1).name())
     if is_gone:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    """Has a process that is started inside live on when its group is to end, to clean up then."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def watch_signals(run_dir):

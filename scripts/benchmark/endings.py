@@ -32,6 +32,7 @@ only.
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -364,10 +365,10 @@ def try_ending(case, is_begun_again, folder):
     return line | {"problems": problems}
 
 
-def draw(choice, scripts, launchers, endings):
+def draw(choice, scripts, launchers, endings, moments):
     """A random case."""
     launcher = choice.choice(launchers)
-    moment = choice.choice(list(MOMENTS))
+    moment = choice.choice(moments)
     return {
         "script": choice.choice(scripts),
         "launcher": launcher,
@@ -406,6 +407,7 @@ def main():
     add("--scripts", nargs="+", type=os.path.expanduser, default=SCRIPTS)
     add("--launchers", nargs="+", choices=LAUNCHERS)
     add("--endings", nargs="+", choices=ENDINGS, default=ENDINGS)
+    add("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS), help="of --random")
     add("--results", type=Path, default=Path("output/endings.jsonl"), help="lines are added")
     args = parser.parse_args()
     results = args.results.expanduser()
@@ -415,14 +417,12 @@ def main():
 
     choice = random.Random(args.seed)
     launchers = args.launchers or (list(LAUNCHERS) if args.random else ["accelerate", "torchrun"])
-    cases = [draw(choice, args.scripts, launchers, args.endings) for _ in range(args.random)]
-    if not args.random:
-        for script in args.scripts:
-            for launcher in launchers:
-                for ending in args.endings:
-                    case = draw(choice, [script], [launcher], [ending])
-                    later = choice.uniform(0, MOMENTS["step"])
-                    cases.append(case | {"moment": "step", "later": later})
+    if args.random:
+        space = (args.scripts, launchers, args.endings, args.moments)
+        cases = [draw(choice, *space) for _ in range(args.random)]
+    else:
+        each = itertools.product(args.scripts, launchers, args.endings)
+        cases = [draw(choice, [one], [by], [ending], ["step"]) for one, by, ending in each]
 
     print(f"Seed {args.seed}")
     print_row(COLUMNS)
