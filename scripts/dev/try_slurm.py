@@ -246,7 +246,7 @@ class Job:
             lines = self.log.read_text()[self.begun :] if self.log.exists() else ""
             return now == "RUNNING" and len(re.findall("^step ", lines, re.MULTILINE)) >= steps
 
-        wait_until(are_done, 600, f"{steps} steps of {self.name}")
+        wait_until(are_done, 1200, f"{steps} steps of {self.name}")
 
 
 def disturb(job, fault, choice):
@@ -284,6 +284,7 @@ def what_is_left(job, used):
 
 def begin_again(job):
     """As a user would; without the two minutes that Slurm lets a requeued job wait."""
+    time.sleep(2)  # what ended and begins in one second is revoked: "Job credential revoked"
     job.begun = len(job.log.read_text())
     state = job.cluster.state(job.id)
     if state == "CANCELLED":
@@ -331,7 +332,7 @@ def main():
         with Cluster(folder) as cluster:
             peace = Job(cluster, "peace", args, flags)
             peace.submit()
-            peace.wait_for_state(("COMPLETED",), 600)
+            peace.wait_for_state(("COMPLETED",), 1800)
             print(f"in peace: {peace.steps()} steps", flush=True)
 
             job = Job(cluster, "disturbed", args, flags)
@@ -348,11 +349,11 @@ def main():
                     problems.append(f"left by {fault}: {left}")
                 print(f"in step {job.steps() + 1}: {done}; left: {left or 'nothing'}", flush=True)
                 begin_again(job)
-            job.wait_for_state(("COMPLETED",), 600)
+            job.wait_for_state(("COMPLETED",), 1800)
             whole, files = files_of(peace.run_dir), files_of(job.run_dir)
             problems += [f"{name} differs" for name in whole if whole[name] != files[name]]
             job.submit()
-            job.wait_for_state(("COMPLETED",), 300)
+            job.wait_for_state(("COMPLETED",), 600)
             if not job.log.read_text().rstrip().endswith("is finished"):
                 problems.append("submitted once more, it does not say that it is finished")
             print("\n".join(re.findall("^Resumed after.*", job.log.read_text(), re.MULTILINE)))
