@@ -1219,7 +1219,7 @@ def lock_run(run_dir):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}") from None
+        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}; end that first") from None
     except OSError as error:
         print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
         return file
@@ -2938,6 +2938,7 @@ def watch_signals(run_dir):
     def watch():
         while (number := os.read(read_end, 1)[0]) == signal.SIGUSR1:
             checkpoint_wanted.set()
+            print("SIGUSR1: the next step begins with a checkpoint", flush=True)
         ending.acquire()  # for good: others wait here for the end
         try:
             tell_how_to_go_on(run_dir)
@@ -2958,8 +2959,9 @@ def tell_how_to_go_on(run_dir):
     if not checkpoints:
         print("There is no checkpoint to go on from (--save_freq)", flush=True)
         return
-    # provenance.py has found it
-    command = json.loads((run_dir / "args.json").read_text()).get("command", sys.argv)
+    saved_args = json.loads((run_dir / "args.json").read_text())
+    # With the launcher's, which provenance.py has found; a copy may be without it
+    command = saved_args.get("provenance", {}).get("command", [sys.executable, *sys.argv])
     command += ["--resume_from_checkpoint", str(checkpoints[-1])]
     step = step_of(checkpoints[-1])
     print(f"To go on from the checkpoint of step {step}:\n{shlex.join(command)}", flush=True)

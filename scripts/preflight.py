@@ -337,7 +337,8 @@ def check_gpus(run):
     if (num_gpus or gpus) and max([learners - 1, *gpus]) >= num_gpus:
         raise Mistake(
             f"too few GPUs for {learners} learners, or for --vllm_gpus {gpus}: a machine has "
-            f"{num_gpus}; of another one say --num_gpus, before the script"
+            f"{num_gpus}; before the script there are --num_processes and, of another machine, "
+            f"--num_gpus"
         )
     idle = num_gpus - learners - len(gpus)
     if idle > 0:

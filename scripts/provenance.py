@@ -37,18 +37,23 @@ def names_of(command: list[str]) -> list[str]:
     return [Path(word).name for word in command[:3]]
 
 
-def as_typed(command: list[str]) -> list[str]:
-    """A process's command, without the interpreter of a launcher and without its own folder.
+def as_typed(command: list[str], folder: str) -> list[str]:
+    """A process's command, without the interpreter of a launcher, to be typed in a folder.
 
-    >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"])
+    Its program is named from the folder, if it is in there; else without its own folder.
+
+    >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"], "/a")
     ['torchrun', 'ppo_sync.py']
-    >>> as_typed([".venv/bin/python", "ppo_sync.py", "--seed", "2"])
+    >>> as_typed(["/a/.venv/bin/python", "ppo_sync.py", "--seed", "2"], "/a")
     ['.venv/bin/python', 'ppo_sync.py', '--seed', '2']
     """
     if LAUNCHERS.intersection(names_of(command)[1:2]):
         command = command[1:]
     program, *rest = command
-    return [Path(program).name if os.path.isabs(program) else program, *rest]
+    if os.path.isabs(program):
+        path = Path(program)
+        program = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+    return [program, *rest]
 
 
 def find_script(process: psutil.Process) -> Path | None:
@@ -65,7 +70,7 @@ def find_command(process: psutil.Process) -> list[str]:
     launcher = process.parent()
     if launcher is not None and LAUNCHERS.intersection(names_of(launcher.cmdline())):
         process = launcher
-    return as_typed(process.cmdline())
+    return as_typed(process.cmdline(), process.cwd())
 
 
 def ask(*command: str) -> str | None:

@@ -656,7 +656,7 @@ def lock_run(run_dir):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}") from None
+        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}; end that first") from None
     except OSError as error:
         print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
         return file

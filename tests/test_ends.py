@@ -9,9 +9,12 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,8 +99,14 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     if cause is None:
         assert "Traceback" not in run.stderr or launcher  # of which it is
         is_told = fault.startswith(("SIGINT", "SIGTERM")) and "launcher" not in fault
-        lines = re.findall(r"^Stopped in step 2\. .* step 1:$", run.stdout, re.MULTILINE)
-        assert len(lines) == is_told
+        commands = re.findall(r"^Stopped in step 2\. .* step 1:\n(.*)$", run.stdout, re.MULTILINE)
+        assert len(commands) == is_told
+        for command in commands:
+            words = shlex.split(command)
+            *_, flag, checkpoint = words
+            assert flag == "--resume_from_checkpoint" and Path(checkpoint).name == "step_1"
+            assert shutil.which(words[0]) and str(run.run_dir.parent) in words
+            assert ("accelerate.commands.launch" in words) == ("launched" in vllm)
     else:
         # Of an error in vLLM's process there is one there and one here
         told = len(re.findall(f"^{re.escape(cause)}", run.output, re.MULTILINE))
