@@ -2710,13 +2710,15 @@ def write_metrics(accelerator, metrics, run_dir, args):
         drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
     if args.reward_fn and metrics["training_step"] == 3:  # does it wait, and for what?
         drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
+    if not is_rank_0():
+        return
     step, num_steps = metrics["training_step"], args.num_training_steps
     left = timedelta(seconds=round(metrics["time/from_scratch"] / step * (num_steps - step)))
-    accelerator.print(f"step {step:.0f} of {num_steps}, {left} left  ", end="")
+    print(f"step {step:.0f} of {num_steps}, {left} left  ", end="")
     for name in ("objective/scores", "eval/scores"):
         if name in metrics:
-            accelerator.print(f"{name}: {metrics[name]:.4g}  ", end="")
-    accelerator.print(flush=True)
+            print(f"{name}: {metrics[name]:.4g}  ", end="")
+    print(flush=True)
 
 
 # Programs that work on a run's folder; a copy of this script may be without
