@@ -1054,7 +1054,7 @@ def plan_of_memory(run):
     number, size = plan.checkpoints_on_disk(run)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
-    if args.save_freq == 0:
+    if not number:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
 
 
