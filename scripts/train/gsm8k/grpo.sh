@@ -8,7 +8,7 @@
 #
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 33 GiB for a learner, of the 54 that it may take of a GPU of 80
-#   GPUS=8: 33 GiB for a learner, of the 54 that it may take of a GPU of 80
+#   GPUS=8: 33 GiB for a learner, of the 53 that it may take of a GPU of 80
 # Hours: not known. SkyRL's example has four GPUs (github.com/NovaSky-AI/SkyRL, skyrl-train/examples/gsm8k/run_gsm8k.sh).
 #
 # Expect .79 on the test set after all 140 steps: it is quoted for this setting, and its log has not been seen.

@@ -7,7 +7,7 @@
 #
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 33 GiB for a learner, of the 54 that it may take of a GPU of 80
-#   GPUS=8: 33 GiB for a learner, of the 54 that it may take of a GPU of 80
+#   GPUS=8: 33 GiB for a learner, of the 53 that it may take of a GPU of 80
 # Hours: not known.
 #
 # Expect: not known for this setting. Nearest to it are verl's runs of GRPO with adapters (LoRA) in place of all weights,

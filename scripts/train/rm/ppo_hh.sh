@@ -7,10 +7,10 @@
 # The reward model is trained once; output/hh_reward_model/model is taken where it is there. Further flags go to PPO.
 #
 # Needs, by scripts/preflight.py:
-#   reward model, GPUS=1: 11 GiB for a learner, of the 40 that it may take of a GPU of 40
+#   reward model, GPUS=1: 10 GiB for a learner, of the 39 that it may take of a GPU of 40
 #   GPUS=1: 20 GiB for a learner, of the 26 that it may take of a GPU of 40
-#   reward model, GPUS=8: 11 GiB for a learner, of the 40 that it may take of a GPU of 40
-#   GPUS=8: 20 GiB for a learner, of the 26 that it may take of a GPU of 40
+#   reward model, GPUS=8: 10 GiB for a learner, of the 38 that it may take of a GPU of 40
+#   GPUS=8: 20 GiB for a learner, of the 25 that it may take of a GPU of 40
 # Hours: not known.
 #
 # Expect: not known; no published run has this setting. What should be seen is a reward model that ranks more than half of

@@ -10,7 +10,7 @@
 #
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 38 GiB for a learner, of the 54 that it may take of a GPU of 80
-#   GPUS=8: 38 GiB for a learner, of the 54 that it may take of a GPU of 80
+#   GPUS=8: 38 GiB for a learner, of the 53 that it may take of a GPU of 80
 # Hours: not known.
 #
 # Expect: of TRL's run a judge (GPT-4o mini) preferred 64.7% of 1,000 summaries to the reference, and of the policy that

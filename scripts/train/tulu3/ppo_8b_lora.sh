@@ -7,8 +7,8 @@
 # Further flags go to the script. GPUS must divide 192.
 #
 # Needs, by scripts/preflight.py:
-#   GPUS=1: 36 GiB for a learner, of the 40 that it may take of a GPU of 80
-#   GPUS=8: 36 GiB for a learner, of the 40 that it may take of a GPU of 80
+#   GPUS=1: 37 GiB for a learner, of the 40 that it may take of a GPU of 80
+#   GPUS=8: 37 GiB for a learner, of the 39 that it may take of a GPU of 80
 # Hours: not known; this has not run on a GPU.
 #
 # Expect: not known. ppo_8b.sh trains all weights, with open-instruct's numbers; it differs in what is said to be ours.
