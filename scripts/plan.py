@@ -99,41 +99,30 @@ def residual_size(run, is_trained):
     return size_of(run) if is_cast else 4
 
 
-def attention_widths(config):
-    """Numbers of a token's queries, of all heads, and of its keys."""
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads * head_dim, key_heads * head_dim
-
-
 def layer_activations(run, model, tokens, is_trained):
-    """What PyTorch saves in a layer, as of Qwen or Llama, for its backward pass."""
+    """What PyTorch saves in a layer, as of Qwen2 or Llama, for its backward pass."""
     config, size, length = model.config.get_text_config(), size_of(run), run.max_length()
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     residual = 4 * residual_size(run, is_trained)  # what goes into two norms, and out of them
     # What goes into q, k, v, gate and up: autocast copies it for each
     inputs = 5 * size if size == 2 else 2 * size
-    queries, keys = attention_widths(config)
+    attention = 4 * size  # queries, keys, values, and what comes out
     mlp = 4 * size  # gate, its activation, up, and their product
-    # Beside queries and keys are values, and what comes out of attention
-    of_token = hidden * (residual + inputs) + 2 * size * (queries + keys) + inner * mlp
-    has_adapters = is_trained and rank_of(run) > 0
-    if "q_norm" in str(model):
-        # What is normalized, in float32, and then what its weight is multiplied by
-        of_token += (queries + keys) * (4 + size * (not has_adapters))
-    if has_adapters:
+    of_token = hidden * (residual + inputs + attention) + inner * mlp
+    if is_trained and rank_of(run):
         # peft 0.21.2, tuners/lora/layer.py, Linear.forward: A x is kept, and x is cast to float32
         # and back, so that what comes out of attention is kept twice
         adapters = len(adapted_layers(model)) / config.num_hidden_layers
-        of_token += size * (rank_of(run) * adapters + queries * (size == 2))
-    # With a sliding window there is a mask, (rows, length, length)
-    if (getattr(config, "sliding_window", None) or length) < length:
+        of_token += size * (rank_of(run) * adapters + (hidden if size == 2 else 0))
+    window = getattr(config, "sliding_window", None)
+    if window and window < length:  # then there is a mask: (rows, length, length)
         of_token += size * length
-    if run.options.has_gpus() and size == 4 and keys != queries:
+    heads = config.num_attention_heads
+    shares_keys = getattr(config, "num_key_value_heads", heads) != heads
+    if run.options.has_gpus() and size == 4 and shares_keys:
         # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
-        of_token += size * config.num_attention_heads * length
+        of_token += size * heads * length
     return tokens * of_token
 
 
@@ -193,12 +182,11 @@ def pass_parts(run, model, rows, is_trained):
     # (ChunkedHead in the scripts). Beside them are its copy in float32, or there its gradient, and
     # the hidden states that it reads, about four times. A classifier's head is small
     embedding = 4 * model.get_input_embeddings().weight.numel()
-    states = 16 * tokens * config.hidden_size
-    chunk = head = copy = 0
+    chunk = head = copy = states = 0
     if not hasattr(model, "score"):
         chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
         chunk = 4 * min(chunk, rows * args.response_length * config.vocab_size)
-        head = embedding
+        head, states = embedding, 4 * 4 * tokens * config.hidden_size
         copy = head * (size_of(run) == 2 and (has_adapters or not is_trained))
 
     # Of a frozen model about half a layer is there at once
@@ -222,18 +210,16 @@ def pass_parts(run, model, rows, is_trained):
     ]
     if is_trained:
         gradient = 0 if has_adapters else head
-        moments += [
-            of_head | {GATHERED: again},
-            of_head | {"logits": 3 * chunk, HEAD: copy or gradient},
-            of_head | {ACTIVATIONS: in_layer, HEAD: gradient, GATHERED: backward},
-        ]
+        backwards = {COPIES: saved_copies, HEAD: gradient, GATHERED: backward}
+        moments.append(of_head | {GATHERED: again})
+        moments.append(of_head | {"logits": 3 * chunk, HEAD: copy or gradient})
+        moments.append({ACTIVATIONS: in_layer} | backwards)
     if is_trained and not has_adapters:
-        # The embedding's gradient beside the head's, and the sum of tied ones; then what is sent of
-        # it, with gloo's copy
-        moments += [
-            {HEAD: head * (1 + config.tie_word_embeddings) + embedding, GATHERED: root},
-            {HEAD: 2 * root, GATHERED: root * (not run.options.has_gpus())},
-        ]
+        # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
+        sent = 0 if run.options.has_gpus() else root
+        tied = head * model.config.tie_word_embeddings  # for the sum of both gradients
+        moments.append({HEAD: head + embedding + tied, GATHERED: root})
+        moments.append({HEAD: 2 * root, GATHERED: sent})
     return max(moments, key=total)
 
 
@@ -258,8 +244,8 @@ def learner_memory(run):
     if options.num_processes > shards:
         # Gradients are in DDP's buckets. After the first update it makes others, one model's at a
         # time, beside the old ones (torch 2.13, reducer.cpp, rebuild_buckets)
-        largest = 4 * max(count_trained(run, model) for model in trained.values())
-        passes["DDP's second update"] = always | {"other buckets of DDP": largest}
+        largest = max(count_trained(run, model) for model in trained.values())
+        passes["DDP's second update"] = always | {"other buckets of DDP": 4 * largest}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
@@ -351,8 +337,10 @@ def most_at_once(run):
 def cache_memory(run):
     """Bytes of vLLM's KV cache for the longest prompt with its response."""
     config = run.model.config.get_text_config()
-    _, keys = attention_widths(config)
-    of_token = 2 * config.num_hidden_layers * keys * size_of(run)  # keys and values
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Keys and values
+    of_token = 2 * config.num_hidden_layers * heads * head_dim * size_of(run)
     return of_token * run.max_length()
 
 
@@ -526,10 +514,11 @@ def room_for_responses(run):
     """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
     count, share = responses_at_once(run), propose_share(run)
     words = (
-        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once "
-        f"(vLLM samples {most_at_once(run):,} at most, on an A100 256), "
+        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, "
         f"if all are of {run.max_length():,} tokens with their prompts"
     )
+    if min(count + 1, local_episodes(run)) > 256:
+        words += f"; vLLM samples at most {most_at_once(run):,} at once, on an A100 256"
     if count >= min(local_episodes(run), FEW_RESPONSES):
         return words
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})

@@ -5,8 +5,8 @@
 
 It prints GiB, and ends with status 1 where plan and count are more than 8% apart. "readme": the
 cells of README's table of what fits. "more": long responses, reference policies, reward models, no
-gradient checkpointing. "launches": DDP and FSDP2 on 8 and 16 GPUs; of sharded models 4 and 8
-layers are counted, and the rest is a straight line: the least that it can be.
+gradient checkpointing. "launches": what fits of the tables in docs/scaling.md, where models of 4
+and 8 layers are counted, and the rest is a straight line.
 
 Tensors are fake (FakeTensorMode): they have shapes and no memory, so any machine will do. The
 scripts' own functions load the models, place and run them, and make the optimizers. torch's
@@ -24,7 +24,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -241,12 +240,7 @@ def count(run, num_layers=None):
 
 
 def count_by_line(run, few=4, more=8):
-    """At least the count for all layers of sharded models, by those of two models with few.
-
-    With more layers another moment may have the most. In DDP it does: other buckets grow with them.
-    """
-    if not run.options.num_shards():
-        return count(run)
+    """The count for all layers, by those of two models with few."""
     of_few, of_more = count(run, few), count(run, more)
     num_layers = run.model.config.num_hidden_layers
     return of_few + (of_more - of_few) / (more - few) * (num_layers - few)
@@ -294,16 +288,16 @@ def readme_runs():
 
 
 def launch_runs():
-    """What fits on 8 and 16 GPUs that vLLM shares. On one GPU a copy takes what it does in DDP."""
+    """Of each launch what fits. On one GPU, or in DDP, sizes of GPUs change nothing."""
     sizes = {0: ["0.6", "1.7", "4", "8", "14"], 16: list(fits.QWEN3)}
-    several = [words for words in fits.LAUNCHES if re.match("(8|16) .*shared", words)]
-    for words, rank in itertools.product(several, sizes):
-        gpu_memory, file, numbers = fits.LAUNCHES[words]
-        for name, size in itertools.product(("grpo_vllm_async", "ppo_vllm_async"), sizes[rank]):
-            run = fits.launch(name, size, gpu_memory, file, rank=rank, **numbers)
-            if plan.with_share(run) is not None:
-                title = name.split("_")[0].upper() + (", adapters" if rank else "")
-                yield f"{words.removesuffix(', shared')}: {title}, {size} B", run
+    for words, (gpu_memory, file, numbers) in fits.LAUNCHES.items():
+        for rank, name in itertools.product(sizes, ("grpo_vllm_async", "ppo_vllm_async")):
+            for size in sizes[rank]:
+                run = fits.launch(name, size, gpu_memory, file, rank=rank, **numbers)
+                is_new = gpu_memory == 80 and (rank == 0 or words[:2] != "16")
+                if is_new and plan.with_share(run) is not None:
+                    adapters = ", adapters" if rank else ""
+                    yield f"{words}: {name[:4].strip('_').upper()}{adapters}, {size} B", run
 
 
 TABLES = {
