@@ -1106,9 +1106,9 @@ def start_ranks(args):
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until watch_signals; in children always
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     with signals_blocked():
         mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
