@@ -35,6 +35,7 @@ TESTED_ELSEWHERE = (
     "python -m tensorboard.main",
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
+    "python scripts/dev/",
     "python scripts/data_preprocess/",
     *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "fork")),
     *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),

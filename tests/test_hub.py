@@ -293,7 +293,7 @@ def test_what_made_a_run_is_written_down(run_dir, tmp_path):
 
     secrets = {"HF_TOKEN": "hf_secret", "PATH": f"{folder}:{environment()['PATH']}"}
     assert call(caller, "--seed", "2", **secrets).returncode == 0
-    command = [Path(sys.executable).name, str(caller), "--seed", "2"]
+    command = provenance.as_typed([sys.executable, str(caller), "--seed", "2"], str(Path.cwd()))
     assert provenance_of(run_dir)["command"] == command
     call(launcher, "launch", caller, "--seed", "2", **secrets)
     made = provenance_of(run_dir)
