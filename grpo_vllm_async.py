@@ -335,9 +335,13 @@ def main(args):
         # mini-batch's stay 0 until step 7: its update makes the same pass, by the same weights
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
-            batch.logprobs = forward_all(accelerator, policy, batch, epochs[0][1:], size, args)
+            batch.logprobs, entropies = forward_all(
+                accelerator, policy, batch, epochs[0][1:], size, args
+            )
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
+        if rollout.policy_version == version and args.beta > 0:  # else rows are skipped
+            check_samples(batch.logprobs, entropies, batch.mask)
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
@@ -613,18 +617,19 @@ def loss_divisor(loss_mask, args):
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
-    Returns log-probabilities or values on every rank: (episodes, length), 0 in other rows.
+    Returns log-probabilities or values on every rank, and a policy's entropies: each
+    (episodes, length), 0 in other rows.
     """
-    whole = torch.zeros_like(batch.mask)
+    whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
         # Its rows are dealt to the ranks; each has equally many parts
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
-            if isinstance(outputs, tuple):  # a policy's, with entropies
-                outputs, _ = outputs
+            if isinstance(outputs, tuple):  # a policy's
+                outputs, entropies[rows, : part.mask.shape[1]] = outputs
             whole[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact: a row is 0 on all of them but one
-    return accelerator.reduce(whole)
+    return accelerator.reduce(whole), accelerator.reduce(entropies)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
@@ -634,7 +639,7 @@ def reference_logprobs(accelerator, ref_policy, batch, args):
     """
     all_rows = list(range(len(batch.lengths)))
     set_adapter_scale(ref_policy, 0.0)
-    logprobs = forward_all(
+    logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
     )
     set_adapter_scale(ref_policy, 1.0)
@@ -849,9 +854,8 @@ def sync_weights(engine, language_model, version, args):
     weights = gather_weights(language_model, args)
     if engine:
         engine.sync_weights(weights, version)
-    for (
-        _
-    ) in weights:  # each is gathered when its turn comes: ranks without an engine take part here
+    # Each is gathered when its turn comes: here ranks without an engine take part
+    for _ in weights:
         pass
 
 
@@ -2154,6 +2158,25 @@ def gather_rollout(share, cpu_group):
     return rollout
 
 
+def check_samples(logprobs, entropies, mask):
+    """vLLM must have drawn tokens by the policy: it may give right log-probabilities to others.
+
+    All are (episodes, length); responses that are 0 do not count. A drawn token's log-probability
+    and the policy's entropy add up to 0 on average. RuntimeError: over 30 responses or more it is
+    six standard errors less. (More is no sign: rare tokens may be missing by chance.)
+    """
+    sums = ((logprobs + entropies) * mask).sum(1)
+    sums = sums[sums != 0]
+    if len(sums) < 30:
+        return
+    mean, error = sums.mean().item(), sums.std().item() / math.sqrt(len(sums))
+    if mean < -6 * error:
+        raise RuntimeError(
+            "vLLM did not draw its tokens by its policy: log-probability and entropy add up to "
+            f"{mean:.2g} a response, where 0 is expected with a standard error of {error:.2g}"
+        )
+
+
 def end_if_failed(call):
     """Ends this process where a call of vLLM's has failed, or its process has died."""
     if call.exception() is not None:
@@ -2363,7 +2386,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     to_score += to_score[:1] * (-len(to_score) % accelerator.num_processes)
     batch = collate(to_score, accelerator.device)
     all_rows = list(range(len(to_score)))
-    values = forward_all(
+    values, _ = forward_all(
         accelerator, reward_model, batch, [all_rows], args.local_rollout_forward_batch_size, args
     )
     scores = dict(zip(distinct, values[all_rows, batch.lengths - 1].tolist(), strict=False))

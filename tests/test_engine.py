@@ -98,6 +98,44 @@ def test_rounding_is_no_lost_weight(dtype, temperature, limit):
             script.check_sampler(logprobs, sampler_logprobs, mask, args)
 
 
+def draw(logits, seed):
+    """Log-probabilities and entropies of tokens that are drawn: (rows, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = logits.softmax(-1).flatten(0, 1)
+    drawn = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    found = script.token_logprobs(logits.flatten(0, 1), drawn)
+    return [numbers.view(logits.shape[:2]) for numbers in found]
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])  # the last is nearly sure of most tokens
+def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(64, 12, VOCAB, generator=generator)
+    mask = torch.ones(64, 12)
+    mask[::2, 5:] = 0
+    for seed in range(100):
+        script.check_samples(*draw(logits, seed), mask)
+    _, entropies = draw(logits, 0)
+    # Tokens of another policy, or of a higher temperature, as the policy sees them
+    others = logits.roll(1, dims=0)
+    tokens = torch.distributions.Categorical(logits=others).sample()
+    wrong = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    with pytest.raises(RuntimeError, match="did not draw its tokens by its policy"):
+        script.check_samples(wrong, entropies, mask)
+    script.check_samples(wrong[:29], entropies[:29], mask[:29])  # too few to tell
+    few = mask * (torch.arange(64) < 29)[:, None]
+    script.check_samples(wrong * few, entropies * few, mask)
+    script.check_samples(wrong + math.nan, entropies, mask)  # which is another error's
+
+
+def test_rare_tokens_that_did_not_come_are_no_error():
+    """Then each response has a little more than 0, all the same: infinitely many errors."""
+    logprobs, entropies = torch.full((64, 8), math.log(0.999)), torch.full((64, 8), 0.0079)
+    script.check_samples(logprobs, entropies, torch.ones(64, 8))
+    logprobs[7, 3] = math.log(0.001)  # and one that came
+    script.check_samples(logprobs, entropies, torch.ones(64, 8))
+
+
 # ----------------------------------------------------------------------------------- a real engine
 
 
@@ -215,6 +253,21 @@ def test_temperature_is_on_both_sides(system, temperature):
     for learners in (0.5, 1.0, 1.5):
         found = differences(system, responses, learners)
         assert found.max() < 1e-4 if learners == temperature else found.mean() > 1e-2
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_tokens_are_drawn_by_the_policy(system, temperature):
+    batch = script.collate(sample(system.vllm, PROMPTS * 32, temperature=temperature), "cpu")
+
+    def check():
+        policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
+        with torch.no_grad():
+            script.check_samples(*policy(batch.input_ids, batch.mask), batch.mask)
+
+    check()
+    perturb(system.model, 5)
+    with pytest.raises(RuntimeError, match="did not draw"):
+        check()
 
 
 def test_response_is_a_function_of_its_prompt_and_its_seed(system):

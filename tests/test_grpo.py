@@ -259,7 +259,7 @@ def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, optio
     size, rows = args.per_device_train_batch_size, list(range(8))
     for rank in range(ranks):
         accelerator = one_of_ranks(rank, ranks)
-        expected = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
+        expected, _ = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
         batch.logprobs = torch.zeros_like(batch.mask)  # not known yet
         _, found = grpo.accumulate_gradients(accelerator, policy, batch, rows, True, args)
         assert expected.any() and torch.equal(found, expected)

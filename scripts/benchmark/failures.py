@@ -5,7 +5,7 @@
     python scripts/benchmark/failures.py --draw           # the table; the picture beside --results
 
 A bug in the hand: its task is written, and commands are printed. The last one runs a script with
-check_sampler off:
+check_sampler and check_samples off:
 
     python scripts/benchmark/failures.py temperature --show
     python scripts/benchmark/failures.py --run off grpo_temperature.py FLAGS
@@ -220,7 +220,7 @@ FAILURES = {
 
 
 def run_script(checks, path, flags):
-    """Does what `python PATH FLAGS` does, but for its pictures; without check_sampler on demand.
+    """Does what `python PATH FLAGS` does, but for its pictures; on demand without checks of vLLM.
 
     And without check_head, by which the failure `temperature` would end before it begins.
     """
@@ -228,7 +228,7 @@ def run_script(checks, path, flags):
     script = importlib.import_module(Path(path).stem)
     script.check_head = lambda _: None
     if checks == "off":
-        script.check_sampler = lambda *_: None
+        script.check_sampler = script.check_samples = lambda *_: None
     try:
         script.main(script.tyro.cli(script.Args, args=flags))
     except BaseException as error:

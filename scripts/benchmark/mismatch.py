@@ -1,15 +1,18 @@
 """How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler sees of three bugs.
+check_sampler and check_samples see of four bugs.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
 default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
-with a residual stream in float32, or, as with FSDP2 and adapters, in bfloat16. Then with the bugs:
-it leaves out the temperature, reads the text tokenized again, or the sampler has a bias of its head
-that the learner lacks (normal, of a deviation of 0.1; no model is changed). A line each: the mean
-difference, its largest, and the KL, which check_sampler limits.
+with a residual stream in float32, or, as with FSDP2, in bfloat16; and with adapters, whose B is
+noise. Then with the bugs: it leaves out the temperature, reads the text tokenized again, or the
+sampler has a bias of its head that the learner lacks (normal, of a deviation of 0.1; no model is
+changed). The last is one of samples: the learner reads other responses to the prompts, drawn at
+twice the temperature, and takes its own log-probabilities for the sampler's. A line each: the mean
+difference, its largest, the KL, which check_sampler limits; and log-probability and entropy, their
+mean over responses in standard errors, which check_samples limits to -6.
 """
 
 import argparse
@@ -46,12 +49,13 @@ def start_vllm(config, head_dtype, max_length, args):
 
 @torch.no_grad()
 def read(model, responses, args):
-    """The batch of responses, with the learner's log-probabilities."""
+    """The batch of responses, with the learner's log-probabilities; and its entropies."""
     batch = script.collate(responses, "cpu")
     policy = script.PolicyModel(model, args)
     parts = [slice(start, start + 8) for start in range(0, len(responses), 8)]
-    logprobs = [policy(batch.input_ids[part], batch.mask[part])[0] for part in parts]
-    return replace(batch, logprobs=torch.cat(logprobs))
+    outputs = [policy(batch.input_ids[part], batch.mask[part]) for part in parts]
+    logprobs, entropies = map(torch.cat, zip(*outputs, strict=True))
+    return replace(batch, logprobs=logprobs), entropies
 
 
 def tokenize_again(response, tokenizer):
@@ -67,43 +71,71 @@ def with_bias(bias, token_logprobs=script.token_logprobs):
     return lambda logits, labels: token_logprobs(logits + bias, labels)
 
 
-def report(head_dtype, name, batch, args):
+def report(head_dtype, name, batch, entropies, args):
     mask = batch.mask
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     difference = (logprobs - sampler_logprobs).abs()
     kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
     mean = script.masked_mean(difference, mask)
+    sums = ((logprobs + entropies) * mask).sum(1)
+    errors = sums.mean() / sums.std() * len(sums) ** 0.5
+    verdict = "passes"
     try:
         script.check_sampler(logprobs, sampler_logprobs, mask, args)
-        verdict = "passes"
+        script.check_samples(logprobs, entropies, mask)
     except RuntimeError:
         verdict = "ends"
     cells = (head_dtype, args.temperature, name, f"{mean:.4f}", f"{difference.max():.2f}")
-    print("|", " | ".join(map(str, (*cells, f"{kl:.2e}", verdict))), "|", flush=True)
+    print(
+        "|", " | ".join(map(str, (*cells, f"{kl:.2e}", f"{errors:.1f}", verdict))), "|", flush=True
+    )
 
 
 def compare(head_dtype, whole, halved, prompts, tokenizer, args):
     """All lines of one engine. whole, halved: the model in float32 and in bfloat16."""
-    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-    vllm = start_vllm(whole.config, head_dtype, max_length, args)
+    vllm = start_vllm(whole.config, head_dtype, longest_row(prompts, args), args)
     script.sync_weights(vllm, whole, 0, args)
     generator = torch.Generator().manual_seed(args.seed)
     bias = 0.1 * torch.randn(whole.config.vocab_size, generator=generator)
     for temperature in TEMPERATURES:
         at = replace(args, temperature=temperature)
         responses = vllm.sample(prompts, range(len(prompts)), temperature)
-        report(head_dtype, "right, float32 residual stream", read(whole, responses, at), at)
-        report(head_dtype, "right, bfloat16 residual stream", read(halved, responses, at), at)
+        report(head_dtype, "right, float32 residual stream", *read(whole, responses, at), at)
+        report(head_dtype, "right, bfloat16 residual stream", *read(halved, responses, at), at)
         if temperature != 1:
             without = read(whole, responses, replace(args, temperature=1.0))
-            report(head_dtype, "temperature left out", without, at)
+            report(head_dtype, "temperature left out", *without, at)
         again = [tokenize_again(response, tokenizer) for response in responses]
         share = sum(a.row.tolist() != b.row.tolist() for a, b in zip(again, responses, strict=True))
         name = f"tokenized again ({share} of {len(again)} differ)"
-        report(head_dtype, name, read(whole, again, at), at)
+        report(head_dtype, name, *read(whole, again, at), at)
         with mock.patch.object(script, "token_logprobs", with_bias(-bias / temperature)):
-            report(head_dtype, "bias left out", read(whole, responses, at), at)
+            report(head_dtype, "bias left out", *read(whole, responses, at), at)
+        others = vllm.sample(prompts, range(len(prompts)), 2 * temperature)
+        batch, entropies = read(whole, others, at)
+        batch = replace(batch, sampler_logprobs=batch.logprobs)
+        report(head_dtype, "other tokens, right log-probabilities", batch, entropies, at)
     script.end_children()
+
+
+def compare_adapters(head_dtype, prompts, args):
+    """The lines of an engine with adapters."""
+    args = replace(args, lora_rank=16)
+    model = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
+    for name, matrix in model.named_parameters():
+        if "lora_B" in name:  # as in check_adapter
+            matrix.data.normal_(std=0.1 * args.lora_rank**0.5 / args.lora_alpha)
+    vllm = start_vllm(model.config, head_dtype, longest_row(prompts, args), args)
+    script.sync_weights(vllm, model, 0, args)
+    for temperature in TEMPERATURES:
+        at = replace(args, temperature=temperature)
+        responses = vllm.sample(prompts, range(len(prompts)), temperature)
+        report(head_dtype, "right, adapters", *read(model, responses, at), at)
+    script.end_children()
+
+
+def longest_row(prompts, args):
+    return max(len(prompt.token_ids) for prompt in prompts) + args.response_length
 
 
 def main():
@@ -131,10 +163,12 @@ def main():
         for trained in (True, False)
     )
     args.stop_token_ids = script.find_stop_tokens(args, tokenizer, whole)
-    print("| vLLM's head | temperature | learner | mean | largest | KL | check_sampler |")
-    print("|---|---|---|---|---|---|---|")
+    print("| vLLM's head | temperature | learner | mean | largest | KL | sum | checks |")
+    print("|---|---|---|---|---|---|---|---|")
+    drawn = [prompts[i] for i in drawn]
     for head_dtype in ("model", "float32"):
-        compare(head_dtype, whole, halved, [prompts[i] for i in drawn], tokenizer, args)
+        compare(head_dtype, whole, halved, drawn, tokenizer, args)
+        compare_adapters(head_dtype, drawn, args)
 
 
 if __name__ == "__main__":  # vLLM's process imports this file, too
