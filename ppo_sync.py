@@ -364,9 +364,8 @@ def main(args):
             save_model(accelerator, language_model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(engine, language_model, training_step, args)
-                last = generate(
-                    training_step + 1
-                )  # past the end: answers to held-out prompts alone
+                # Past the end: answers to held-out prompts alone
+                last = generate(training_step + 1)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 

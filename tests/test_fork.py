@@ -96,12 +96,12 @@ def test_columns_of_ones_own_are_read(script, run_fork):
 @pytest.mark.parametrize(("script", "beta"), [(ASYNC[0], 0.3), (*GRPO, 0.0), (*GRPO, 0.3)])
 def test_entropy_bonus_raises_the_entropy(script, beta, run_fork):
     heading = "A term of the loss"
-    runs = [run_fork(heading, script, beta=beta, entropy_coef=coef) for coef in (5.0, 0.0)]
+    runs = [run_fork(heading, script, beta=beta, entropy_coef=coef) for coef in (5.0, -5.0, 0.0)]
     entropies = [run.metrics[-1]["policy/entropy_avg"] for run in runs]
     assert entropies[0] > entropies[1] + 0.01
     assert 0 < runs[0].metrics[-1]["policy/unsure"] < 1
     if beta == 0:  # a response of no advantage is as unsure as others
-        assert [run.batches[0].computed.all().item() for run in runs] == [True, False]
+        assert [run.batches[0].computed.all().item() for run in runs] == [True, True, False]
 
 
 def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
@@ -133,18 +133,30 @@ def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(script
     """1909.08593, 2.2: an error clipped to a fifth; of a horizon of 100 episodes a step is 16."""
     resting = 2 if script in PPO else 0  # steps
     options = {"value_warmup_steps": resting} if resting else {}
-    seen = run_fork("A beta that follows the KL", script, **BETA, **options)
-    expected, errors = [0.3] * (resting + 1), []
-    for batch in seen.batches[resting:-1]:
-        kl = ((batch.logprobs - batch.ref_logprobs) * batch.mask).sum(1).mean().item()
-        errors.append(min(0.2, max(-0.2, kl / 0.2 - 1)))
-        expected.append(expected[-1] * (1 + errors[-1] * 16 / 100))
-    found = [line["objective/kl_coef"] for line in seen.metrics]
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert max(errors) > 0 > min(errors)  # the KL is on both sides of the target
-    for line in seen.metrics[1:]:  # and it is the beta of that step's rewards
-        cost = line["objective/kl_coef"] * line["objective/kl"]
-        assert line["objective/non_score_reward"] == pytest.approx(-cost, rel=1e-4)
+
+    def follow(target):
+        """The KL of each step, and its errors."""
+        options["kl_target"] = target
+        seen = run_fork("A beta that follows the KL", script, **BETA | options)
+        divergences = [
+            ((batch.logprobs - batch.ref_logprobs) * batch.mask).sum(1).mean().item()
+            for batch in seen.batches[resting:-1]
+        ]
+        errors = [min(0.2, max(-0.2, kl / target - 1)) for kl in divergences]
+        expected = [0.3] * (resting + 1)
+        for error in errors:
+            expected.append(expected[-1] * (1 + error * 16 / 100))
+        found = [line["objective/kl_coef"] for line in seen.metrics]
+        assert found == pytest.approx(expected, rel=1e-6)
+        for line in seen.metrics[1:]:  # and it is the beta of that step's rewards
+            cost = line["objective/kl_coef"] * line["objective/kl"]
+            assert line["objective/non_score_reward"] == pytest.approx(-cost, rel=1e-4)
+        return divergences, errors
+
+    divergences, errors = follow(1e-3)  # which the KL starts below, at 0, and soon is above
+    assert min(errors) == -0.2 and max(errors) == 0.2
+    _, errors = follow(divergences[1] / 1.1)
+    assert errors[1] == pytest.approx(0.1, rel=1e-3)
 
 
 @each_script

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import gpu_check
 import pytest
 import torch
 from helpers import REPO, faked_cuda
-from helpers.processes import environment
+from helpers.processes import environment, wait_until
 
 import ppo_vllm_async
 
@@ -135,13 +136,14 @@ def test_run_tells_which_model_runner_vllm_took(tmp_path, monkeypatch):
         f"second = os.environ.get('{SWITCH}') != '0'\n"
         "if second and os.environ['VLLM_LOGGING_LEVEL'] == 'INFO':\n"
         "    print('INFO Using V2 Model Runner')\n"
+        "print('INFO Maximum concurrency for 1,536 tokens per request: 12.50x')\n"
         "folder = pathlib.Path(sys.argv[2], 'run')\n"
         "folder.mkdir()\n"
         "(folder / 'metrics.jsonl').write_text('{}\\\n')\n"
     )
     part = gpu_check.partial(gpu_check.run, [str(program)])
-    assert part() == [{"vllm/model_runner": 2}]
-    assert gpu_check.with_first_runner(part) == [{"vllm/model_runner": 1}]
+    assert part() == [{"vllm/model_runner": 2, "vllm/at_once": 12.5}]
+    assert gpu_check.with_first_runner(part) == [{"vllm/model_runner": 1, "vllm/at_once": 12.5}]
     assert gpu_check.AGAIN.keys() == {f"v1_{name}" for name in gpu_check.WITH_VLLM}
     # The scripts hand the variable to their engines
     faked_cuda.add_gpus(monkeypatch.setattr, [])
@@ -170,7 +172,7 @@ def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
     programs = 2 * gpu_check.PROGRAM_LIMIT if kind == "size" else 0
     assert sum(limits) + programs < 600
     for script, *words in commands:
-        names = {field.name for field in fields(importlib.import_module(script[:-3]).Args)}
+        names = {field.name for field in fields(importlib.import_module(Path(script).stem).Args)}
         flags = [word for word in words if word.startswith("--")]
         assert {flag.removeprefix("--").removeprefix("no-") for flag in flags} <= names
     expected = {
@@ -259,6 +261,41 @@ def test_plan_is_read_from_the_preflight(assets):
     figures = gpu_check.plan(command)
     assert 0 < figures["plan_gib"] < 1 and "plan_refuses" not in figures
     assert "--lr_decay" in gpu_check.plan([*command, "--lr_decay", "1"])["plan_refuses"]
+
+
+def test_copy_with_a_rounded_head_differs_in_that_alone(monkeypatch):
+    texts = []
+
+    def run(command):
+        texts.append(Path(command[0]).read_text())
+        return [{"mismatch/logprob_diff_mean": 1e-7}]
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    gpu_check.PARTS["sync_ppo_bfloat16_rounded_head"]()
+    script = (REPO / gpu_check.PPO).read_text()
+    assert texts[0] != script and script.count(gpu_check.FLOAT32_HEAD) == 1
+    assert texts[0].replace(gpu_check.ROUNDED_HEAD, gpu_check.FLOAT32_HEAD) == script
+
+
+def test_memory_of_each_process_is_the_drivers_peak(tmp_path, monkeypatch):
+    """With a shell script for nvidia-smi, whose figures fall the second time."""
+    answers = tmp_path / "answers"
+    smi = f"""#!/bin/sh
+case "$1" in
+  --query-gpu=*) echo 20480; exit ;;
+esac
+echo x >> {answers}
+if [ $(wc -l < {answers}) = 1 ]; then echo "17, 10240"; echo "18, 2048"; echo "19, [N/A]"
+else echo "17, 5120"; echo "18, 4096"; fi
+"""
+    (tmp_path / "nvidia-smi").write_text(smi)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_check, "HAS_GPU", True)
+    with gpu_check.PeakMemory() as memory:
+        wait_until(lambda: answers.exists() and len(answers.read_text()) >= 6, 30, "three answers")
+    assert memory.peak == 20
+    assert memory.of_processes == {"17": 10, "18": 4}
 
 
 def test_size_that_does_not_fit_is_skipped(check, monkeypatch):

@@ -15,15 +15,18 @@ rates
 sync_ppo_float32, sync_ppo_bfloat16, sync_grpo_float32, sync_grpo_bfloat16
     How far vLLM's log-probabilities are from the learner's after each weight sync (IPC), and how
     long the sync takes. --no-async_mode, so that both have the same weights.
+sync_ppo_bfloat16_rounded_head
+    The same with vLLM's head in bfloat16, its default, in place of float32: mismatch/kl is larger.
 learn_ppo, learn_grpo
     The debug commands: held-out prompts answered right, before and after.
 overlap
     A training step of PPO with --async_mode against one without, at 0.5 B parameters.
 size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
     Tokens a second; seconds of each part of a step (time/...) and what the matrix products of it
-    take at the measured rates (arithmetic/...); peak memory (learner_gib) and the preflight's plan
-    of it (plan_gib, which counts 1 GiB for the CUDA context). Weights are random, in the shapes of
-    Qwen2.5.
+    take at the measured rates (arithmetic/...); the learner's peak by PyTorch (learner_gib) and the
+    preflight's plan of it (plan_gib); the peak of each process by nvidia-smi (process_gib), which
+    has CUDA's context, NCCL and fragments besides, and of all (gpu_gib); responses that vLLM's
+    cache holds at once (at_once, plan_at_once). Weights are random, in the shapes of Qwen2.5.
 adapters_sync_ppo_bfloat16, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
     As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a GPU its
     kernels for that need bfloat16.
@@ -76,6 +79,8 @@ PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
 # Mean differences of log-probabilities. On a CPU they were 2e-7 and 0.003 to 0.004; with weights of
 # one update before, 0.012 to 0.053
 SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
+# In the scripts' settings of vLLM
+FLOAT32_HEAD, ROUNDED_HEAD = '{"head_dtype": "float32"}', '{"head_dtype": "model"}'
 VOCAB_SIZE = 151_936
 # Qwen2.5 0.5B and 1.5B
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -102,13 +107,14 @@ RESPONSES, UPDATES, PROMPT_LENGTH = 64, 2, 8
 def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
     """Runs a script of the repository with its flags; returns its metrics, a dict for each step.
 
-    They have one more, vllm/model_runner: 2 for the second, else 1.
+    They have two more. vllm/model_runner: 2 for the second, else 1. vllm/at_once: how many of the
+    longest rows vLLM's cache holds; None: vLLM did not tell.
     RuntimeError: it failed, or did not end within time_limit seconds. The message has the end of
     its output; of a run that did not end, it says where each of its threads was.
     """
     # One thread of the learner's, as `accelerate launch` gives it; nothing here is on the hub
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # At the level INFO vLLM tells its model runner
+    # At the level INFO vLLM tells its model runner, and what its cache holds
     own = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment = {**defaults, **os.environ, **own}
     with tempfile.TemporaryDirectory() as folder:
@@ -138,9 +144,14 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
         if reason is not None:
             end = output.read_text(errors="replace")[-ERROR_LENGTH:]
             raise RuntimeError(f"{reason}\n{shlex.join(command)}\n{end}")
-        runner = 2 if "Using V2 Model Runner" in output.read_text(errors="replace") else 1
+        told = output.read_text(errors="replace")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) | {"vllm/model_runner": runner} for line in lines]
+    at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", told)
+    of_vllm = {
+        "vllm/model_runner": 2 if "Using V2 Model Runner" in told else 1,
+        "vllm/at_once": float(at_once[1]) if at_once else None,
+    }
+    return [json.loads(line) | of_vllm for line in lines]
 
 
 def flags_of(options: dict) -> list[str]:
@@ -219,9 +230,9 @@ def run_program(name: str) -> dict:
 
 
 def plan(command: list[str]) -> dict:
-    """The preflight's plan of a learner's memory, for a script with its flags.
+    """The preflight's plan of a learner's memory, and of responses that vLLM samples at once.
 
-    plan_gib is None where there is none.
+    For a script with its flags; plan_gib is None where there is none.
     """
     words = [sys.executable, "scripts/preflight.py", "--num_gpus", "1"]
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
@@ -236,6 +247,8 @@ def plan(command: list[str]) -> dict:
     if match:
         number = float(match[1]) / (1 if match[2] == "G" else 1024)
         figures = {"plan_gib": rounded(number), "plan": match[0]}
+    if match := re.search(r"has room for ([\d,]+) of a step's", done.stdout):
+        figures["plan_at_once"] = int(match[1].replace(",", ""))
     if done.returncode != 0:
         figures["plan_refuses"] = done.stderr.strip()[-ERROR_LENGTH:]
     return figures
@@ -250,9 +263,9 @@ def ask(*command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def ask_driver(fields: str) -> list[str]:
-    """What nvidia-smi says about each GPU; nothing where there is no driver."""
-    return ask("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+def ask_driver(fields: str, kind: str = "gpu") -> list[str]:
+    """What nvidia-smi says of each GPU, or of "compute-apps"; nothing where there is no driver."""
+    return ask("nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits")
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -284,13 +297,14 @@ def steady(steps: list[dict]) -> list[dict]:
 
 
 class PeakMemory:
-    """The most memory that all processes together had on the GPU, by nvidia-smi.
+    """The most memory that all processes together had on the GPU, and each, by nvidia-smi.
 
-    `peak` is in GiB; None: it is not known.
+    `peak` is in GiB; None: it is not known. of_processes: {process's number: GiB}, which may be
+    empty in a container.
     """
 
     def __enter__(self) -> "PeakMemory":
-        self.peak = None
+        self.peak, self.of_processes = None, {}
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
@@ -301,6 +315,11 @@ class PeakMemory:
             for mebibytes in ask_driver("memory.used"):
                 if mebibytes.isdecimal():
                     self.peak = max(self.peak or 0.0, int(mebibytes) / 1024)
+            for line in ask_driver("pid,used_memory", "compute-apps"):
+                pid, _, mebibytes = line.partition(", ")
+                if mebibytes.isdecimal():
+                    gib = rounded(int(mebibytes) / 1024)
+                    self.of_processes[pid] = max(self.of_processes.get(pid, 0.0), gib)
 
     def __exit__(self, *_) -> None:
         self.is_over.set()
@@ -418,6 +437,15 @@ def check_sync(script: str, dtype: str, **options) -> dict:
     return figures
 
 
+def check_rounded_head(script: str, dtype: str) -> dict:
+    """As check_sync, by a copy of a script that leaves vLLM's head in the model's dtype."""
+    text = (REPO / script).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / script
+        copy.write_text(text.replace(FLOAT32_HEAD, ROUNDED_HEAD))
+        return check_sync(str(copy), dtype)
+
+
 def check_learning(name: str) -> dict:
     """Held-out prompts answered right, before and after, and seconds without start and end."""
     steps = run(debug_command(name))
@@ -507,6 +535,8 @@ def check_size(size: str, script: str, **options) -> dict:
         figures[metric] = rounded(steps[0].get(metric))
     figures["learner_gib"] = rounded(max(known(steps, "perf/memory_gib"), default=None))
     figures["gpu_gib"] = rounded(memory.peak)
+    figures["process_gib"] = sorted(memory.of_processes.values(), reverse=True)
+    figures["at_once"] = steps[0].get("vllm/at_once")
     return figures
 
 
@@ -523,6 +553,7 @@ WITHOUT_VLLM: dict[str, Callable[[], dict]] = {
 WITH_VLLM: dict[str, Callable[[], dict]] = {
     "sync_ppo_float32": partial(check_sync, PPO, "float32"),
     "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
+    "sync_ppo_bfloat16_rounded_head": partial(check_rounded_head, PPO, "bfloat16"),
     "sync_grpo_float32": partial(check_sync, GRPO, "float32"),
     "sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16"),
     "learn_ppo": partial(check_learning, "ppo"),

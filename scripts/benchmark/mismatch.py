@@ -85,10 +85,8 @@ def report(head_dtype, name, batch, entropies, args):
         script.check_samples(logprobs, entropies, mask)
     except RuntimeError:
         verdict = "ends"
-    cells = (head_dtype, args.temperature, name, f"{mean:.4f}", f"{difference.max():.2f}")
-    print(
-        "|", " | ".join(map(str, (*cells, f"{kl:.2e}", f"{errors:.1f}", verdict))), "|", flush=True
-    )
+    numbers = f"{mean:.4f} | {difference.max():.2f} | {kl:.2e} | {errors:.1f}"
+    print(f"| {head_dtype} | {args.temperature} | {name} | {numbers} | {verdict} |", flush=True)
 
 
 def compare(head_dtype, whole, halved, prompts, tokenizer, args):
