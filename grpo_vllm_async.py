@@ -323,8 +323,8 @@ def main(args):
             stopped = torch.tensor([float(response.stopped) for response in responses])
             batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
         # For speed alone: with beta 0 a response of advantage 0, or out of the loss, has no
-        # gradient, so the policy skips it in steps 5 and 7. The loss's divisor still counts it:
-        # updates stay the same. If no response has a gradient all are computed, for the metrics
+        # gradient, so the policy skips it in steps 5 and 7. The loss's divisor does not change, so
+        # updates are the same. If no response has a gradient all are computed, for the metrics
         batch.computed = torch.ones_like(advantages)  # (episodes,)
         has_gradient = (advantages * batch.loss_mask.amax(1) != 0).float()
         if args.beta == 0 and has_gradient.any():
@@ -340,8 +340,8 @@ def main(args):
             )
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        if rollout.policy_version == version and args.beta > 0:  # else rows are skipped
-            check_samples(batch.logprobs, entropies, batch.mask)
+        if rollout.policy_version == version and args.beta > 0:  # beta 0 skips rows by their score
+            check_draws(batch.logprobs, entropies, batch.mask)
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
@@ -665,7 +665,7 @@ class PolicyModel(nn.Module):
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
-        # Both carry a gradient. Here entropies are in no loss but in metrics: theirs costs nothing
+        # Both carry a gradient; that of entropies, which no loss has here, costs nothing
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -854,7 +854,7 @@ def sync_weights(engine, language_model, version, args):
     weights = gather_weights(language_model, args)
     if engine:
         engine.sync_weights(weights, version)
-    # Each is gathered when its turn comes: here ranks without an engine take part
+    # Going through them gathers them: ranks without an engine take part here
     for _ in weights:
         pass
 
@@ -867,7 +867,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
     limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # 0.001 to 0.002; a low temperature makes rounding larger
+    if args.dtype == "bfloat16":  # seen: 0.001 to 0.003; more at a low temperature
         limit = 4e-3 / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
@@ -2158,12 +2158,12 @@ def gather_rollout(share, cpu_group):
     return rollout
 
 
-def check_samples(logprobs, entropies, mask):
-    """vLLM must have drawn tokens by the policy: it may give right log-probabilities to others.
+def check_draws(logprobs, entropies, mask):
+    """vLLM must draw tokens from the policy: right log-probabilities do not show that it does.
 
-    All are (episodes, length); responses that are 0 do not count. A drawn token's log-probability
-    and the policy's entropy add up to 0 on average. RuntimeError: over 30 responses or more it is
-    six standard errors less. (More is no sign: rare tokens may be missing by chance.)
+    All are (episodes, length); responses of zeros do not count. A drawn token's log-probability and
+    the policy's entropy add up to 0 on average. RuntimeError: their mean over 30 responses or more
+    is six standard errors below 0. (Above is no sign: rare tokens may be missing by chance.)
     """
     sums = ((logprobs + entropies) * mask).sum(1)
     sums = sums[sums != 0]

@@ -324,7 +324,7 @@ def main(args):
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
             check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
-            check_samples(batch.logprobs, entropies, batch.mask)
+            check_draws(batch.logprobs, entropies, batch.mask)
 
         # 6. Rewards per token: the KL penalty on each, and the score on a response's last one
         all_rows = list(range(len(responses)))
@@ -668,7 +668,7 @@ class PolicyModel(nn.Module):
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
-        # Both carry a gradient. Here entropies are in no loss but in metrics: theirs costs nothing
+        # Both carry a gradient; that of entropies, which no loss has here, costs nothing
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -857,7 +857,7 @@ def sync_weights(engine, language_model, version, args):
     weights = gather_weights(language_model, args)
     if engine:
         engine.sync_weights(weights, version)
-    # Each is gathered when its turn comes: here ranks without an engine take part
+    # Going through them gathers them: ranks without an engine take part here
     for _ in weights:
         pass
 
@@ -870,7 +870,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
     limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # 0.001 to 0.002; a low temperature makes rounding larger
+    if args.dtype == "bfloat16":  # seen: 0.001 to 0.003; more at a low temperature
         limit = 4e-3 / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
@@ -2171,12 +2171,12 @@ def gather_rollout(share, cpu_group):
     return rollout
 
 
-def check_samples(logprobs, entropies, mask):
-    """vLLM must have drawn tokens by the policy: it may give right log-probabilities to others.
+def check_draws(logprobs, entropies, mask):
+    """vLLM must draw tokens from the policy: right log-probabilities do not show that it does.
 
-    All are (episodes, length); responses that are 0 do not count. A drawn token's log-probability
-    and the policy's entropy add up to 0 on average. RuntimeError: over 30 responses or more it is
-    six standard errors less. (More is no sign: rare tokens may be missing by chance.)
+    All are (episodes, length); responses of zeros do not count. A drawn token's log-probability and
+    the policy's entropy add up to 0 on average. RuntimeError: their mean over 30 responses or more
+    is six standard errors below 0. (Above is no sign: rare tokens may be missing by chance.)
     """
     sums = ((logprobs + entropies) * mask).sum(1)
     sums = sums[sums != 0]

@@ -114,26 +114,26 @@ def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
     mask = torch.ones(64, 12)
     mask[::2, 5:] = 0
     for seed in range(100):
-        script.check_samples(*draw(logits, seed), mask)
+        script.check_draws(*draw(logits, seed), mask)
     _, entropies = draw(logits, 0)
     # Tokens of another policy, or of a higher temperature, as the policy sees them
     others = logits.roll(1, dims=0)
     tokens = torch.distributions.Categorical(logits=others).sample()
     wrong = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     with pytest.raises(RuntimeError, match="did not draw its tokens by its policy"):
-        script.check_samples(wrong, entropies, mask)
-    script.check_samples(wrong[:29], entropies[:29], mask[:29])  # too few to tell
+        script.check_draws(wrong, entropies, mask)
+    script.check_draws(wrong[:29], entropies[:29], mask[:29])  # too few to tell
     few = mask * (torch.arange(64) < 29)[:, None]
-    script.check_samples(wrong * few, entropies * few, mask)
-    script.check_samples(wrong + math.nan, entropies, mask)  # which is another error's
+    script.check_draws(wrong * few, entropies * few, mask)
+    script.check_draws(wrong + math.nan, entropies, mask)  # which is another error's
 
 
 def test_rare_tokens_that_did_not_come_are_no_error():
     """Then each response has a little more than 0, all the same: infinitely many errors."""
     logprobs, entropies = torch.full((64, 8), math.log(0.999)), torch.full((64, 8), 0.0079)
-    script.check_samples(logprobs, entropies, torch.ones(64, 8))
+    script.check_draws(logprobs, entropies, torch.ones(64, 8))
     logprobs[7, 3] = math.log(0.001)  # and one that came
-    script.check_samples(logprobs, entropies, torch.ones(64, 8))
+    script.check_draws(logprobs, entropies, torch.ones(64, 8))
 
 
 # ----------------------------------------------------------------------------------- a real engine
@@ -262,7 +262,7 @@ def test_tokens_are_drawn_by_the_policy(system, temperature):
     def check():
         policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
         with torch.no_grad():
-            script.check_samples(*policy(batch.input_ids, batch.mask), batch.mask)
+            script.check_draws(*policy(batch.input_ids, batch.mask), batch.mask)
 
     check()
     perturb(system.model, 5)

@@ -270,13 +270,41 @@ def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, optio
         assert first.any() and torch.equal(first, again) and first_sums == sums
 
 
+def test_passes_give_entropies_of_their_rows_on_every_rank():
+    """Zeros in other rows, which the sum over ranks leaves as they are."""
+    policy, args = tiny_policy(), grpo_args(beta=0.1)
+    batch = rollouts.in_float32(grpo_rollout(policy, 0.4))
+    with torch.no_grad():
+        expected = torch.stack(policy(batch.input_ids, batch.mask))
+    shares = []
+    for rank in range(2):
+        outputs = grpo.forward_all(one_of_ranks(rank, 2), policy, batch, [[0, 3, 4, 6]], 1, args)
+        shares.append(torch.stack(outputs))
+        assert (shares[-1].abs().sum((0, 2)) > 0).sum() == 2  # rows
+    found = shares[0] + shares[1]
+    expected[:, [1, 2, 5, 7]] = 0
+    torch.testing.assert_close(found, expected)
+    assert (expected[1] > 0).any()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_sampler_is_checked_after_the_passes_of_the_first_update(updates, run_main, monkeypatch):
-    """Its first mini-batch has no other passes, and no step may come before."""
+def test_sampler_is_checked_after_the_passes_of_the_first_update(
+    updates, beta, run_main, monkeypatch
+):
+    """Its first mini-batch has no other passes, and no step may come before.
+
+    With beta 0 responses are skipped by what was sampled, so that its samples cannot be checked.
+    """
     events = []
 
     def note_forward(call, given):
         events.append(f"{len(given['mini_batches'])} passes")
+        return call()
+
+    def note_samples(call, given):
+        assert not (given["entropies"][given["logprobs"] == 0]).any()
+        events.append("samples")
         return call()
 
     def note_check(call, given):
@@ -286,10 +314,12 @@ def test_sampler_is_checked_after_the_passes_of_the_first_update(updates, run_ma
 
     hooks.around(grpo, "forward_all", note_forward, put=monkeypatch.setattr)
     hooks.around(grpo, "check_sampler", note_check, put=monkeypatch.setattr)
+    hooks.around(grpo, "check_draws", note_samples, put=monkeypatch.setattr)
     sizes = {"total_episodes": EPISODES, "local_mini_batch_size": EPISODES // updates}
     with hooks.before_each_optimizer_step(lambda optimizer: events.append("step")):
-        run_main("grpo_vllm_async.py", lambda *_: 1.0, beta=0.0, non_stop_penalty=False, **sizes)
-    assert events == [f"{updates - 1} passes", "check", *["step"] * updates]
+        run_main("grpo_vllm_async.py", lambda *_: 1.0, beta=beta, non_stop_penalty=False, **sizes)
+    of_beta = ["1 passes", "samples"] if beta else []  # the reference policy's passes
+    assert events == [f"{updates - 1} passes", *of_beta, "check", *["step"] * updates]
 
 
 # ------------------------------------------------------------------------------------------ main()

@@ -1,12 +1,12 @@
-"""What check_sampler and check_samples see in right runs: those of the debug commands.
+"""What check_sampler and check_draws see in right runs: those of the debug commands.
 
     python scripts/benchmark/checks.py >> checks.jsonl     # 20 seeds of each: an hour on two cores
     python scripts/benchmark/checks.py ppo --seeds 3
 
 The commands of scripts/train/debug run with --no-async_mode, so that both checks see every batch
-but those of GRPO's first updates; and GRPO with --beta 0.001, without which check_samples is not
+but those of GRPO's first updates; and GRPO with --beta 0.001, without which check_draws is not
 called. A line is a run: the largest KL, which check_sampler limits to 1e-4 in float32, the lowest
-mean of log-probability and entropy over responses in standard errors, which check_samples limits to
+mean of log-probability and entropy over responses in standard errors, which check_draws limits to
 -6, over how many steps, and the rate of right answers at the end.
 """
 
@@ -30,7 +30,7 @@ def run_script(name, flags):
     """Does what `python SCRIPT FLAGS` does, but for its pictures, and prints what checks saw."""
     sys.path.insert(0, str(REPO))
     script = importlib.import_module(name.removesuffix(".py"))
-    check_sampler, check_samples = script.check_sampler, script.check_samples
+    check_sampler, check_draws = script.check_sampler, script.check_draws
     divergences, scores = [], []
 
     def noted_sampler(logprobs, sampler_logprobs, mask, args):
@@ -42,9 +42,9 @@ def run_script(name, flags):
         sums = ((logprobs + entropies) * mask).sum(1)
         sums = sums[sums != 0]
         scores.append((sums.mean() / sums.std()).item() * math.sqrt(len(sums)))
-        check_samples(logprobs, entropies, mask)
+        check_draws(logprobs, entropies, mask)
 
-    script.check_sampler, script.check_samples = noted_sampler, noted_samples
+    script.check_sampler, script.check_draws = noted_sampler, noted_samples
     script.run_program = lambda *_: None  # no pictures
     try:
         script.main(script.tyro.cli(script.Args, args=flags))

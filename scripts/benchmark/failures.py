@@ -5,7 +5,7 @@
     python scripts/benchmark/failures.py --draw           # the table; the picture beside --results
 
 A bug in the hand: its task is written, and commands are printed. The last one runs a script with
-check_sampler and check_samples off:
+check_sampler and check_draws off:
 
     python scripts/benchmark/failures.py temperature --show
     python scripts/benchmark/failures.py --run off grpo_temperature.py FLAGS
@@ -228,7 +228,7 @@ def run_script(checks, path, flags):
     script = importlib.import_module(Path(path).stem)
     script.check_head = lambda _: None
     if checks == "off":
-        script.check_sampler = script.check_samples = lambda *_: None
+        script.check_sampler = script.check_draws = lambda *_: None
     try:
         script.main(script.tyro.cli(script.Args, args=flags))
     except BaseException as error:

@@ -38,7 +38,7 @@ lag 0 every batch. Lag 0 is the script in turns to the bit, and lag 1 is the scr
 Noise. Each weight of the sampler is multiplied by 1 + noise * z, z standard normal; rounding to
 bfloat16 changes it by up to 0.4%. That is an error of the engine which has nothing to do with age.
 A version has one noise, however often the engine gets it. On a CPU, where vLLM has a copy of a tied
-head, that has its own. check_sampler and check_samples are off.
+head, that has its own. check_sampler and check_draws are off.
 
 Evaluations are answered by the weights that the engine has, and count for their version. The sync
 after the last step is for the last evaluation alone, as it is with --async_mode: it gives the last
@@ -149,7 +149,7 @@ def give_old_weights(script, lag, noise):
 
     script.VLLM.sync_weights = sync_old_weights
     if noise > 0:
-        script.check_sampler = script.check_samples = lambda *_: None
+        script.check_sampler = script.check_draws = lambda *_: None
 
 
 def run_script(lag, noise, name, flags):

@@ -1,5 +1,5 @@
 """How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler and check_samples see of four bugs.
+check_sampler and check_draws see of four bugs.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
@@ -12,7 +12,7 @@ sampler has a bias of its head that the learner lacks (normal, of a deviation of
 changed). The last is one of samples: the learner reads other responses to the prompts, drawn at
 twice the temperature, and takes its own log-probabilities for the sampler's. A line each: the mean
 difference, its largest, the KL, which check_sampler limits; and log-probability and entropy, their
-mean over responses in standard errors, which check_samples limits to -6.
+mean over responses in standard errors, which check_draws limits to -6.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def report(head_dtype, name, batch, entropies, args):
     verdict = "passes"
     try:
         script.check_sampler(logprobs, sampler_logprobs, mask, args)
-        script.check_samples(logprobs, entropies, mask)
+        script.check_draws(logprobs, entropies, mask)
     except RuntimeError:
         verdict = "ends"
     numbers = f"{mean:.4f} | {difference.max():.2f} | {kl:.2e} | {errors:.1f}"
