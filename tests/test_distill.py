@@ -1,0 +1,213 @@
+"""The fork distill: the gradient of the reverse KL to a teacher, and runs with a stub of vLLM."""
+
+import importlib
+import itertools
+import math
+import sys
+
+import fork as forks
+import numpy as np
+import pytest
+import torch
+from helpers import REPO, loops
+from helpers.rollouts import CONFIG, one_of_ranks, tiny_language_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NAME = "grpo_distill.py"
+PROMPTS = [[2, 5], [3, 9, 4], [7], [8, 8, 6, 2]]
+VOCAB = CONFIG["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def module(git, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distill")
+    forks.write_fork("distill", folder / NAME)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("grpo_distill")
+    sys.path.remove(str(folder))
+    del sys.modules["grpo_distill"]
+
+
+# ------------------------------------------------------------------------------------ the gradient
+
+
+def all_responses(module, policy, length, args):
+    """A batch with every response of a length to each prompt, sampled by chance alike.
+
+    So importance weights are probabilities times their number, and a mean over the batch is the
+    expectation under the policy, exactly. The weight of each token is that of its response.
+    """
+    rows = [
+        (prompt, ids)
+        for prompt in PROMPTS
+        for ids in itertools.product(range(VOCAB), repeat=length)
+    ]
+    responses = [
+        module.Response(
+            module.Prompt("", "", prompt, None, None, None),
+            np.array(ids),
+            np.zeros(length),
+            stopped=True,
+            score=0.0,
+        )
+        for prompt, ids in rows
+    ]
+    batch = module.collate(responses, "cpu")
+    for name in ("mask", "loss_mask", "sampler_logprobs"):
+        setattr(batch, name, getattr(batch, name).double())
+    with torch.no_grad():
+        batch.logprobs, _ = policy(batch.input_ids, batch.mask)
+    of_rows = batch.logprobs.sum(1, keepdim=True) + length * math.log(VOCAB)
+    batch.sampler_logprobs = (batch.logprobs - of_rows) * batch.mask
+    batch.computed = torch.ones(len(rows))
+    batch.advantages = torch.zeros_like(batch.mask)
+    return batch
+
+
+def reverse_kl(policy, teacher, batch, length):
+    """The mean over prompts of KL(policy || teacher) over all responses of a length, per token."""
+    found = []
+    for model in (policy, teacher):
+        logprobs, _ = model(batch.input_ids, batch.mask)
+        found.append(logprobs.sum(1).view(len(PROMPTS), -1))
+    mine, theirs = found
+    return (mine.exp() * (mine - theirs)).sum(1).mean() / length
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("estimator", ["kl1", "kl2", "kl3"])
+@pytest.mark.parametrize(("length", "to_go"), [(1, False), (1, True), (2, True), (2, False)])
+def test_expected_gradient_is_that_of_the_reverse_kl(length, to_go, estimator, is_first, module):
+    """With states fixed a token answers for its own KL (2306.13649), else for what follows, too."""
+    options = {"kl_estimator": estimator, "returns_to_go": to_go, "tis_cap": 1e9, "beta": 1.0}
+    args = module.Args(
+        dtype="float32", response_length=4, temperature=0.8, reward_weight=0.0, **options
+    )
+    policy = module.PolicyModel(tiny_language_model(0).double(), args)
+    teacher = module.PolicyModel(tiny_language_model(1).double(), args)
+    batch = all_responses(module, policy, length, args)
+    with torch.no_grad():
+        batch.ref_logprobs, _ = teacher(batch.input_ids, batch.mask)
+    accelerator, rows = one_of_ranks(0, 1), list(range(len(batch.lengths)))
+    if is_first:  # not known yet
+        batch.logprobs = torch.zeros_like(batch.mask)
+    module.accumulate_gradients(accelerator, policy, batch, rows, is_first, args)
+    found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+    policy.zero_grad()
+    reverse_kl(policy, teacher, batch, length).backward()
+    whole = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    if length == 2 and not to_go:  # without what the first token does to the second's states
+        assert (found - whole).norm() > 0.1 * whole.norm()
+        policy.zero_grad()
+        fixed_states(policy, teacher, batch).backward()
+        whole = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    assert (found - whole).norm() < 1e-6 * whole.norm()
+
+
+def fixed_states(policy, teacher, batch):
+    """The mean KL at each token of two, where the second's prefixes are drawn, but not trained."""
+    found = []
+    for model in (policy, teacher):
+        logprobs, _ = model(batch.input_ids, batch.mask)
+        tokens = logprobs[batch.mask.bool()].view(len(PROMPTS), VOCAB, VOCAB, 2)
+        found.append((tokens[:, :, 0, 0], tokens[..., 1]))  # of the first; of the second
+    (first, second), (first_teacher, second_teacher) = found
+    of_first = (first.exp() * (first - first_teacher)).sum(1)
+    of_second = (second.exp() * (second - second_teacher)).sum(2)
+    return (of_first + (first.detach().exp() * of_second).sum(1)).mean() / 2
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def teacher(assets, tmp_path_factory):
+    """A folder with a model that is not the debug model, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = AutoModelForCausalLM.from_pretrained(assets / "model")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(assets / "model").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(module, teacher, few_prompts, tmp_path):
+    def run(score=None, **options):
+        options = {"teacher_model_path": teacher, "beta": 1.0, "kl_estimator": "kl2"} | options
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return loops.run_loop(NAME, few_prompts, folder, score, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_reference_is_the_teacher_alone(rank, run, module, teacher):
+    seen = run(lora_rank=rank, learning_rate=1e-2)
+    assert len(seen.metrics) == loops.STEPS
+    args = module.Args(dtype="float32", temperature=1.3)
+    model = module.PolicyModel(AutoModelForCausalLM.from_pretrained(teacher), args)
+    for batch in seen.batches:
+        with torch.no_grad():
+            expected, _ = model(batch.input_ids, batch.mask)
+        torch.testing.assert_close(batch.ref_logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert all(line["objective/kl"] != 0 for line in seen.metrics)
+
+
+def test_rewards_are_metrics_alone_and_none_is_needed(run):
+    seen = run(lambda _, response, __: float(len(response)), non_stop_penalty=False)
+    assert all(line["objective/scores_std"] > 0 for line in seen.metrics)
+    assert not any(batch.advantages.any() for batch in seen.batches)
+    # What failed is distilled all the same
+    failed = run(lambda *_: 1 / 0, non_stop_penalty=False)
+    assert len(failed.metrics) == loops.STEPS
+    for batch in failed.batches:
+        assert torch.equal(batch.loss_mask, batch.mask) and not batch.has_score.any()
+    assert all(line["optim/grad_norm"] > 0 for line in failed.metrics)
+    none = run(apply_verifiable_reward=False, non_stop_penalty=False)
+    assert len(none.metrics) == loops.STEPS and none.metrics[0]["optim/grad_norm"] > 0
+
+
+def test_reward_that_has_a_weight_adds_its_advantages(run):
+    def score(_, response, __):
+        return float(len(response))
+
+    seen = run(score, reward_weight=0.25, advantage_normalization="centered")
+    for batch in seen.batches:
+        scores = batch.scores.view(-1, 4)
+        expected = 0.25 * (scores - scores.mean(1, keepdim=True)).flatten()
+        found = batch.advantages[range(len(batch.lengths)), batch.lengths - 1]
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher_model_path": None}, "nothing is distilled"),
+        ({"beta": 0.0}, "nothing is distilled"),
+        ({"reward_weight": 1.0, "number_samples_per_prompt": 1}, "at least 2 samples"),
+    ],
+)
+def test_what_would_distil_nothing_is_refused(options, message, module):
+    given = {"teacher_model_path": "teacher", "local_rollout_batch_size": 256} | options
+    with pytest.raises(ValueError, match=message):
+        module.fill_in(module.Args(**given), world_size=1)
+
+
+def test_teacher_with_another_vocabulary_is_refused(module, teacher, tmp_path, assets):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path)
+    args = module.Args(model_name_or_path=str(assets / "model"), teacher_model_path=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"--teacher_model_path .* must have the policy's tokenizer"
+    ):
+        module.load_tokenizer(args)
+
+
+def test_it_has_at_most_sixty_changed_lines():
+    diff = (REPO / "scripts/forks/distill.diff").read_text().splitlines()
+    assert sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff) <= 62
