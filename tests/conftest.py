@@ -21,6 +21,7 @@ Which file.
     test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
     test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
     test_inflight, test_multiturn       scripts/forks: rounds, turns; whole runs of the forks
+    test_distill                        the fork distill: its gradient, its runs
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
