@@ -886,7 +886,7 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
     """A policy and a value model that have."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 192}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if family == "Qwen2" else 2}
-    sizes |= {"head_dim": 32} if family == "Qwen3" else {}
+    sizes |= {"head_dim": 64} if family == "Qwen3" else {}
     config_class = getattr(transformers, f"{family}Config")
     config = config_class(vocab_size=50, num_labels=1, **sizes)
     classes = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
