@@ -99,30 +99,40 @@ def residual_size(run, is_trained):
     return size_of(run) if is_cast else 4
 
 
+def widths(config):
+    """Numbers of a token: its queries, its keys or values, and within an MLP."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return heads * head_dim, keys * head_dim, inner
+
+
 def layer_activations(run, model, tokens, is_trained):
     """What PyTorch saves in a layer, as of Qwen2 or Llama, for its backward pass."""
     config, size, length = model.config.get_text_config(), size_of(run), run.max_length()
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    queries, keys, inner = widths(config)
     residual = 4 * residual_size(run, is_trained)  # what goes into two norms, and out of them
     # What goes into q, k, v, gate and up: autocast copies it for each
-    inputs = 5 * size if size == 2 else 2 * size
-    attention = 4 * size  # queries, keys, values, and what comes out
+    inputs = 10 if size == 2 else 8
+    attention = 2 * size  # queries, and what comes out; keys and values
     mlp = 4 * size  # gate, its activation, up, and their product
-    of_token = hidden * (residual + inputs + attention) + inner * mlp
+    if any(hasattr(module, "q_norm") for module in model.modules()):
+        # As in Qwen3: what goes into these norms, in float32; for their weights what comes out
+        attention += 4 + size * (rank_of(run) == 0)
+    of_token = config.hidden_size * (residual + inputs) + inner * mlp
+    of_token += (queries + keys) * attention
     if is_trained and rank_of(run):
         # peft 0.21.2, tuners/lora/layer.py, Linear.forward: A x is kept, and x is cast to float32
         # and back, so that what comes out of attention is kept twice
         adapters = len(adapted_layers(model)) / config.num_hidden_layers
-        of_token += size * (rank_of(run) * adapters + (hidden if size == 2 else 0))
+        of_token += size * (rank_of(run) * adapters + queries * (size == 2))
     window = getattr(config, "sliding_window", None)
     if window and window < length:  # then there is a mask: (rows, length, length)
         of_token += size * length
-    heads = config.num_attention_heads
-    shares_keys = getattr(config, "num_key_value_heads", heads) != heads
-    if run.options.has_gpus() and size == 4 and shares_keys:
+    if run.options.has_gpus() and size == 4 and keys < queries:
         # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
-        of_token += size * heads * length
+        of_token += size * config.num_attention_heads * length
     return tokens * of_token
 
 
@@ -145,9 +155,10 @@ def gathered(run, model, is_trained):
     is_float32 = is_trained and not rank_of(run)
     root = (count_parameters(model) - sum(layers)) * (4 if is_float32 else size_of(run))
     # A buffer for the root unit, and one for the last layer
-    again = 2 * root + size_of(run) * max(layers)
+    layer = size_of(run) * max(layers)
+    again = 2 * root + layer
     # Two layers, and a buffer for one of them
-    forward = root + 3 * size_of(run) * max(layers)
+    forward = root + 3 * layer
     # A layer's gradient in float32 as it is sent, and gloo's copy
     gradient = max(layers)
     if is_trained and rank_of(run):
@@ -210,16 +221,19 @@ def pass_parts(run, model, rows, is_trained):
     ]
     if is_trained:
         gradient = 0 if has_adapters else head
-        backwards = {COPIES: saved_copies, HEAD: gradient, GATHERED: backward}
-        moments.append(of_head | {GATHERED: again})
-        moments.append(of_head | {"logits": 3 * chunk, HEAD: copy or gradient})
-        moments.append({ACTIVATIONS: in_layer} | backwards)
+        moments += [
+            of_head | {GATHERED: again},
+            of_head | {"logits": 3 * chunk, HEAD: copy or gradient},
+            {ACTIVATIONS: in_layer, COPIES: saved_copies, HEAD: gradient, GATHERED: backward},
+        ]
     if is_trained and not has_adapters:
         # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
         sent = 0 if run.options.has_gpus() else root
         tied = head * model.config.tie_word_embeddings  # for the sum of both gradients
-        moments.append({HEAD: head + embedding + tied, GATHERED: root})
-        moments.append({HEAD: 2 * root, GATHERED: sent})
+        moments += [
+            {HEAD: head + embedding + tied, GATHERED: root},
+            {HEAD: 2 * root, GATHERED: sent},
+        ]
     return max(moments, key=total)
 
 
@@ -234,18 +248,21 @@ def learner_memory(run):
     """The pass that takes the most, and the bytes of a learner's GPU then, by part."""
     args, options, trained = run.args, run.options, trained_models(run)
     shards = options.num_shards() or 1
-    count = sum(count_trained(run, model) for model in trained.values()) / shards
+    counts = [count_trained(run, model) for model in trained.values()]
+    count = sum(counts) / shards
     kind = "adapters" if rank_of(run) else "weights"
-    always = {f"{kind} of {' and '.join(trained)}": 4 * count, "AdamW's moments": 8 * count}
-    always["gradients"] = 4 * count  # between updates they are zeros
+    always = {
+        f"{kind} of {' and '.join(trained)}": 4 * count,
+        "AdamW's moments": 8 * count,
+        "gradients": 4 * count,  # between updates they are zeros
+    }
     for name, model in frozen_weights(run).items():
         always[f"{name}, frozen"] = size_of(run) * count_parameters(model) / shards
     passes = {}
     if options.num_processes > shards:
         # Gradients are in DDP's buckets. After the first update it makes others, one model's at a
         # time, beside the old ones (torch 2.13, reducer.cpp, rebuild_buckets)
-        largest = max(count_trained(run, model) for model in trained.values())
-        passes["DDP's second update"] = always | {"other buckets of DDP": 4 * largest}
+        passes["DDP's second update"] = always | {"other buckets of DDP": 4 * max(counts)}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
@@ -318,7 +335,7 @@ def engine_memory(run):
     # or the logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
     sequences = most_at_once(run)
     tokens = 16_384 if sequences > 256 else 8192
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    *_, inner = widths(config)
     activations = tokens * size * (3 * inner + 4 * config.hidden_size)
     logits = sequences * 4 * 4 * config.vocab_size
     return weights + max(activations, logits) + GIB / 2
@@ -337,11 +354,8 @@ def most_at_once(run):
 def cache_memory(run):
     """Bytes of vLLM's KV cache for the longest prompt with its response."""
     config = run.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Keys and values
-    of_token = 2 * config.num_hidden_layers * heads * head_dim * size_of(run)
-    return of_token * run.max_length()
+    _, keys, _ = widths(config)
+    return 2 * config.num_hidden_layers * keys * size_of(run) * run.max_length()
 
 
 def engine_needs(run, responses=1):
@@ -415,8 +429,8 @@ def shared_memory(run):
 
 def with_changes(run, flags):
     """The same run with other flags, of the script or of the launch."""
-    launch = {name: value for name, value in flags.items() if hasattr(run.options, name)}
-    arguments = {name: value for name, value in flags.items() if name not in launch}
+    launch = {name: flags[name] for name in flags if hasattr(run.options, name)}
+    arguments = {name: flags[name] for name in flags if name not in launch}
     if "config_file" in launch:
         launch["variables"] = run.options.variables | {"ACCELERATE_USE_FSDP": "true"}
     args, options = replace(run.args, **arguments), replace(run.options, **launch)
@@ -444,11 +458,12 @@ def with_share(run):
 def savings(run):
     """Changes of flags that save memory; what changes little comes first."""
     args, options = run.args, run.options
+    values = {"gradient_checkpointing": True}
     if run.trains_reward_model():
-        values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
+        values["per_device_train_batch_size"] = 1
     else:
-        values = {"gradient_checkpointing": True, "micro_batch_tokens": run.max_length()}
-        values |= {"dtype": "bfloat16", "beta": 0, "lora_rank": rank_of(run) or 16}
+        values |= {"micro_batch_tokens": run.max_length(), "dtype": "bfloat16", "beta": 0}
+        values["lora_rank"] = rank_of(run) or 16
     changes = [{name: value} for name, value in values.items() if getattr(args, name) != value]
     if not run.trains_reward_model() and not options.num_shards():
         gpus = options.num_gpus or options.local_processes()
