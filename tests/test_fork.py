@@ -252,7 +252,8 @@ def lines_of_code(text):
 def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeypatch):
     path = tmp_path / f"tried_{diff.stem}.py"
     program.write_fork(diff.stem, path)
-    base = (REPO / program.base_of(diff.read_text())).read_text()
+    program.write_base(diff.read_text(), tmp_path / "base.py")
+    base = (tmp_path / "base.py").read_text()
     changes = difflib.unified_diff(lines_of_code(base), lines_of_code(path.read_text()), n=0)
     changed = [line for line in changes if line[0] in "+-" and line[:3] not in ("+++", "---")]
     assert 100 < len(changed) <= 250
