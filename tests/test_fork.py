@@ -24,16 +24,17 @@ HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 each_script = pytest.mark.parametrize("script", ASYNC)
 
 
-def fork(heading, script=None):
+def fork(heading, script=None, text=None):
     """The text of a copy of a script, with the diffs that a section has for it.
 
     script: None: the one that the section names first. A text names the scripts of its diffs.
+    text: of the copy, None: the script's.
     """
     section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
     parts = section.split("n a copy of ")[1:]
     named = [re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?", part)[0]) for part in parts]
     script = script or named[0][0]
-    text = (REPO / script).read_text()
+    text = text or (REPO / script).read_text()
     told = PPO[1] if script in PPO else script
     mine = [part for part, scripts in zip(parts, named, strict=True) if told in scripts]
     for diff in re.findall(r"```diff\n(.*?)```", "".join(mine), re.DOTALL):
@@ -70,6 +71,17 @@ def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scr
     changed = [script for script in SCRIPTS if fork(heading, script) != (REPO / script).read_text()]
     has_groups = heading in ("Leave one out", "One deviation for the batch")
     assert changed == list(GRPO if has_groups else SCRIPTS)
+
+
+@pytest.mark.usefixtures("git")
+@pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])
+def test_every_change_fits_the_forks_too(name, tmp_path):
+    program.write_fork(name, tmp_path / "fork.py")
+    text = (tmp_path / "fork.py").read_text()
+    for heading in HEADINGS:
+        if (name, heading) == ("multiturn", "The reward"):  # as the page says
+            continue
+        ast.parse(fork(heading, *GRPO, text))
 
 
 @each_script
