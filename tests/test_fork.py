@@ -268,7 +268,7 @@ def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeyp
     base = (tmp_path / "base.py").read_text()
     changes = difflib.unified_diff(lines_of_code(base), lines_of_code(path.read_text()), n=0)
     changed = [line for line in changes if line[0] in "+-" and line[:3] not in ("+++", "---")]
-    assert 100 < len(changed) <= 250
+    assert 20 < len(changed) <= 250
     monkeypatch.syspath_prepend(tmp_path)
     results = doctest.testmod(importlib.import_module(path.stem))
     assert results.attempted > 20 and not results.failed

@@ -420,6 +420,6 @@ def test_a_hopeless_task_ends_with_a_sentence_and_leaves_its_model(forks, run_sc
     options = IN_FLIGHT | {"reward_fn": f"{reward}:score", "max_refill": 1}
     run = run_script(forks / "grpo_refill.py", tmp_path / "run", **options)
     assert run.returncode == 1
-    assert "step 1 has no full batch, though --max_refill 1 batches" in run.output
+    assert "--max_refill 1 leaves step 1 without a full batch" in run.output
     assert "0% were all right, 100% all wrong" in run.output
     assert (run.run_dir / "model/model.safetensors").exists()

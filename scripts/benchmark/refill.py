@@ -95,7 +95,7 @@ def main():
                 metrics, output = run(arm, seed, Path(folder), flags)
                 line = {"arm": arm, "seed": seed} | summarize(metrics, args.target)
                 print(json.dumps(line), flush=True)
-                if "has no full batch" in output:
+                if "without a full batch" in output:
                     print(output[output.rindex("RuntimeError") :].splitlines()[0], flush=True)
 
 
