@@ -1,4 +1,4 @@
-"""Writes a fork of a script: scripts/forks/NAME.diff, applied to the script that it is against.
+"""Writes a fork of a script: scripts/forks/NAME.diff, applied to the file that it is against.
 
     python scripts/fork.py inflight grpo_inflight.py
 
@@ -7,6 +7,9 @@ docs/forks.md says what each changes. Bugs to learn from are in scripts/failures
 After a change of yours, this makes the diff again:
 
     git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
+
+A diff may be against what another one writes: refill's is against grpo_inflight.py, in which
+inflight's diff calls its result (+++). Then both are applied.
 """
 
 import argparse
@@ -22,7 +25,7 @@ FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/failures"
 
 
 def base_of(diff):
-    """The script that a diff is against.
+    """The file that a diff is against: a script, or a fork.
 
     >>> base_of("--- a/ppo_sync.py\\n+++ b/my_fork.py\\n")
     'ppo_sync.py'
@@ -35,6 +38,15 @@ def find_diffs():
     return {path.stem: path for folder in (FORKS, FAILURES) for path in folder.glob("*.diff")}
 
 
+def write_base(diff, output):
+    """Writes the file that a diff is against."""
+    base = base_of(diff)
+    for name, path in find_diffs().items():
+        if f"\n+++ b/{base}\n" in path.read_text():
+            return write_fork(name, output)
+    shutil.copy(REPO / base, output)
+
+
 def write_fork(name, output):
     """Writes a fork to a file, which must not exist yet."""
     diff = find_diffs()[name].read_text()
@@ -44,7 +56,8 @@ def write_fork(name, output):
         raise SystemExit("git applies the diffs, and is not installed: `apt-get install git`")
     base = base_of(diff)
     with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copy(REPO / base, folder)
+        copy = Path(folder, base)
+        write_base(diff, copy)
         # git patches plain files in a folder that is in no repository
         diff = re.sub(r"^\+\+\+ b/.*$", f"+++ b/{base}", diff, flags=re.MULTILINE)
         diff = re.sub(r"^diff --git .*$", f"diff --git a/{base} b/{base}", diff, flags=re.MULTILINE)

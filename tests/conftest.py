@@ -20,7 +20,7 @@ Which file.
     test_adapters, test_gpus            LoRA; what GPUs need, as far as a CPU shows it
     test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
     test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
-    test_inflight, test_multiturn       scripts/forks: rounds, turns; whole runs of the forks
+    test_inflight, test_refill, test_multiturn    scripts/forks: rounds, turns; whole runs
     test_distill                        the fork distill: its gradient, its runs
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
@@ -74,7 +74,17 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, the longest first
-LONG = ["ends", "fsdp2", "inflight", "multiturn", "runs", "adapters", "preflight", "rewards"]
+LONG = [
+    "ends",
+    "fsdp2",
+    "inflight",
+    "refill",
+    "multiturn",
+    "runs",
+    "adapters",
+    "preflight",
+    "rewards",
+]
 LONG += ["ranks", "lag", "engine", "commands", "soak", "failures"]
 
 

@@ -101,6 +101,7 @@ def test_page_has_all_that_a_resumed_run_must_keep(tmp_path):
     said = {who: set(re.findall(r"`(\w+)`", what)) for who, what in rows}
     scripts, of_ppo = said["all three"], said["both PPO scripts"]
     of_async, of_inflight = said["the asynchronous ones and their forks"], said["the fork inflight"]
+    of_refill = said["the fork refill"]
     expected = {
         "ppo_sync.py": scripts | of_ppo,
         "ppo_vllm_async.py": scripts | of_ppo | of_async,
@@ -108,10 +109,11 @@ def test_page_has_all_that_a_resumed_run_must_keep(tmp_path):
         TRAINER: said["`train_reward_model.py`"],
         "multiturn": scripts | of_async,
         "inflight": scripts | of_async | of_inflight,
+        "refill": scripts | of_async | of_inflight | of_refill,
     }
     for name, arguments in expected.items():
         path = REPO / name
-        if name in ("multiturn", "inflight"):
+        if not path.exists():  # a fork
             path = tmp_path / f"{name}.py"
             fork.write_fork(name, path)
         assert refused_on_resume(path.read_text()) == arguments, name

@@ -503,7 +503,7 @@ def test_zero_is_allowed_where_its_help_says_what_it_is(ask, folder, write_fork)
     check_mistake(answer, "--vllm_tensor_parallel_size is 0; it must be from 1")
 
 
-@pytest.mark.parametrize("name", ["inflight", "multiturn"])
+@pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])
 def test_reward_of_a_fork_reads_the_answer(name, ask, folder, write_fork, in_process):
     """The fork's Response has other fields in other places."""
     in_process()

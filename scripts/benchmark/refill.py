@@ -1,0 +1,103 @@
+"""What refill gains: steps, seconds and tokens to a held-out rate, beside the script and inflight.
+
+    python scripts/benchmark/refill.py --seeds 1 2 3
+    python scripts/benchmark/refill.py --arms script refill --seeds 4 --target 0.95
+
+The runs are those of scripts/train/debug/grpo.sh with 40 steps, evaluated after every second one;
+other flags go to the script. Both forks have a bound of one step on age, as the script has. A line
+is a run: the share of held-out prompts answered right at last; for the first policy that reached
+the target its steps, the seconds that these took (evaluations included), the tokens that were
+sampled for them, and how many of those for each response that taught something: that had an
+advantage. And the tokens of the last ten steps. What is still under way is not counted.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(REPO / "scripts"))
+from fork import write_fork  # noqa: E402
+
+ARMS = ("script", "inflight", "refill")
+
+
+def run(arm, seed, folder, flags):
+    """The metrics of a run, one dictionary a step, and what it printed."""
+    script = REPO / "grpo_vllm_async.py"
+    if arm != "script":
+        script = folder / f"grpo_{arm}.py"
+        if not script.exists():
+            write_fork(arm, script)
+        flags = ["--max_staleness", "1", *flags]
+    name = f"{arm}_{seed}"
+    options = ["--total_episodes", "20480", "--num_evals", "20", "--seed", str(seed), *flags]
+    options += ["--output_dir", str(folder), "--run_name", name]
+    result = subprocess.run(
+        ["bash", "scripts/train/debug/grpo.sh", *options],
+        cwd=REPO,
+        env=os.environ | {"SCRIPT": str(script)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    path = folder / name / "metrics.jsonl"
+    if not path.exists():
+        sys.exit(result.stdout)
+    return [json.loads(line) for line in path.read_text().splitlines()], result.stdout
+
+
+def tokens_of(metrics):
+    """Tokens sampled in some steps, and how many of them for each response with an advantage."""
+    tokens = sum(
+        line["val/sequence_lengths"] * line["episode"] / line["training_step"]
+        + line.get("refill/dropped_tokens", 0)
+        for line in metrics
+    )
+    return round(tokens), round(tokens / sum(line["val/computed_responses"] for line in metrics), 2)
+
+
+def summarize(metrics, target):
+    """What a line says of a run."""
+    rate = "eval/verifiable_correct_rate"
+    evaluations = [line for line in metrics if rate in line]
+    summary = {"steps": len(metrics), "last rate": evaluations[-1][rate]}
+    # The policy's steps, some of which were made before the line in which its rate is
+    reached = [line["eval/policy_version"] for line in evaluations if line[rate] >= target]
+    if reached:
+        steps = int(reached[0])
+        start = metrics[0]["time/from_scratch"] - metrics[0]["time/training"]
+        summary["to target"] = {
+            "steps": steps,
+            "seconds": round(metrics[steps - 1]["time/from_scratch"] - start, 1),
+            "tokens": tokens_of(metrics[:steps])[0],
+            "a response that taught": tokens_of(metrics[:steps])[1],
+        }
+    tokens, each = tokens_of(metrics[-10:])
+    return summary | {"last 10 steps": {"tokens": tokens, "a response that taught": each}}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--target", type=float, default=0.9)
+    args, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in args.seeds:
+            for arm in args.arms:
+                metrics, output = run(arm, seed, Path(folder), flags)
+                line = {"arm": arm, "seed": seed} | summarize(metrics, args.target)
+                print(json.dumps(line), flush=True)
+                if "without a full batch" in output:
+                    print(output[output.rindex("RuntimeError") :].splitlines()[0], flush=True)
+
+
+if __name__ == "__main__":
+    main()
