@@ -65,9 +65,10 @@ def commands_of(page):
         words = []
         for word in shlex.split(line, comments=True):
             words += shlex.split(LEFT_OPEN.get(word, word))
-        while "=" in words[0]:  # the environment
-            words.pop(0)
-        yield (Path(words[0]).name, *words[1:])
+        variables = list(itertools.takewhile(lambda word: "=" in word, words))  # the environment
+        program, *rest = words[len(variables) :]
+        scripts = [variable for variable in variables if variable.startswith("SCRIPT=")]
+        yield (*scripts, Path(program).name, *rest)
 
 
 def is_asked(command):
@@ -117,6 +118,8 @@ def folder(git, assets, reward_model, tmp_path_factory):
         write_text(folder / name / "config.json", json.dumps(config))
     (folder / "output" / "debug_reward_model").mkdir(parents=True)
     (folder / "output" / "debug_reward_model" / "model").symlink_to(reward_model)
+    (folder / "output" / "teacher").mkdir()
+    (folder / "output" / "teacher" / "model").symlink_to(assets / "model")
     script = REPO / "scripts" / "data_preprocess" / "instructions.py"
     subprocess.run([sys.executable, script], cwd=folder, check=True)
 
@@ -129,10 +132,12 @@ def folder(git, assets, reward_model, tmp_path_factory):
 
 def launches(words, folder):
     """What a command launches: words, those of the script among them."""
+    environment = os.environ | {"MODEL": "debug_assets/model"}
+    if words[0].startswith("SCRIPT="):
+        environment["SCRIPT"], words = words[0].removeprefix("SCRIPT="), words[1:]
     if words[0] != "bash":
         return [words]
     (folder / "launched.txt").unlink(missing_ok=True)
-    environment = os.environ | {"MODEL": "debug_assets/model"}
     subprocess.run(words, cwd=folder, env=environment, check=True, capture_output=True)
     return [["accelerate", *line.split()] for line in open(folder / "launched.txt")]
 

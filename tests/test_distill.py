@@ -177,6 +177,7 @@ def test_reward_that_has_a_weight_adds_its_advantages(run):
 
     seen = run(score, reward_weight=0.25, advantage_normalization="centered")
     for batch in seen.batches:
+        assert torch.equal(batch.loss_mask, batch.mask)
         scores = batch.scores.view(-1, 4)
         expected = 0.25 * (scores - scores.mean(1, keepdim=True)).flatten()
         found = batch.advantages[range(len(batch.lengths)), batch.lengths - 1]
@@ -186,8 +187,13 @@ def test_reward_that_has_a_weight_adds_its_advantages(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"teacher_model_path": None}, "nothing is distilled"),
-        ({"beta": 0.0}, "nothing is distilled"),
+        ({"teacher_model_path": None}, "of another model"),
+        # Revisions are told apart by their paths alone
+        ({"teacher_model_path": "same", "model_name_or_path": "same"}, "of another model"),
+        ({"beta": 0.0}, "a --beta above 0"),
+        # One ratio of a response would give each token the mean of all returns
+        ({"returns_to_go": True, "importance_sampling_level": "sequence"}, "for each token"),
+        ({"reward_weight": 1.0, "apply_verifiable_reward": False}, "no reward"),
         ({"reward_weight": 1.0, "number_samples_per_prompt": 1}, "at least 2 samples"),
     ],
 )
