@@ -237,7 +237,8 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     whole = run_script(fork, tmp_path / "whole", **options)
     assert whole.returncode == 0, whole.output
     assert [line["policy/staleness_max"] for line in whole.metrics] == [0, 1, 2, 2, 2, 2]
-    assert 0 < whole.metrics[3]["policy/staleness"] < 2
+    ages = [(line["policy/staleness"], line["policy/staleness_max"]) for line in whole.metrics]
+    assert any(0 < mean < most for mean, most in ages)  # of several versions
 
     shutil.copytree(whole.run_dir, tmp_path / "again/run")
     shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
