@@ -216,4 +216,4 @@ def test_teacher_with_another_vocabulary_is_refused(module, teacher, tmp_path, a
 
 def test_it_has_at_most_sixty_changed_lines():
     diff = (REPO / "scripts/forks/distill.diff").read_text().splitlines()
-    assert sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff) <= 62
+    assert sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff) <= 60

@@ -117,9 +117,9 @@ def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
         script.check_draws(*draw(logits, seed), mask)
     _, entropies = draw(logits, 0)
     # Tokens of another policy, or of a higher temperature, as the policy sees them
-    others = logits.roll(1, dims=0)
-    tokens = torch.distributions.Categorical(logits=others).sample()
-    wrong = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    others = logits.roll(1, dims=0).softmax(-1).flatten(0, 1)
+    tokens = torch.multinomial(others, 1, generator=generator).view(64, 12, 1)
+    wrong = logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
     with pytest.raises(RuntimeError, match="did not draw its tokens by its policy"):
         script.check_draws(wrong, entropies, mask)
     script.check_draws(wrong[:29], entropies[:29], mask[:29])  # too few to tell

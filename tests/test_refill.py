@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,7 +20,7 @@ from helpers.real_vllm import prompt_of
 from test_inflight import IN_FLIGHT, check_same, lines_of
 
 PROMPTS = [replace(prompt_of([2, 3 + i]), ground_truth="") for i in range(50)]
-NEW = {"begun_groups", "dropped_groups", "dropped_tokens", "solved", "hopeless"}
+NEW = {"begun_groups", "dropped_groups", "dropped_tokens", "solved", "hopeless", "failed"}
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +345,61 @@ def test_what_is_solved_and_what_is_hopeless(module):
     assert kind(1.0, 0.0) == kind(None, None) == kind(0.0, None) == (False, False)
 
 
+def test_groups_whose_rewards_fail_are_counted(module):
+    """Else a reward that is broken would pass for prompts that are neither solved nor hopeless."""
+    response = module.start_responses(PROMPTS[:1], [0], {})[0]
+    group = [replace(response, verifiable=1.0), replace(response, failure="out of paper")]
+    dropped = Counter(module.count_group(group)) + Counter(module.count_group(group[:1]))
+    rollout = module.Rollout(0, [], [], {}, [{"begun": 2, "dropped": dropped}])
+    metrics = module.refill_metrics(rollout, args_of(module))
+    assert metrics["refill/failed"] == metrics["refill/solved"] == 0.5
+
+
+def test_the_data_is_permuted_once_for_a_pass_and_not_for_each_group(module, monkeypatch):
+    calls, randperm = [], module.torch.randperm
+    note = lambda *given, **options: calls.append(given) or randperm(*given, **options)  # noqa: E731
+    monkeypatch.setattr(module.torch, "randperm", note)
+    args, engine = args_of(module, seed=77), Engine(module, None, 0)
+    for number in range(40):  # eight batches
+        module.begin_group(engine, PROMPTS, number, {}, args)
+    assert len(calls) == 8
+
+
+def test_one_groups_reward_does_not_wait_for_anothers(module, monkeypatch):
+    """The first that is asked for is answered last."""
+    second = threading.Event()
+
+    def grade_responses(responses, *_):
+        if responses == ["first"]:
+            assert second.wait(30)
+        second.set()
+        return responses
+
+    futures = []
+
+    def round_of(engine, stream, request, response_Q, pause, grade, args):
+        futures.extend([grade(["first"]), grade(["second"])])
+        raise SystemExit
+
+    ended = []
+    monkeypatch.setattr(module, "grade_responses", grade_responses)
+    monkeypatch.setattr(module, "generate_round", round_of)
+    monkeypatch.setattr(module, "end_at_once", ended.append)
+    prompts_Q = SimpleNamespace(get=lambda: None)
+    module.generation_thread(
+        "an engine",
+        None,
+        None,
+        None,
+        prompts_Q,
+        None,
+        None,
+        None,
+        args_of(module, reward_workers=2),
+    )
+    assert [future.result(30) for future in futures] == [["first"], ["second"]]
+
+
 def test_a_reward_model_is_refused(module):
     with pytest.raises(ValueError, match="--reward_model_path"):
         args_of(module, reward_model_path="a model")
@@ -396,7 +452,7 @@ def test_two_ranks_resume_to_the_bit_with_groups_dropped(forks, run_script, smal
     lines = whole.metrics
     assert max(line["policy/staleness_max"] for line in lines) > 0
     assert {line["val/zero_variance_groups"] for line in lines} == {0}
-    assert min(line["refill/dropped_groups"] for line in lines[2:]) > 0
+    assert sum(line["refill/dropped_groups"] for line in lines[2:]) > 0  # after the checkpoint
     assert [line["episode"] for line in lines] == [32 * step for step in range(1, 7)]
     dropped = sum(line["refill/dropped_groups"] for line in lines)
     assert lines[-1]["refill/begun_groups"] == 6 * 16 + dropped
@@ -421,5 +477,5 @@ def test_a_hopeless_task_ends_with_a_sentence_and_leaves_its_model(forks, run_sc
     run = run_script(forks / "grpo_refill.py", tmp_path / "run", **options)
     assert run.returncode == 1
     assert "--max_refill 1 leaves step 1 without a full batch" in run.output
-    assert "0% were all right, 100% all wrong" in run.output
+    assert "0% solved, 100% hopeless, 0% failed" in run.output
     assert (run.run_dir / "model/model.safetensors").exists()
