@@ -19,8 +19,8 @@ in inflight.py: log-normal, of which a tenth reach the cap.
 
 A line is a run: seconds a batch without the first steps; of a batch's groups the share that has a
 signal; seconds of vLLM's for a batch (at spread 0 in turns they are 'steps times --step_ms', where
-the machine kept up); mean and largest staleness of a token. A run that the file has is not made
-again.
+the machine kept up); mean and largest staleness of a token. A cell of which the file has --rounds
+runs is not run again. Tables and picture have the fastest of them: other work only slows.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def prepare_all(folder):
     (folder / "old_pass.py").write_text(text.replace(FORWARD, FORWARD + EXTRA))
 
 
-def run(folder, rung, spread, training, args):
+def run(folder, rung, spread, training, run_name, args):
     """The line of a run, in a folder of its own beside the scripts."""
     script, flags = RUNGS[rung]
     episodes = args.prompts * GROUP
@@ -99,7 +100,7 @@ def run(folder, rung, spread, training, args):
     values |= {"response_length": args.response_length}
     values |= {"dataset": REPO / "debug_assets/train.parquet", "model_name_or_path": "model"}
     values |= {"reward_fn": "reward.py:score", "reward_workers": 1}
-    values |= {"run_name": f"{rung}_{spread}_{training}".replace(", ", "_").replace(" ", "_")}
+    values |= {"run_name": run_name}
     command = [sys.executable, script]
     for name, value in values.items():
         command += [f"--{name}", str(value)]
@@ -139,12 +140,18 @@ def run(folder, rung, spread, training, args):
     }
 
 
+def fastest(lines):
+    """{(training, rung, spread): the line of the run that was the fastest of its cell}"""
+    by_speed = sorted(lines, key=lambda line: line["seconds_a_batch"], reverse=True)
+    return {(line["training"], line["rung"], line["spread"]): line for line in by_speed}
+
+
 def tables(lines):
     """Markdown: a table for each training, each with a row for each rung; a cell has all spreads.
 
     Speeds are against turns with the old pass, of the same spread.
     """
-    found = {(line["training"], line["rung"], line["spread"]): line for line in lines}
+    found = fastest(lines)
     trainings, spreads = (sorted({key[i] for key in found}) for i in (0, 2))
     of_spreads = "spread " + ", ".join(f"{spread:g}" for spread in spreads)
     text = ""
@@ -179,7 +186,7 @@ def draw(lines, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = {(line["training"], line["rung"], line["spread"]): line for line in lines}
+    found = fastest(lines)
     trainings, spreads = (sorted({key[i] for key in found}) for i in (0, 2))
     figure, axes = pyplot.subplots(
         1, len(trainings), figsize=(12, 4.5), sharey=True, squeeze=False, layout="constrained"
@@ -212,6 +219,7 @@ def main():
     parser.add_argument("--response_length", type=int, default=48)
     parser.add_argument("--step_ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--at_once", type=int, default=2, help="runs at the same time")
     parser.add_argument("--output", type=Path, default=REPO / "docs/ladder.jsonl")
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="of the lines that are there")
@@ -225,11 +233,16 @@ def main():
         draw(lines, args.draw)
     if args.table or args.draw:
         return
-    made = {(line["rung"], line["spread"], line["training"]) for line in lines}
+    made = Counter((line["rung"], line["spread"], line["training"]) for line in lines)
     cells = [(r, s, t) for t in args.training for s in args.spreads for r in args.rungs]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
         prepare_all(Path(folder))
-        jobs = [pool.submit(run, Path(folder), *cell, args) for cell in cells if cell not in made]
+        jobs = [
+            pool.submit(run, Path(folder), *cell, f"run_{i}_{place}", args)
+            for i in range(args.rounds)
+            for place, cell in enumerate(cells)
+            if made[cell] <= i
+        ]
         for job in jobs:
             line = json.dumps(job.result())
             print(line, flush=True)
