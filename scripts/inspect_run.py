@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
@@ -425,9 +425,12 @@ def read_backwards(path: Path) -> Iterator[dict]:
 
 
 def last_responses(path: Path) -> list[dict]:
-    """The lines of the last training step in rollouts.jsonl."""
-    steps = groupby(read_backwards(path), key=itemgetter("training_step"))
-    return [row for _, rows in islice(steps, 1) for row in rows][::-1]
+    """The lines in rollouts.jsonl of the last training step that has its tokens there."""
+    for _, lines in groupby(read_backwards(path), key=itemgetter("training_step")):
+        rows = [row for row in lines if "token_ids" in row]
+        if rows:
+            return rows[::-1]
+    return []
 
 
 @functools.cache
@@ -446,26 +449,48 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     return None
 
 
-def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
-    """(text, advantage) of each token of a response; without a tokenizer, of each word.
-
-    Tokens that are parts of one character are together, with their mean. Observed ones have NaN.
-    """
-    token_ids, advantages = row["token_ids"], row["advantages"]
-    if tokenizer is None:
-        words = re.findall(r"\s*\S+", row["response"]) or [""]
-        return [(word, mean(advantages)) for word in words]
-    for start, end in row.get("observed", []):
-        advantages = [*advantages[:start], *[math.nan] * (end - start), *advantages[start:]]
-    pieces, context, start = [], 0, 0
+def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
+    """The text of each token. None: it is a part of a character, whose last token has the text."""
+    texts, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
         # A token's text may depend on the one before it, such as a space at its beginning
         before = tokenizer.decode(token_ids[context:start], skip_special_tokens=False)
         text = tokenizer.decode(token_ids[context:end], skip_special_tokens=False)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+            texts.append(None)
             continue
-        pieces.append((text[len(before) :], mean(advantages[start:end])))
+        texts.append(text[len(before) :])
         context, start = start, end
+    return texts
+
+
+def numbers_of(row: dict, name: str) -> list[float]:
+    """A number for each of a response's token_ids: NaN for observed ones, which have none.
+
+    >>> numbers_of({"advantages": [0.5, 1.0], "observed": [[1, 2]]}, "advantages")
+    [0.5, nan, 1.0]
+    """
+    numbers = row[name]
+    for start, end in row.get("observed", []):
+        numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
+    return numbers
+
+
+def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
+    """(text, advantage) of each token of a response; without a tokenizer, of each word.
+
+    Tokens that are parts of one character are together, with their mean. Observed ones have NaN.
+    """
+    if tokenizer is None:
+        words = re.findall(r"\s*\S+", row["response"]) or [""]
+        return [(word, mean(row["advantages"])) for word in words]
+    pieces, parts = [], []
+    texts = token_texts(row["token_ids"], tokenizer)
+    for text, advantage in zip(texts, numbers_of(row, "advantages"), strict=True):
+        parts.append(advantage)
+        if text is not None:
+            pieces.append((text, mean(parts)))
+            parts = []
     return pieces
 
 
@@ -624,10 +649,13 @@ def show_sources(wrong: list[dict], rows: list[dict]) -> list[str]:
     return ["", f"Wrong by data source: {printable(', '.join(said + left_out))}"]
 
 
+def show_figures(row: dict) -> str:
+    end = "stopped" if row["stopped"] else "cut"
+    return f"{show_reward(row)}, {row['length']} tokens, {end}"
+
+
 def show_answer(row: dict, said: str, number: int) -> list:
     """Figures, and the text of a response; of more than `number` characters the two ends."""
-    end = "stopped" if row["stopped"] else "cut"
-    figures = f"{said}{show_reward(row)}, {row['length']} tokens, {end}"
     turns = list(row.get("turns") or [row["response"]])
     turns[1::2] = [f"[{text}]" for text in turns[1::2]]
     text = printable("\n".join(turns))
@@ -635,7 +663,7 @@ def show_answer(row: dict, said: str, number: int) -> list:
         half = number // 2
         gap = f" [... {len(text) - 2 * half} more characters ...] "
         text = text[:half] + gap + text[len(text) - half :]
-    return [figures, Padding(Text(text), (0, 0, 0, 2), expand=False)]
+    return [said + show_figures(row), Padding(Text(text), (0, 0, 0, 2), expand=False)]
 
 
 def show_history(answers: dict[int, dict], worth: float, number: int) -> list:
@@ -694,7 +722,8 @@ def show_wrong_responses(path: Path, worth: float, options) -> list:
     for row in read_backwards(path):
         if rows and row["training_step"] <= rows[0]["training_step"] - WRONG_STEPS:
             break
-        rows.append({name: row[name] for name in row.keys() - {"token_ids", "advantages"}})
+        numbers = {name for name, value in row.items() if isinstance(value, list)} - {"turns"}
+        rows.append({name: row[name] for name in row.keys() - numbers})
     rows.reverse()
     groups = defaultdict(list)
     for row in rows:
@@ -739,22 +768,29 @@ def show_wrong(run_dir: Path, args: dict, options):
 # ------------------------------------------------------------------------------ the program
 
 
+def number_of_steps(args: dict) -> int:
+    return args.get("num_training_steps") or args["num_updates"]  # of a reward model
+
+
+def describe_progress(run_dir: Path, args: dict, metrics: list[dict]) -> str:
+    """How far a run came, and when it wrote that."""
+    last, steps = metrics[-1], number_of_steps(args)
+    where = f"Step {last['training_step']:.0f} of {steps}"
+    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
+    ago = "" if last["training_step"] == steps else f"; that was {since:.1f} minutes ago"
+    return f"{where}, after {last['time/from_scratch'] / 60:.1f} minutes{ago}"
+
+
 def show_run(run_dir: Path, args: dict, options):
     """What is to be printed, and whether the run is at its end."""
     metrics = read_metrics(run_dir)
-    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
-    is_finished = bool(metrics) and metrics[-1]["training_step"] == steps
     model = args["model_name_or_path"]
     parts = [Text(f"{args['run_name']}: {args['exp_name']}, {model}", "bold")]
     if "provenance" in args:
         parts.append(shlex.join(args["provenance"]["command"]))
     if not metrics:
         return Group(*parts, "No step is finished yet"), False
-    last = metrics[-1]
-    where = f"Step {last['training_step']:.0f} of {steps}"
-    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
-    ago = "" if is_finished else f"; that was {since:.1f} minutes ago"
-    parts.append(f"{where}, after {last['time/from_scratch'] / 60:.1f} minutes{ago}")
+    parts.append(describe_progress(run_dir, args, metrics))
     parts += ["", show_curves(metrics), ""]
     speed = describe_speed(metrics)
     if speed:
@@ -764,7 +800,7 @@ def show_run(run_dir: Path, args: dict, options):
         name = args["tokenizer_name_or_path"] or model
         tokenizer = load_tokenizer(run_dir, name, args["model_revision"])
         parts += show_responses(rows, tokenizer, options)
-    return Group(*parts), is_finished
+    return Group(*parts), metrics[-1]["training_step"] == number_of_steps(args)
 
 
 def main():

@@ -418,8 +418,8 @@ def show(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def print_table(curves: list[Curve]):
-    """A row for each run, and one for the means of those that share a curve.
+def table_of(curves: list[Curve]) -> tuple[list[list[str]], list[str]]:
+    """A heading, a row for each run, one for the means of those that share a curve; and notes.
 
     The columns are those that the runs have numbers for: COLUMNS, and their own metrics.
     """
@@ -441,15 +441,22 @@ def print_table(curves: list[Curve]):
             every = zip(*rows, strict=True)
             means = [None if None in numbers else mean(numbers) for numbers in every]
             table.append([f"mean: {curve.name}", *map(show, means)])
+    notes = []
+    if any(title.endswith("*") for title in columns):
+        notes.append("* the last evaluation, on held-out prompts or pairs")
+    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
+    if titles:
+        notes.append(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
+    return table, notes
+
+
+def print_table(curves: list[Curve]):
+    table, notes = table_of(curves)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    if any(title.endswith("*") for title in columns):
-        print("* the last evaluation, on held-out prompts or pairs")
-    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
-    if titles:
-        print(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
+    print(*notes, sep="\n", end="\n" if notes else "")
 
 
 # ------------------------------------------------------------------------------ TensorBoard
