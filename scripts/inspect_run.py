@@ -112,6 +112,15 @@ def without_middle(items: list, number: int, gap) -> list:
     return [*items[:number], gap(left_out), *items[len(items) - number :]]
 
 
+def both_ends(text: str, number: int) -> str:
+    """The first and last characters of a text that has more than `number`."""
+    if len(text) <= number:
+        return text
+    half = number // 2
+    gap = f" [... {len(text) - 2 * half} more characters ...] "
+    return text[:half] + gap + text[len(text) - half :]
+
+
 def show_score(score: float | None) -> str:
     """None: its reward failed."""
     return "none" if score is None else f"{score:.3g}"
@@ -658,11 +667,7 @@ def show_answer(row: dict, said: str, number: int) -> list:
     """Figures, and the text of a response; of more than `number` characters the two ends."""
     turns = list(row.get("turns") or [row["response"]])
     turns[1::2] = [f"[{text}]" for text in turns[1::2]]
-    text = printable("\n".join(turns))
-    if len(text) > number:
-        half = number // 2
-        gap = f" [... {len(text) - 2 * half} more characters ...] "
-        text = text[:half] + gap + text[len(text) - half :]
+    text = both_ends(printable("\n".join(turns)), number)
     return [said + show_figures(row), Padding(Text(text), (0, 0, 0, 2), expand=False)]
 
 
