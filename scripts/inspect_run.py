@@ -53,6 +53,7 @@ CURVES += ["objective/accuracy", "eval/accuracy"]  # of a reward model
 BLOCKS = "▁▂▃▄▅▆▇█"
 GREY, GREEN, RED = (128, 128, 128), (0, 170, 0), (220, 0, 0)  # seen on black and on white
 BLOCK = 2**20  # bytes of rollouts.jsonl that are read at a time: it grows with the run
+NO_NUMBERS = {"token_ids", "turns", "observed"}  # lists of a line that are no number for each token
 # What is shown at most
 MOST_METRICS = 8  # of a reward's own, with a response
 SHOWN_TURNS = 4  # of a long response's beginning, and of its end
@@ -136,10 +137,8 @@ def show_reward(row: dict) -> str:
     'score none, ValueError: no number'
     """
     said = f"score {show_score(row['score'])}"
-    parts = {
-        "verifiable": row.get("verifiable_score"),
-        "reward model": row.get("reward_model_score"),
-    }
+    model = row.get("reward_model_score")
+    parts = {"verifiable": row.get("verifiable_score"), "reward model": model}
     parts = [f"{name} {value:.3g}" for name, value in parts.items() if value is not None]
     if len(parts) > 1 or row.get("verifiable_score") not in (None, row["score"]):
         said += f" ({', '.join(parts)})"
@@ -307,6 +306,7 @@ def next_steps(run_dir: Path) -> list[str]:
 
     lines = [
         f"Look at it:  {command(scripts / 'inspect_run.py', run_dir)}",
+        f"In a browser: {command(scripts / 'report.py', run_dir)}",
         f"Compare it:  {command(scripts / 'plot_runs.py', run_dir, 'OTHER_RUN')}",
     ]
     model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
@@ -529,10 +529,7 @@ def show_response(row, pieces, largest, number):
         advantage += f" ({low:+.2f} at {worst!r} to {high:+.2f} at {best!r})"
     end = "stopped" if row["stopped"] else "cut"
     figures = f"{show_reward(row)}, {advantage}, {row['length']} tokens, {end}"
-    if len(pieces) > number:
-        half = number // 2
-        gap = (f" [... {len(pieces) - 2 * half} more ...] ", 0.0)
-        pieces = [*pieces[:half], gap, *pieces[len(pieces) - half :]]
+    pieces = without_middle(pieces, number // 2, lambda count: (f" [... {count} more ...] ", 0.0))
     text = Text.assemble(*((printable(piece), style_of(a, largest)) for piece, a in pieces))
     return [Text(figures, style_of(average, largest)), Padding(text, (0, 0, 0, 2), expand=False)]
 
@@ -704,9 +701,8 @@ def show_wrong_answers(samples: list[dict], worth: float, options) -> list:
         elif row.get("failure") or row["score"] is None:
             groups["Their reward failed"].append(answers)
     rows = [answers[versions[-1]] for answers in asked]
-    parts += show_sources(
-        [row for row, right in zip(rows, now, strict=True) if right is False], rows
-    )
+    wrong = [row for row, right in zip(rows, now, strict=True) if right is False]
+    parts += show_sources(wrong, rows)
     if set(now) == {None}:
         asked.sort(key=lambda answers: answers[versions[-1]]["score"] or 0)
         groups = {"No answer has a verifiable score. Those with the lowest scores": asked}
@@ -727,8 +723,8 @@ def show_wrong_responses(path: Path, worth: float, options) -> list:
     for row in read_backwards(path):
         if rows and row["training_step"] <= rows[0]["training_step"] - WRONG_STEPS:
             break
-        numbers = {name for name, value in row.items() if isinstance(value, list)} - {"turns"}
-        rows.append({name: row[name] for name in row.keys() - numbers})
+        numbers = {name for name, value in row.items() if isinstance(value, list)}
+        rows.append({name: row[name] for name in row.keys() - (numbers - {"turns"})})
     rows.reverse()
     groups = defaultdict(list)
     for row in rows:
@@ -773,13 +769,10 @@ def show_wrong(run_dir: Path, args: dict, options):
 # ------------------------------------------------------------------------------ the program
 
 
-def number_of_steps(args: dict) -> int:
-    return args.get("num_training_steps") or args["num_updates"]  # of a reward model
-
-
 def describe_progress(run_dir: Path, args: dict, metrics: list[dict]) -> str:
-    """How far a run came, and when it wrote that."""
-    last, steps = metrics[-1], number_of_steps(args)
+    """How far a run came; if it is not at its end, how long ago it wrote that."""
+    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
+    last = metrics[-1]
     where = f"Step {last['training_step']:.0f} of {steps}"
     since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
     ago = "" if last["training_step"] == steps else f"; that was {since:.1f} minutes ago"
@@ -795,7 +788,8 @@ def show_run(run_dir: Path, args: dict, options):
         parts.append(shlex.join(args["provenance"]["command"]))
     if not metrics:
         return Group(*parts, "No step is finished yet"), False
-    parts.append(describe_progress(run_dir, args, metrics))
+    progress = describe_progress(run_dir, args, metrics)
+    parts.append(progress)
     parts += ["", show_curves(metrics), ""]
     speed = describe_speed(metrics)
     if speed:
@@ -805,7 +799,7 @@ def show_run(run_dir: Path, args: dict, options):
         name = args["tokenizer_name_or_path"] or model
         tokenizer = load_tokenizer(run_dir, name, args["model_revision"])
         parts += show_responses(rows, tokenizer, options)
-    return Group(*parts), metrics[-1]["training_step"] == number_of_steps(args)
+    return Group(*parts), not progress.endswith("ago")
 
 
 def main():

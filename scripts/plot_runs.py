@@ -377,14 +377,18 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
     return figure
 
 
-def save(figure, path: Path):
-    """Whoever looks at the picture while it is written sees the old one, never half a new one."""
+def replace(path: Path, write):
+    """Whoever looks at a file while it is written sees the old one, never half a new one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        figure.savefig(unfinished, dpi=90)
+        write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save(figure, path: Path):
+    replace(path, lambda unfinished: figure.savefig(unfinished, dpi=90))
 
 
 def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
@@ -418,8 +422,8 @@ def show(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def table_of(curves: list[Curve]) -> tuple[list[list[str]], list[str]]:
-    """A heading, a row for each run, one for the means of those that share a curve; and notes.
+def lines_of_table(curves: list[Curve]) -> list[str]:
+    """A row for each run, and one for the means of those that share a curve.
 
     The columns are those that the runs have numbers for: COLUMNS, and their own metrics.
     """
@@ -441,22 +445,17 @@ def table_of(curves: list[Curve]) -> tuple[list[list[str]], list[str]]:
             every = zip(*rows, strict=True)
             means = [None if None in numbers else mean(numbers) for numbers in every]
             table.append([f"mean: {curve.name}", *map(show, means)])
-    notes = []
-    if any(title.endswith("*") for title in columns):
-        notes.append("* the last evaluation, on held-out prompts or pairs")
-    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
-    if titles:
-        notes.append(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
-    return table, notes
-
-
-def print_table(curves: list[Curve]):
-    table, notes = table_of(curves)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    said = []
     for name, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    print(*notes, sep="\n", end="\n" if notes else "")
+        said.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    if any(title.endswith("*") for title in columns):
+        said.append("* the last evaluation, on held-out prompts or pairs")
+    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
+    if titles:
+        said.append(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
+    return said
 
 
 # ------------------------------------------------------------------------------ TensorBoard
@@ -564,7 +563,7 @@ def main():
         for picture in pictures:
             print(f"Wrote {picture}")
     if len(args.runs) > 1:
-        print_table(curves)
+        print(*lines_of_table(curves), sep="\n")
 
 
 if __name__ == "__main__":

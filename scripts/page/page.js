@@ -51,13 +51,10 @@ function showHead() {
   const head = byId("head");
   runs.forEach((run, i) => {
     if (runs.length > 1) head.append(make("h3", { style: `color: var(--run${i % 6})` }, run.name));
-    head.append(make("p", { className: "dim" }, `${run.title}. ${run.progress}.`));
+    head.append(make("p", { className: "dim" }, `${run.args.exp_name}, ${run.args.model_name_or_path}`));
     for (const said of run.sentences) head.append(make("p", {}, said + "."));
   });
-  if (data.table) {
-    const [[heading, ...rows], notes] = data.table;
-    head.append(table(heading, rows), ...notes.map((note) => make("p", { className: "note" }, note)));
-  }
+  if (data.table) head.append(make("pre", { className: "table", tabIndex: 0 }, data.table));
 }
 
 function finding([said, link, section]) {
@@ -92,7 +89,8 @@ function showHealth() {
 
 // A metric's name, which says what it means if one points at it or comes to it by Tab
 function explained(name, kind = "") {
-  const said = data.meanings[name];
+  const whole = name.split("/").slice(0, 2).join("/");  // of what is split by data source
+  const said = [name, `${whole}/NAME`, whole].map((key) => data.meanings[key]).find(Boolean);
   if (!said) return make("span", { className: kind }, name);
   const tip = make("span", { className: "tip", role: "tooltip", id: `tip${explained.count++}` }, said);
   const button = make("button", { type: "button", className: `explained ${kind}` }, name);
@@ -384,8 +382,13 @@ function showArguments() {
   runs.forEach((run) => {
     const box = byId("arguments");
     if (runs.length > 1) box.append(make("h3", {}, run.name));
-    box.append(make("pre", { tabIndex: 0 }, run.command), make("p", {}, run.versions.join(", ")));
-    box.append(table(["differs from its default", "value", "default"], run.arguments));
+    const { command = [], commit, versions = {} } = run.args.provenance ?? {};
+    const said = Object.entries({ commit, ...versions }).map((each) => each.join(" "));
+    box.append(make("pre", { tabIndex: 0 }, command.join(" ")), make("p", {}, said.join(", ")));
+    const same = (name) => JSON.stringify(run.args[name]) === JSON.stringify(run.defaults[name]);
+    const other = Object.keys(run.defaults).filter((name) => name in run.args && !same(name));
+    const rows = other.map((name) => [name, String(run.args[name]), String(run.defaults[name])]);
+    box.append(table(["differs from its default", "value", "default"], rows));
   });
 }
 
