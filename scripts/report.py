@@ -100,7 +100,7 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     if is_off := is_first and bool(kl) and kl[0] > rounding:  # check_sampler's limit
         yield SAMPLER, f"mismatch/kl of step 1 is {kl[0]:.2g}: no rounding", "temperature"
         yield SAMPLER, "Or it is this", "retokenized"
-    elif kl and kl[-1] > 0.01 and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
+    elif kl and 0.1 > kl[-1] > 0.01 and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
         yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
     for old, new, *entropy in zip(scores, scores[2:], entropies, entropies[2:], strict=False):
         if old > 0.2 and new < 0.1 * old and entropy[1] > 0.7 * entropy[0]:
@@ -263,9 +263,9 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
     texts = fit(rest, build, most - len(dump(shown)))
     said = f"{len(shown)} of {len(whole)} steps that have tokens are in this page"
     said += f", and {len(texts)} of {len(rest)} steps with text alone" if rest else ""
-    special = [*tokenizer.get_added_tokens_decoder()] if tokenizer else []
+    added = tokenizer.get_added_tokens_decoder().items() if tokenizer else []
     steps = sorted(shown + texts, key=itemgetter("step"))
-    return {"steps": steps, "note": said, "special": special}
+    return {"steps": steps, "note": said, "special": [i for i, token in added if token.special]}
 
 
 def defaults_of(args: dict) -> dict:

@@ -85,11 +85,11 @@ def browser(folder):
     environment = os.environ | {"HOME": str(folder)}
     process = subprocess.Popen(command, start_new_session=True, env=environment, **quiet)
     try:
-        deadline = time.monotonic() + 30
-        while not (folder / "DevToolsActivePort").is_file():
+        deadline, said = time.monotonic() + 30, folder / "DevToolsActivePort"
+        while not (said.is_file() and said.read_text().count("\n")):
             assert process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
-        port = (folder / "DevToolsActivePort").read_text().split()[0]
+        port = said.read_text().split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as reply:
             (page,) = (each for each in json.load(reply) if each["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
