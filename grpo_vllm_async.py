@@ -195,6 +195,7 @@ class Batch:
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
     # By steps 5 and 6: (episodes, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
+    entropies: Tensor | None = None  # of the distributions that the old ones are of
     ref_logprobs: Tensor | None = None  # None with beta 0
     advantages: Tensor | None = None
     computed: Tensor | None = None  # (episodes,), 0.0 where the policy skips the row
@@ -335,13 +336,13 @@ def main(args):
         # mini-batch's stay 0 until step 7: its update makes the same pass, by the same weights
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
-            batch.logprobs, entropies = forward_all(
+            batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0][1:], size, args
             )
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         if rollout.policy_version == version and args.beta > 0:  # beta 0 skips rows by their score
-            check_draws(batch.logprobs, entropies, batch.mask)
+            check_draws(batch.logprobs, batch.entropies, batch.mask)
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
@@ -377,8 +378,7 @@ def main(args):
         metrics |= rollout.times | dict(grad_norms) | {"lr": lr}
         metrics |= {"policy/version": version, "policy/staleness": version - rollout.policy_version}
         metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
-        shown = range(len(responses))[: 2 * args.number_samples_per_prompt]  # two groups
-        log_rollouts(accelerator, training_step, rollout, responses, batch, shown, run_dir, args)
+        log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args)
 
         # 9. After the last update the model is saved, and then comes the last evaluation
         if is_last:
@@ -2711,16 +2711,26 @@ def describe(response, policy_version):
     }
 
 
-def log_rollouts(accelerator, training_step, rollout, responses, batch, rows, run_dir, args):
-    """Writes some responses of a step, rows of its batch, with their advantages."""
-    samples = [describe(responses[row], rollout.policy_version) for row in rows]
-    for row, sample in zip(rows, samples, strict=True):
-        tokens = {
-            "training_step": training_step,
-            "token_ids": responses[row].token_ids.tolist(),
-            "advantages": batch.advantages[row][batch.mask[row].bool()].tolist(),
-        }
-        append_line(run_dir / "rollouts.jsonl", sample | tokens)
+NOT_LOGGED = {"input_ids", "mask", "loss_mask"}  # fields of Batch
+
+
+def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args):
+    """Writes the responses to a step's first prompts. In 200 of the steps at most, evenly spaced,
+    each with what the batch has of its tokens."""
+    per_prompt = args.number_samples_per_prompt
+    count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
+    samples = [describe(response, rollout.policy_version) for response in responses[:count]]
+    every = math.ceil(args.num_training_steps / 200)
+    has_tokens = (training_step - 1) % every == 0 or training_step == args.num_training_steps
+    for row, sample in enumerate(samples):
+        line = sample | {"training_step": training_step}
+        if has_tokens:
+            line["token_ids"] = responses[row].token_ids.tolist()
+            is_response = batch.mask[row].bool()
+            for name, tensor in vars(batch).items():
+                if name not in NOT_LOGGED and tensor is not None and tensor.dim() == 2:
+                    line[name] = [round(value, 4) for value in tensor[row][is_response].tolist()]
+        append_line(run_dir / "rollouts.jsonl", line)
     if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
         log_samples(accelerator, samples)
 
@@ -2745,7 +2755,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
 def append_line(path, line):
     if is_rank_0():
         with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on

@@ -195,8 +195,10 @@ class Batch:
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
     # By steps 5 and 6: (episodes, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
+    entropies: Tensor | None = None  # of the distributions that the old ones are of
     ref_logprobs: Tensor | None = None  # None with beta 0
     values: Tensor | None = None  # by the value model before this step's updates
+    rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None  # what the value model is to predict
 
@@ -316,7 +318,7 @@ def main(args):
         # first update new log-probabilities equal these bit for bit, and ratios are 1
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
-            batch.logprobs, entropies = forward_all(
+            batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], size, args
             )
             batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
@@ -324,17 +326,17 @@ def main(args):
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         if rollout.policy_version == version:  # in async mode that is batch 1 alone
             check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
-            check_draws(batch.logprobs, entropies, batch.mask)
+            check_draws(batch.logprobs, batch.entropies, batch.mask)
 
         # 6. Rewards per token: the KL penalty on each, and the score on a response's last one
-        all_rows = list(range(len(responses)))
         rewards = torch.zeros_like(batch.mask)
         if args.beta > 0:
             kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_estimator)
             rewards -= args.beta * kl
-        rewards[all_rows, batch.lengths - 1] += batch.scores
+        rewards[range(len(responses)), batch.lengths - 1] += batch.scores
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, batch.loss_mask, shift_mean=False)
+        batch.rewards = rewards
 
         # Advantages, whitened over all rows that have a score. And returns, which the value model
         # is to predict: a second estimate, since its lambda is another one
@@ -385,8 +387,7 @@ def main(args):
         metrics |= rollout.times | dict(grad_norms) | {"lr": lr}
         metrics |= {"policy/version": version, "policy/staleness": version - rollout.policy_version}
         metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
-        shown = all_rows[:: args.number_samples_per_prompt][:8]  # of eight prompts
-        log_rollouts(accelerator, training_step, rollout, responses, batch, shown, run_dir, args)
+        log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args)
 
         # 9. After the last update the model is saved, and then comes the last evaluation
         if is_last:
@@ -2718,16 +2719,26 @@ def describe(response, policy_version):
     }
 
 
-def log_rollouts(accelerator, training_step, rollout, responses, batch, rows, run_dir, args):
-    """Writes some responses of a step, rows of its batch, with their advantages."""
-    samples = [describe(responses[row], rollout.policy_version) for row in rows]
-    for row, sample in zip(rows, samples, strict=True):
-        tokens = {
-            "training_step": training_step,
-            "token_ids": responses[row].token_ids.tolist(),
-            "advantages": batch.advantages[row][batch.mask[row].bool()].tolist(),
-        }
-        append_line(run_dir / "rollouts.jsonl", sample | tokens)
+NOT_LOGGED = {"input_ids", "mask", "loss_mask"}  # fields of Batch
+
+
+def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args):
+    """Writes the responses to a step's first prompts. In 200 of the steps at most, evenly spaced,
+    each with what the batch has of its tokens."""
+    per_prompt = args.number_samples_per_prompt
+    count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
+    samples = [describe(response, rollout.policy_version) for response in responses[:count]]
+    every = math.ceil(args.num_training_steps / 200)
+    has_tokens = (training_step - 1) % every == 0 or training_step == args.num_training_steps
+    for row, sample in enumerate(samples):
+        line = sample | {"training_step": training_step}
+        if has_tokens:
+            line["token_ids"] = responses[row].token_ids.tolist()
+            is_response = batch.mask[row].bool()
+            for name, tensor in vars(batch).items():
+                if name not in NOT_LOGGED and tensor is not None and tensor.dim() == 2:
+                    line[name] = [round(value, 4) for value in tensor[row][is_response].tolist()]
+        append_line(run_dir / "rollouts.jsonl", line)
     if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
         log_samples(accelerator, samples)
 
@@ -2752,7 +2763,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
 def append_line(path, line):
     if is_rank_0():
         with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on

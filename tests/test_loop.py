@@ -10,6 +10,7 @@ import importlib
 import math
 import re
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition, values_of
 from helpers.loops import EPISODES, STEPS, STOP
+from helpers.rollouts import make_rollout
 from helpers.runs import flat_tokens, response_tokens
 from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+
+import ppo_vllm_async as script
 
 METRICS_OF_POLICY_UPDATES = {"loss/policy_avg", "optim/grad_norm", "val/ratio", "val/ratio_var"}
 METRICS_OF_POLICY_UPDATES |= {f"policy/{x}_avg" for x in ("approxkl", "clipfrac", "entropy")}
@@ -479,17 +483,16 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
     left = [tmp_path / "first" / f"{kind}.jsonl" for kind in ("rollouts", "samples")]
     assert all(path.stat().st_size for path in left)
     run_main(name, **options)
-    of_a_step = 4 if name in PPO else 8  # four prompts, or two groups
-    assert [len(read_json_lines(path)) for path in left] == [of_a_step, 3]
+    assert [len(read_json_lines(path)) for path in left] == [8, 3]  # two groups; held-out prompts
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_loop, tokenizer):
+def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer):
     samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
-    # Of GRPO two whole groups, of PPO a response to each of the four prompts
-    rows = range(0, 16, 4) if rough_loop.name in PPO else range(8)
+    tensors = {"sampler_logprobs", "logprobs", "entropies", "advantages"}
+    tensors |= {"values", "returns", "rewards"} if rough_loop.name in PPO else set()
     for i, sample in enumerate(samples):
-        step, row = i // len(rows), rows[i % len(rows)]
+        step, row = divmod(i, 8)  # two groups of four
         batch = rough_loop.batches[step]
         response = batch.responses[row]
         assert tokenizer(sample["prompt"])["input_ids"] == batch.prompt_ids[row]
@@ -501,12 +504,35 @@ def test_responses_of_every_step_can_be_read_beside_their_own_advantages(rough_l
             "score": score,
             "length": len(response),
             "stopped": response[-1] == STOP,
-            "advantages": batch.advantages[row][batch.mask[row].bool()].tolist(),
         }
+        lists = {name for name, value in sample.items() if isinstance(value, list)}
+        assert tensors <= lists - {"token_ids"} <= tensors | {"ref_logprobs"}
+        for name in lists - {"token_ids"}:
+            expected = getattr(batch, name)[row][batch.mask[row].bool()]
+            torch.testing.assert_close(torch.tensor(sample[name]), expected, atol=6e-5, rtol=0)
         assert (sample["verifiable_score"] is None) == ("out of paper" in str(sample["failure"]))
-    assert len(samples) == len(rows) * STEPS
+    assert len(samples) == 8 * STEPS
     for name in ("score", "stopped", "advantages"):
         assert len({str(sample[name]) for sample in samples}) > 1, name
+
+
+@pytest.mark.parametrize(("per_prompt", "rows"), [(1, 8), (2, 8), (3, 6), (4, 8)])
+def test_tokens_are_written_in_200_steps_at_most(per_prompt, rows, tmp_path):
+    batch = make_rollout()
+    prompt = script.Prompt("", "2+2=", [3], "a", "4", None)
+    responses = []
+    for row in range(8):
+        ids = batch.input_ids[row][batch.mask[row].bool()].numpy()
+        responses.append(script.Response(prompt, ids, ids, stopped=True, score=1.0))
+    rollout = script.Rollout(0, responses, [], {})
+    args = script.Args(number_samples_per_prompt=per_prompt)
+    args.num_training_steps, args.eval_dataset = 401, "held-out.parquet"
+    for step in range(1, 402):
+        script.log_rollouts(None, step, rollout, responses, batch, tmp_path, args)
+    lines = read_json_lines(tmp_path / "rollouts.jsonl")
+    assert Counter(line["training_step"] for line in lines) == dict.fromkeys(range(1, 402), rows)
+    steps = {line["training_step"] for line in lines if "token_ids" in line}
+    assert steps == {*range(1, 402, 3), 401}
 
 
 def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):
