@@ -45,6 +45,7 @@ class Browser:
     def open(self, path, width=1280, height=900, scheme="light"):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Page.navigate", url=path.resolve().as_uri())
