@@ -306,7 +306,7 @@ def next_steps(run_dir: Path) -> list[str]:
 
     lines = [
         f"Look at it:  {command(scripts / 'inspect_run.py', run_dir)}",
-        f"In a browser: {command(scripts / 'report.py', run_dir)}",
+        f"As a page:   {command(scripts / 'report.py', run_dir)}",
         f"Compare it:  {command(scripts / 'plot_runs.py', run_dir, 'OTHER_RUN')}",
     ]
     model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
@@ -474,11 +474,7 @@ def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
 
 
 def numbers_of(row: dict, name: str) -> list[float]:
-    """A number for each of a response's token_ids: NaN for observed ones, which have none.
-
-    >>> numbers_of({"advantages": [0.5, 1.0], "observed": [[1, 2]]}, "advantages")
-    [0.5, nan, 1.0]
-    """
+    """A number for each of a response's token_ids: NaN for observed ones, which have none."""
     numbers = row[name]
     for start, end in row.get("observed", []):
         numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
@@ -789,8 +785,7 @@ def show_run(run_dir: Path, args: dict, options):
     if not metrics:
         return Group(*parts, "No step is finished yet"), False
     progress = describe_progress(run_dir, args, metrics)
-    parts.append(progress)
-    parts += ["", show_curves(metrics), ""]
+    parts += [progress, "", show_curves(metrics), ""]
     speed = describe_speed(metrics)
     if speed:
         parts += [speed, ""]

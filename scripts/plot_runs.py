@@ -348,7 +348,7 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
         raise SystemExit("plot_runs.py: these runs have no metric that it draws; see --metrics")
     rows = (len(panels) + 2) // 3
     columns = min(3, len(panels))
-    figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), dpi=90, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     x_metric, x_title = X_AXES[x_axis]
     farthest = max(line.get(x_metric, 0) for line in lines_of(curves))
@@ -377,8 +377,8 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
     return figure
 
 
-def replace(path: Path, write):
-    """Whoever looks at a file while it is written sees the old one, never half a new one."""
+def save(write, path: Path):
+    """Whoever looks at it while it is written sees the old one, never half a new one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(unfinished)
@@ -387,15 +387,12 @@ def replace(path: Path, write):
         unfinished.unlink(missing_ok=True)
 
 
-def save(figure, path: Path):
-    replace(path, lambda unfinished: figure.savefig(unfinished, dpi=90))
-
-
 def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
     """Draws a run's own picture: its curves."""
     (run,) = read_runs([run_dir])
     pictures = [run_dir / "curves.png"]
-    save(draw_curves([Curve(run.name, [run])], x_axis, more), pictures[0])
+    figure = draw_curves([Curve(run.name, [run])], x_axis, more)
+    save(figure.savefig, pictures[0])
     return pictures
 
 
@@ -555,7 +552,7 @@ def main():
         runs = read_runs(args.runs)
         curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
         try:
-            save(draw_curves(curves, args.x, args.metrics), args.output)
+            save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
         except (OSError, ValueError) as error:  # no such folder, or kind of picture
             parser.error(f"--output {args.output}: {error}")
         pictures = [args.output]

@@ -23,17 +23,14 @@ from pathlib import Path
 
 import inspect_run as inspect
 import plot_runs as plots
-from plot_runs import Curve, Run
 
 PAGE, DOCS = Path(__file__).parent / "page", Path(__file__).parent.parent / "docs"
 FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 # Bytes of the page; of its curves and answers at most. Rollouts take what is left
 MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
-POINTS = 500  # of a curve
-# Characters of a text, tokens and evaluations of a response: fewer where not even FEW items fit
-DETAILS, FEW = [(6000, 2000, 99), (2000, 400, 10), (500, 80, 3)], 3
-SIGNAL, LEARNS, ITSELF = "Is there a signal?", "Does it learn?", "Does it stay itself?"
-UPDATES, SAMPLER = "Are updates small?", "Is the sampler the policy?"
+# Characters of a text, tokens and evaluations of a response: fewer where too few items fit
+DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
+SIGNAL, LEARNS, SAMPLER = "Is there a signal?", "Does it learn?", "Is the sampler the policy?"
 ILL = re.compile(r"`(.+)` ([<>]) (\S+)( x the first)?(?:, (.+))?(?: for (\d+) steps)?$")
 PLACES = {"at the beginning": slice(5), "at the end": slice(-1, None), None: slice(None)}
 
@@ -49,18 +46,18 @@ def read_page(name: str) -> str:
 
 def rows_of(page: str, heading: str = "") -> list[list[str]]:
     """The cells of a page's tables, or of the one that begins with this heading."""
-    text = read_page(page).partition(f"\n{heading}")[2] if heading else read_page(page)
-    lines = text.partition("\n\n")[0] if heading else text
-    rows = re.findall(r"^\| (.*)\|$", lines, re.MULTILINE)
+    text = f"\n\n{read_page(page)}"
+    text = text.partition(f"\n\n{heading}")[2].partition("\n\n")[0] if heading else text
+    rows = re.findall(r"^\| (.*)\|$", text, re.MULTILINE)
     return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
 def read_meanings(script: str) -> dict[str, str]:
     """{metric: what the tables of the docs say of it}"""
-    pages = ["ppo_sync.md", *(["ppo_vllm_async.md"] if script != "ppo_sync" else [])]
-    pages += ["grpo_vllm_async.md", "forks.md"] if not script.startswith("ppo") else []
+    pages = ["ppo_sync.md", "ppo_vllm_async.md", "grpo_vllm_async.md", "forks.md"]
+    of_script = pages[:1] if script == "ppo_sync" else pages[:2] if "ppo" in script else pages
     said = defaultdict(str)
-    for keys, *cells in (row for page in pages for row in rows_of(page)):
+    for keys, *cells in (row for page in of_script for row in rows_of(page)):
         for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", keys):
             said[key] += "".join(f"{plain(cell).strip('.')}. " for cell in cells if cell)
     return said
@@ -76,16 +73,15 @@ def section_of(failure: str) -> list[str]:
     return ["", ""]
 
 
-def longest(values: list[bool], wanted: bool) -> int:
-    """How many in a row are as wanted, at most."""
-    return max((len([*group]) for value, group in groupby(values) if value == wanted), default=0)
+def longest(values: list[bool]) -> int:
+    """How many in a row are true, at most."""
+    return max((len([*group]) for value, group in groupby(values) if value), default=0)
 
 
 def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]:
     """(row of healthy.md, what is ill, the failure that looks so or ""), as far as the run came.
 
-    By the table of healthy.md, and where a metric alone does not tell it by the lines below. A
-    right run has none: tests/test_report.py asks the runs of docs/failures.jsonl.
+    A right run has none: tests/test_report.py asks the runs of docs/failures.jsonl.
     """
     columns = defaultdict(list)
     for name, value in (pair for line in metrics for pair in line.items()):
@@ -95,35 +91,31 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
     is_first = first["training_step"] == 1 and not first.get("policy/staleness")
     is_solved = columns["objective/verifiable_correct_rate"][-1:] == [1]
-    rounding = 4e-3 / min(1, args["temperature"]) if args["dtype"] == "bfloat16" else 1e-4
+    rounding = 1e-4 if args.get("dtype") == "float32" else 4e-3 / min(1, args.get("temperature", 1))
 
     if is_off := is_first and bool(kl) and kl[0] > rounding:  # check_sampler's limit
         yield SAMPLER, f"mismatch/kl of step 1 is {kl[0]:.2g}: no rounding", "temperature"
         yield SAMPLER, "Or it is this", "retokenized"
     elif kl and 0.1 > kl[-1] > 0.01 and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
         yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
-    for old, new, *entropy in zip(scores, scores[2:], entropies, entropies[2:], strict=False):
-        if old > 0.2 and new < 0.1 * old and entropy[1] > 0.7 * entropy[0]:
-            yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
-            break
+    pairs = zip(scores, scores[2:], entropies, entropies[2:], strict=False)
+    if any(old > 0.2 and new < 0.1 * old and now > 0.7 * before for old, new, before, now in pairs):
+        yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
     loss, is_zero = first.get("loss/value_avg"), first.get("val/explained_variance") == 0
     if is_first and is_zero and loss < (scores[0] ** 2 + stds[0] ** 2) / 4:
         yield LEARNS, f"loss/value_avg of step 1 is {loss:.2g}: rewards get lost", "reward_late"
-    repeats = longest([old == new for old, new in pairwise(held_out)], True)
+    repeats = longest([old == new for old, new in pairwise(held_out)])
     if repeats >= 3 and not is_solved and any(stds[-3:]):
         yield LEARNS, "eval/scores repeats to the last digit", "stale_weights"
-    if entropies and entropies[-1] < 0.01 and scores[-1] < 0.5 * max(scores):
-        yield ITSELF, "Entropy is near 0, and the score far below its best", ""
 
-    by_response = args.get("importance_sampling_level") == "sequence"  # its clip is far narrower
-    known = {SIGNAL: is_solved, UPDATES: by_response, SAMPLER: is_off}
+    known = {SIGNAL: is_solved, SAMPLER: is_off}
     for row, rule, failure in rows_of("healthy.md", "| row |"):
         name, side, limit, is_share, place, steps = ILL.search(rule).groups()
         limit = float(limit) * (columns[name][0] if is_share and columns[name] else 1)
         values = columns[name][PLACES.get(place)]
         ill = [value > limit if side == ">" else value < limit for value in values]
-        if longest(ill, True) >= int(steps or 1) and not known.get(row):
-            yield row, plain(rule), failure.strip("` |")
+        if longest(ill) >= int(steps or 1) and not known.get(row):
+            yield row, plain(rule), failure.strip("`")
 
 
 def verdicts(metrics: list[dict], args: dict) -> list[dict]:
@@ -137,14 +129,15 @@ def verdicts(metrics: list[dict], args: dict) -> list[dict]:
         for name in re.findall(r"`(\w+/\w+)`", look):
             values = [f"{line[name]:.3g}" for line in metrics if line.get(name) is not None]
             figures += [[name, ", ".join(spread_out(values, 5))]] if values else []
-        texts = {"ask": ask, "usual": plain(usual), "then": plain(then), "ill": ill[ask]}
-        shown += [texts | {"figures": figures}] if figures else []
+        row = {"ask": ask, "usual": plain(usual), "then": plain(then), "figures": figures}
+        shown += [row | {"ill": ill[ask]}] if figures else []
     return shown
 
 
 def dump(value) -> bytes:
-    """JSON that may stand in a page's <script>."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """JSON that may stand in a page's <script>; what is not finite is null there."""
+    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").encode(errors="replace")
 
 
@@ -157,12 +150,12 @@ def spread_out(items: list, number: int) -> list:
     return [items[place] for place in sorted(places)] if len(items) > number else items
 
 
-def fit(items: list, build: Callable, most: int) -> list:
+def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
     """build(item, one of DETAILS) of evenly spaced items, of as many as fit into `most` bytes."""
     for detail in DETAILS if items else []:
         some = [build(item, detail) for item in spread_out(items, 8)]
-        count = min(len(items), int(1.2 * most * len(some) / len(dump(some))))
-        while count >= min(FEW, len(items)):
+        count = min(len(items), int(most * len(some) / len(dump(some))))
+        while count >= min(few, len(items)):
             values = [build(item, detail) for item in spread_out(items, count)]
             if len(dump(values)) <= most:
                 return values
@@ -170,12 +163,7 @@ def fit(items: list, build: Callable, most: int) -> list:
     return []
 
 
-def number(value: float | None) -> float | None:
-    """With four decimals; None: it is not finite."""
-    return round(value, 4) if value is not None and math.isfinite(value) else None
-
-
-def curves_of(run: Run, most: int) -> dict[str, list]:
+def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     """{metric: [steps, values]}; of many points the least and the greatest of neighbours."""
     curves = {}
     for name in sorted({name for line in run.metrics for name in line} - {"training_step"}):
@@ -193,12 +181,11 @@ def describe(row: dict, args: dict, detail: tuple) -> dict:
     """What is said of a response beside its tokens."""
     text = "\n".join(row.get("turns") or [row["response"]])
     right = inspect.is_right(row, args.get("verification_reward", 1.0))
-    said = {"version": row["policy_version"], "right": right, "score": number(row["score"])}
-    said |= {"figures": inspect.show_figures(row), "length": row["length"]}
-    return said | {"text": inspect.both_ends(text, detail[0])}
+    said = {name: row[name] for name in ("policy_version", "score", "length")} | {"right": right}
+    return said | {"figures": inspect.show_figures(row), "text": inspect.both_ends(text, detail[0])}
 
 
-def answers_of(run_dirs: list[Path], runs: list[Run], most: int) -> dict:
+def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
     """Held-out prompts [prompt, truth, source, of each run its answers by evaluation]."""
     prompts, times = defaultdict(lambda: [[] for _ in runs]), Counter()
     for i, run_dir in enumerate(run_dirs):
@@ -209,13 +196,13 @@ def answers_of(run_dirs: list[Path], runs: list[Run], most: int) -> dict:
             prompts[*key, times[time]][i].append(row)
 
     def build(key, detail):
-        answers = []
+        texts, answers = [inspect.both_ends(text, detail[0]) for text in key[:3]], []
         for run, rows in zip(runs, prompts[key], strict=True):
             rows = spread_out(rows, detail[2])
             answers.append([describe(row, run.args, detail) for row in rows])
-        return [*(inspect.both_ends(text, detail[0]) for text in key[:3]), answers]
+        return [*texts, answers]
 
-    return {"asked": len(prompts), "answers": fit([*prompts], build, most)}
+    return {"asked": len(prompts), "answers": fit([*prompts], build, most, few=50)}
 
 
 def describe_tokens(row: dict, tokenizer, most: int) -> dict:
@@ -231,7 +218,7 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
         is_computed = any(row[name]) or not any(row.get("sampler_logprobs", []))
         if is_computed or name not in ("logprobs", "entropies"):
             values = inspect.numbers_of(row, name)
-            numbers[name] = [number(values[place]) for place in kept]
+            numbers[name] = [values[place] for place in kept]
     said = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
     return said | {"stopped": row["stopped"], "text": ""}
 
@@ -250,12 +237,11 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
     def build(step, detail):
         groups = []
         for prompt, rows in groupby(map(json.loads, lines[step]), key=itemgetter("prompt")):
-            shown = []
+            groups.append({"prompt": inspect.both_ends(prompt, detail[0]), "rows": []})
             for row in rows:
                 tokens = describe_tokens(row, tokenizer, detail[1]) if step in whole else {}
-                shown.append(describe(row, args, detail) | tokens)
-            prompt, truth = inspect.both_ends(prompt, detail[0]), inspect.show_truth(row)
-            groups.append({"prompt": prompt, "truth": truth, "rows": shown})
+                groups[-1]["rows"].append(describe(row, args, detail) | tokens)
+                groups[-1]["truth"] = inspect.show_truth(row)
         return {"step": step, "groups": groups}
 
     rest = [step for step in lines if step not in whole]
@@ -281,22 +267,21 @@ def defaults_of(args: dict) -> dict:
     return defaults
 
 
-def describe_run(run: Run, run_dir: Path, points: int) -> dict:
-    sentences = [inspect.describe_progress(run_dir, run.args, run.metrics)]
-    sentences += inspect.describe_evaluations(run.metrics)
-    sentences += inspect.describe_troubles(run.metrics)
-    sentences.append(inspect.describe_speed(run.metrics) or "Neither side waited for the other")
-    said = {"name": run.name, "args": run.args, "defaults": defaults_of(run.args)}
-    said |= {"sentences": sentences, "health": verdicts(run.metrics, run.args)}
-    return said | {"curves": curves_of(run, points)}
+def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
+    name, metrics, args = run
+    sentences = [inspect.describe_progress(run_dir, args, metrics)]
+    sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
+    sentences.append(inspect.describe_speed(metrics) or "Neither side waited for the other")
+    said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
+    return said | {"health": verdicts(metrics, args), "curves": curves_of(run, points)}
 
 
 def make_page(run_dirs: list[Path]) -> bytes:
     """The whole file: it loads nothing, and a browser runs no script but its own."""
     runs = plots.read_runs(run_dirs)
     names = {name for run in runs for line in run.metrics for name in line}
-    points = min(POINTS, MOST_CURVES // (16 * len(runs) * len(names)))
-    curves = [Curve(run.name, [run]) for run in runs]
+    points = min(500, MOST_CURVES // (16 * len(runs) * len(names)))
+    curves = [plots.Curve(run.name, [run]) for run in runs]
     data = {
         "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
         "table": "\n".join(plots.lines_of_table(curves)) if len(runs) > 1 else "",
@@ -304,20 +289,17 @@ def make_page(run_dirs: list[Path]) -> bytes:
         "meanings": read_meanings(runs[0].args["exp_name"]),
         **answers_of(run_dirs, runs, MOST_ANSWERS),
     }
-    style, script = (b"".join((PAGE / name).read_bytes() for name in names) for names in FILES)
+    style, script = (b"".join((PAGE / each).read_bytes() for each in files) for files in FILES)
     rest = (MOST - len(dump(data)) - len(style) - len(script)) // len(runs)
     for run, shown, run_dir in zip(runs, data["runs"], run_dirs, strict=True):
         shown |= rollouts_of(run_dir, run.args, rest)
     nonce = secrets.token_hex(16).encode()  # a browser runs what has it, and nothing else
     parts = {b"STYLE": style, b"SCRIPT": script, b"DATA": dump(data), b"NONCE": nonce}
-    page = (PAGE / "page.html").read_bytes()
-    return re.sub(rb"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    return re.sub(rb"{{(\w+)}}", lambda name: parts[name[1]], (PAGE / "page.html").read_bytes())
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="in place of these")
     options = parser.parse_args()
@@ -326,7 +308,7 @@ def main():
             parser.error(f"{run_dir} has no args.json, or no step in metrics.jsonl yet")
     one = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("comparison.html")
     output, page = options.output or one, make_page(options.runs)
-    plots.replace(output, lambda path: path.write_bytes(page))
+    plots.save(lambda path: path.write_bytes(page), output)
     print(f"Wrote {output}, {len(page) / 1e6:.1f} MB: open it in a browser")
 
 

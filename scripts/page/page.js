@@ -197,7 +197,7 @@ function showAnswers() {
   const [filter, order, source, search] = ["filter", "order", "source", "search"].map(byId);
   const range = byId("evaluation");
   const every = prompts.flatMap((prompt) => prompt[3].flat());
-  const versions = [...new Set(every.map((row) => row.version))].sort((a, b) => a - b);
+  const versions = [...new Set(every.map((row) => row.policy_version))].sort((a, b) => a - b);
   const sources = [...new Set(prompts.map((prompt) => prompt[2]))];
   setOptions(source, sources.map((name) => [name, name]));
   range.max = range.value = versions.length - 1;
@@ -208,13 +208,13 @@ function showAnswers() {
   byId("more").addEventListener("click", () => { most += 20; update(); });
   byId("prompts").className = runs.length > 1 ? "" : "cards";
 
-  const now = (rows) => rows.findLast((row) => row.version <= versions[range.value]);
+  const now = (rows) => rows.findLast((row) => row.policy_version <= versions[range.value]);
 
   function isWanted(rows) {
     const row = now(rows);
     if (!row || !filter.value) return Boolean(row);
     if (filter.value !== "lost") return String(row.right) === filter.value;
-    return row.right === false && rows.some((each) => each.right && each.version < row.version);
+    return row.right === false && rows.slice(0, rows.indexOf(row)).some((each) => each.right);
   }
 
   function passes([prompt, truth, from, answers]) {
@@ -227,8 +227,8 @@ function showAnswers() {
     const columns = answers.map((rows, i) => {
       const row = now(rows);
       if (!row) return div("", nameOf(i), "was not asked");
-      const scores = rows.map((each) => `${each.version}: ${each.score ?? "none"}`).join(" · ");
-      const history = div("history", `score by steps: ${scores}`);
+      const scores = rows.map((each) => `${each.policy_version}: ${each.score ?? "none"}`);
+      const history = div("history", `score by steps: ${scores.join(" · ")}`);
       return div("", nameOf(i), verdictOf(row), textBox(row.text), history);
     });
     const known = truth === "None" ? null : textBox(`Ground truth: ${truth}`, "dim");
