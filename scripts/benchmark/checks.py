@@ -75,9 +75,10 @@ def main():
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name", nargs="?", choices=OPTIONS, help="one of both")
+    parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=20)
     given = parser.parse_args()
-    for seed in range(1, given.seeds + 1):
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
         for name in [given.name] if given.name else OPTIONS:
             print(json.dumps(start(name, seed)), flush=True)
 

@@ -351,7 +351,7 @@ TABLES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("tables", nargs="*", choices=TABLES, default=["readme"])
+    parser.add_argument("tables", nargs="+", choices=TABLES)
     warnings.filterwarnings("ignore")
     far = []
     for name in parser.parse_args().tables:

@@ -96,9 +96,11 @@ def prepare(folder):
     )
     (folder / "reward.py").write_text(REWARD)
     shutil.copytree(REPO / "debug_assets/model", folder / "model")
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / "model" / name).read_text()) | {"eos_token_id": 5}
-        (folder / "model" / name).write_text(json.dumps(config))
+    # The tokenizer's end token stops a response, too
+    for name in ("config", "generation_config", "tokenizer_config"):
+        path = folder / "model" / f"{name}.json"
+        end = {"eos_token": "<|unknown|>"} if name == "tokenizer_config" else {"eos_token_id": 5}
+        path.write_text(json.dumps(json.loads(path.read_text()) | end))
 
 
 def run(folder, script, spread, args, flags):
