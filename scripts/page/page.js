@@ -1,12 +1,12 @@
 // The page that scripts/report.py makes. Data becomes text by textContent alone: none of it runs.
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const runs = data.runs;
 const byId = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+const runs = data.runs;
 
 // -------------------------------------------------------------------------------- making elements
 
-function make(tag, properties = {}, ...children) {
+function make(tag, properties, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children.filter((child) => child !== null && child !== ""));
   return element;
@@ -50,18 +50,19 @@ function showHead() {
   byId("title").textContent = document.title = runs.map((run) => run.name).join(", ");
   const head = byId("head");
   runs.forEach((run, i) => {
-    const what = `${run.args.exp_name}, ${run.args.model_name_or_path}`;
-    head.append(nameOf(i) ?? "", make("p", { className: "dim" }, what));
-    head.append(...run.sentences.map((said) => make("p", {}, said + ".")));
+    const what = div("dim", `${run.args.exp_name}, ${run.args.model_name_or_path}`);
+    head.append(nameOf(i) ?? "", what, ...run.sentences.map((said) => make("p", {}, said + ".")));
   });
   if (data.table) head.append(make("pre", { className: "table", tabIndex: 0 }, data.table));
 }
 
 function finding([said, link, section]) {
   if (!section) return div("finding", said + ".");
-  const summary = make("summary", {}, "It looks like: " + section.split("\n")[0]);
+  const [title, , ...lines] = section.split("\n");
+  const summary = make("summary", {}, `It looks like: ${title}`);
   const page = make("a", { href: link }, "docs/failures.md");
-  return div("finding", said + ".", make("details", {}, summary, textBox(section), page));
+  const details = make("details", {}, summary, textBox(lines.join("\n")), page);
+  return div("finding", said + ".", details);
 }
 
 function showHealth() {
