@@ -418,6 +418,7 @@ def test_point_of_a_curve_leads_to_its_step_and_keys_reach_every_number(
     assert page.ask(shown)[1] == "5"
     assert page.ask("document.activeElement.id") == "step"
 
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # over no curve
     page.ask('document.querySelector("figure").focus()')
     for key in ("End", "Enter"):
         page.press(key)

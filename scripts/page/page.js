@@ -369,13 +369,12 @@ function showRollouts() {
   function tell(row, token) {
     const i = token.dataset.i;
     if (i === undefined) return;
-    const kind = row.observed.includes(+i) ? ", observed" : "";
     const numbers = Object.entries(quantities).map(([name, [said]]) => {
       const text = `${said}: ${valueOf(name)(row.numbers, i) ?? "not computed"}`;
       return make("span", { className: "number" }, text);
     });
     const text = make("b", {}, token.textContent.replaceAll("\n", ""));
-    panel.replaceChildren(text, `id ${row.ids[i]}, token ${+i + 1}${kind}`, ...numbers);
+    panel.replaceChildren(text, `id ${row.ids[i]}, token ${+i + 1}`, ...numbers);
     panel.hidden = false;
   }
   showStep(runs.findIndex((each) => each.steps.length), 1e15, true)  // the last one;
