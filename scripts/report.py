@@ -85,7 +85,7 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     """
     columns = defaultdict(list)
     for name, value in (pair for line in metrics for pair in line.items()):
-        columns[name] += [value] if value is not None and math.isfinite(value) else []
+        columns[name] += [value] if value is not None else []
     scores, stds = columns["objective/scores"], columns["objective/scores_std"]
     entropies, held_out = columns["policy/entropy_avg"], columns["eval/scores"]
     kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
