@@ -246,7 +246,7 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
 
     rest = [step for step in lines if step not in whole]
     shown = fit(sorted(whole), build, most)
-    texts = fit(rest, build, most - len(dump(shown)))
+    texts = fit(rest, build, most - len(dump(shown))) if len(shown) == len(whole) else []
     said = f"{len(shown)} of {len(whole)} steps that have tokens are in this page"
     said += f", and {len(texts)} of {len(rest)} steps with text alone" if rest else ""
     added = tokenizer.get_added_tokens_decoder().items() if tokenizer else []
