@@ -232,7 +232,7 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
             lines[row["training_step"]].append(line)
             whole |= {row["training_step"]} if "token_ids" in row else set()
     name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
-    tokenizer = inspect.load_tokenizer(run_dir, name, args["model_revision"])
+    tokenizer = inspect.load_tokenizer(run_dir, name, args.get("model_revision"))
 
     def build(step, detail):
         groups = []
@@ -271,7 +271,7 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     name, metrics, args = run
     sentences = [inspect.describe_progress(run_dir, args, metrics)]
     sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
-    sentences.append(inspect.describe_speed(metrics) or "Neither side waited for the other")
+    sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
     said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
     return said | {"health": verdicts(metrics, args), "curves": curves_of(run, points)}
 
