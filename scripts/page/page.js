@@ -95,7 +95,7 @@ function explained(name, kind = "") {
 }
 
 const charts = [];
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const paint = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function drawChart(box, title, names) {
   const lines = names.flatMap((name) => runs.map((run, number) => {
@@ -112,15 +112,14 @@ function drawChart(box, title, names) {
   const dashes = [[], [6, 4], [2, 3]];
   const series = lines.map(({ name, number, steps }) => ({
     label: runs.length === 1 ? name : `${runs[number].name}${names.length > 1 ? ` ${name}` : ""}`,
-    stroke: () => colour(`--run${number % 6}`),
+    stroke: () => paint(`--run${number % 6}`),
     dash: dashes[names.indexOf(name) % 3],
     width: 1.5,
     spanGaps: true,
     points: { show: steps.length < 30, size: 5 },
     value: (_, value) => (value == null ? "" : String(+value.toPrecision(4))),
   }));
-  const grid = { stroke: () => colour("--line"), width: 1 };
-  const axis = { stroke: () => colour("--dim"), grid };
+  const axis = { stroke: () => paint("--dim"), grid: { stroke: () => paint("--line"), width: 1 } };
   const written = (_, ticks) => ticks.map((tick) => String(+tick.toPrecision(6)));
   const axes = [{ ...axis, size: 32 }, { ...axis, size: 62, values: written }];
   const size = () => ({ width: Math.max(200, figure.clientWidth - 18), height: 190 });
@@ -388,7 +387,8 @@ function showArguments() {
     box.append(nameOf(number) ?? "");
     const { command = [], commit, versions = {} } = run.args.provenance ?? {};
     const said = Object.entries({ commit, ...versions }).map((each) => each.join(" "));
-    box.append(make("pre", { tabIndex: 0 }, command.join(" ")), make("p", {}, said.join(", ")));
+    const words = command.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word}'`));
+    box.append(make("pre", { tabIndex: 0 }, words.join(" ")), make("p", {}, said.join(", ")));
     const same = (name) => JSON.stringify(run.args[name]) === JSON.stringify(run.defaults[name]);
     const other = Object.keys(run.defaults).filter((name) => name in run.args && !same(name));
     const rows = other.map((name) => [name, String(run.args[name]), String(run.defaults[name])]);
