@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
@@ -53,6 +53,7 @@ CURVES += ["objective/accuracy", "eval/accuracy"]  # of a reward model
 BLOCKS = "▁▂▃▄▅▆▇█"
 GREY, GREEN, RED = (128, 128, 128), (0, 170, 0), (220, 0, 0)  # seen on black and on white
 BLOCK = 2**20  # bytes of rollouts.jsonl that are read at a time: it grows with the run
+NO_NUMBERS = {"token_ids", "turns", "observed"}  # lists of a line that are no number for each token
 # What is shown at most
 MOST_METRICS = 8  # of a reward's own, with a response
 SHOWN_TURNS = 4  # of a long response's beginning, and of its end
@@ -112,6 +113,15 @@ def without_middle(items: list, number: int, gap) -> list:
     return [*items[:number], gap(left_out), *items[len(items) - number :]]
 
 
+def both_ends(text: str, number: int) -> str:
+    """The first and last characters of a text that has more than `number`."""
+    if len(text) <= number:
+        return text
+    half = number // 2
+    gap = f" [... {len(text) - 2 * half} more characters ...] "
+    return text[:half] + gap + text[len(text) - half :]
+
+
 def show_score(score: float | None) -> str:
     """None: its reward failed."""
     return "none" if score is None else f"{score:.3g}"
@@ -127,10 +137,8 @@ def show_reward(row: dict) -> str:
     'score none, ValueError: no number'
     """
     said = f"score {show_score(row['score'])}"
-    parts = {
-        "verifiable": row.get("verifiable_score"),
-        "reward model": row.get("reward_model_score"),
-    }
+    model = row.get("reward_model_score")
+    parts = {"verifiable": row.get("verifiable_score"), "reward model": model}
     parts = [f"{name} {value:.3g}" for name, value in parts.items() if value is not None]
     if len(parts) > 1 or row.get("verifiable_score") not in (None, row["score"]):
         said += f" ({', '.join(parts)})"
@@ -298,6 +306,7 @@ def next_steps(run_dir: Path) -> list[str]:
 
     lines = [
         f"Look at it:  {command(scripts / 'inspect_run.py', run_dir)}",
+        f"As a page:   {command(scripts / 'report.py', run_dir)}",
         f"Compare it:  {command(scripts / 'plot_runs.py', run_dir, 'OTHER_RUN')}",
     ]
     model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
@@ -425,9 +434,12 @@ def read_backwards(path: Path) -> Iterator[dict]:
 
 
 def last_responses(path: Path) -> list[dict]:
-    """The lines of the last training step in rollouts.jsonl."""
-    steps = groupby(read_backwards(path), key=itemgetter("training_step"))
-    return [row for _, rows in islice(steps, 1) for row in rows][::-1]
+    """The lines in rollouts.jsonl of the last training step that has its tokens there."""
+    for _, lines in groupby(read_backwards(path), key=itemgetter("training_step")):
+        rows = [row for row in lines if "token_ids" in row]
+        if rows:
+            return rows[::-1]
+    return []
 
 
 @functools.cache
@@ -446,26 +458,44 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     return None
 
 
-def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
-    """(text, advantage) of each token of a response; without a tokenizer, of each word.
-
-    Tokens that are parts of one character are together, with their mean. Observed ones have NaN.
-    """
-    token_ids, advantages = row["token_ids"], row["advantages"]
-    if tokenizer is None:
-        words = re.findall(r"\s*\S+", row["response"]) or [""]
-        return [(word, mean(advantages)) for word in words]
-    for start, end in row.get("observed", []):
-        advantages = [*advantages[:start], *[math.nan] * (end - start), *advantages[start:]]
-    pieces, context, start = [], 0, 0
+def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
+    """The text of each token. None: it is a part of a character, whose last token has the text."""
+    texts, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
         # A token's text may depend on the one before it, such as a space at its beginning
         before = tokenizer.decode(token_ids[context:start], skip_special_tokens=False)
         text = tokenizer.decode(token_ids[context:end], skip_special_tokens=False)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+            texts.append(None)
             continue
-        pieces.append((text[len(before) :], mean(advantages[start:end])))
+        texts.append(text[len(before) :])
         context, start = start, end
+    return texts
+
+
+def numbers_of(row: dict, name: str) -> list[float]:
+    """A number for each of a response's token_ids: NaN for observed ones, which have none."""
+    numbers = row[name]
+    for start, end in row.get("observed", []):
+        numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
+    return numbers
+
+
+def split_response(row: dict, tokenizer) -> list[tuple[str, float]]:
+    """(text, advantage) of each token of a response; without a tokenizer, of each word.
+
+    Tokens that are parts of one character are together, with their mean. Observed ones have NaN.
+    """
+    if tokenizer is None:
+        words = re.findall(r"\s*\S+", row["response"]) or [""]
+        return [(word, mean(row["advantages"])) for word in words]
+    pieces, parts = [], []
+    texts = token_texts(row["token_ids"], tokenizer)
+    for text, advantage in zip(texts, numbers_of(row, "advantages"), strict=True):
+        parts.append(advantage)
+        if text is not None:
+            pieces.append((text, mean(parts)))
+            parts = []
     return pieces
 
 
@@ -495,10 +525,7 @@ def show_response(row, pieces, largest, number):
         advantage += f" ({low:+.2f} at {worst!r} to {high:+.2f} at {best!r})"
     end = "stopped" if row["stopped"] else "cut"
     figures = f"{show_reward(row)}, {advantage}, {row['length']} tokens, {end}"
-    if len(pieces) > number:
-        half = number // 2
-        gap = (f" [... {len(pieces) - 2 * half} more ...] ", 0.0)
-        pieces = [*pieces[:half], gap, *pieces[len(pieces) - half :]]
+    pieces = without_middle(pieces, number // 2, lambda count: (f" [... {count} more ...] ", 0.0))
     text = Text.assemble(*((printable(piece), style_of(a, largest)) for piece, a in pieces))
     return [Text(figures, style_of(average, largest)), Padding(text, (0, 0, 0, 2), expand=False)]
 
@@ -624,18 +651,17 @@ def show_sources(wrong: list[dict], rows: list[dict]) -> list[str]:
     return ["", f"Wrong by data source: {printable(', '.join(said + left_out))}"]
 
 
+def show_figures(row: dict) -> str:
+    end = "stopped" if row["stopped"] else "cut"
+    return f"{show_reward(row)}, {row['length']} tokens, {end}"
+
+
 def show_answer(row: dict, said: str, number: int) -> list:
     """Figures, and the text of a response; of more than `number` characters the two ends."""
-    end = "stopped" if row["stopped"] else "cut"
-    figures = f"{said}{show_reward(row)}, {row['length']} tokens, {end}"
     turns = list(row.get("turns") or [row["response"]])
     turns[1::2] = [f"[{text}]" for text in turns[1::2]]
-    text = printable("\n".join(turns))
-    if len(text) > number:
-        half = number // 2
-        gap = f" [... {len(text) - 2 * half} more characters ...] "
-        text = text[:half] + gap + text[len(text) - half :]
-    return [figures, Padding(Text(text), (0, 0, 0, 2), expand=False)]
+    text = both_ends(printable("\n".join(turns)), number)
+    return [said + show_figures(row), Padding(Text(text), (0, 0, 0, 2), expand=False)]
 
 
 def show_history(answers: dict[int, dict], worth: float, number: int) -> list:
@@ -671,9 +697,8 @@ def show_wrong_answers(samples: list[dict], worth: float, options) -> list:
         elif row.get("failure") or row["score"] is None:
             groups["Their reward failed"].append(answers)
     rows = [answers[versions[-1]] for answers in asked]
-    parts += show_sources(
-        [row for row, right in zip(rows, now, strict=True) if right is False], rows
-    )
+    wrong = [row for row, right in zip(rows, now, strict=True) if right is False]
+    parts += show_sources(wrong, rows)
     if set(now) == {None}:
         asked.sort(key=lambda answers: answers[versions[-1]]["score"] or 0)
         groups = {"No answer has a verifiable score. Those with the lowest scores": asked}
@@ -694,7 +719,8 @@ def show_wrong_responses(path: Path, worth: float, options) -> list:
     for row in read_backwards(path):
         if rows and row["training_step"] <= rows[0]["training_step"] - WRONG_STEPS:
             break
-        rows.append({name: row[name] for name in row.keys() - {"token_ids", "advantages"}})
+        numbers = {name for name, value in row.items() if isinstance(value, list)}
+        rows.append({name: row[name] for name in row.keys() - (numbers - {"turns"})})
     rows.reverse()
     groups = defaultdict(list)
     for row in rows:
@@ -739,23 +765,27 @@ def show_wrong(run_dir: Path, args: dict, options):
 # ------------------------------------------------------------------------------ the program
 
 
+def describe_progress(run_dir: Path, args: dict, metrics: list[dict]) -> str:
+    """How far a run came; if it is not at its end, how long ago it wrote that."""
+    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
+    last = metrics[-1]
+    where = f"Step {last['training_step']:.0f} of {steps}"
+    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
+    ago = "" if last["training_step"] == steps else f"; that was {since:.1f} minutes ago"
+    return f"{where}, after {last['time/from_scratch'] / 60:.1f} minutes{ago}"
+
+
 def show_run(run_dir: Path, args: dict, options):
     """What is to be printed, and whether the run is at its end."""
     metrics = read_metrics(run_dir)
-    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
-    is_finished = bool(metrics) and metrics[-1]["training_step"] == steps
     model = args["model_name_or_path"]
     parts = [Text(f"{args['run_name']}: {args['exp_name']}, {model}", "bold")]
     if "provenance" in args:
         parts.append(shlex.join(args["provenance"]["command"]))
     if not metrics:
         return Group(*parts, "No step is finished yet"), False
-    last = metrics[-1]
-    where = f"Step {last['training_step']:.0f} of {steps}"
-    since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
-    ago = "" if is_finished else f"; that was {since:.1f} minutes ago"
-    parts.append(f"{where}, after {last['time/from_scratch'] / 60:.1f} minutes{ago}")
-    parts += ["", show_curves(metrics), ""]
+    progress = describe_progress(run_dir, args, metrics)
+    parts += [progress, "", show_curves(metrics), ""]
     speed = describe_speed(metrics)
     if speed:
         parts += [speed, ""]
@@ -764,7 +794,7 @@ def show_run(run_dir: Path, args: dict, options):
         name = args["tokenizer_name_or_path"] or model
         tokenizer = load_tokenizer(run_dir, name, args["model_revision"])
         parts += show_responses(rows, tokenizer, options)
-    return Group(*parts), is_finished
+    return Group(*parts), not progress.endswith("ago")
 
 
 def main():

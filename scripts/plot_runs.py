@@ -348,7 +348,7 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
         raise SystemExit("plot_runs.py: these runs have no metric that it draws; see --metrics")
     rows = (len(panels) + 2) // 3
     columns = min(3, len(panels))
-    figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), dpi=90, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     x_metric, x_title = X_AXES[x_axis]
     farthest = max(line.get(x_metric, 0) for line in lines_of(curves))
@@ -377,11 +377,11 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
     return figure
 
 
-def save(figure, path: Path):
-    """Whoever looks at the picture while it is written sees the old one, never half a new one."""
+def save(write, path: Path):
+    """Whoever looks at it while it is written sees the old one, never half a new one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        figure.savefig(unfinished, dpi=90)
+        write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -391,7 +391,8 @@ def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
     """Draws a run's own picture: its curves."""
     (run,) = read_runs([run_dir])
     pictures = [run_dir / "curves.png"]
-    save(draw_curves([Curve(run.name, [run])], x_axis, more), pictures[0])
+    figure = draw_curves([Curve(run.name, [run])], x_axis, more)
+    save(figure.savefig, pictures[0])
     return pictures
 
 
@@ -418,7 +419,7 @@ def show(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def print_table(curves: list[Curve]):
+def lines_of_table(curves: list[Curve]) -> list[str]:
     """A row for each run, and one for the means of those that share a curve.
 
     The columns are those that the runs have numbers for: COLUMNS, and their own metrics.
@@ -442,14 +443,16 @@ def print_table(curves: list[Curve]):
             means = [None if None in numbers else mean(numbers) for numbers in every]
             table.append([f"mean: {curve.name}", *map(show, means)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    said = []
     for name, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+        said.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
     if any(title.endswith("*") for title in columns):
-        print("* the last evaluation, on held-out prompts or pairs")
+        said.append("* the last evaluation, on held-out prompts or pairs")
     titles = [title for title, (_, is_mean) in columns.items() if is_mean]
     if titles:
-        print(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
+        said.append(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
+    return said
 
 
 # ------------------------------------------------------------------------------ TensorBoard
@@ -549,7 +552,7 @@ def main():
         runs = read_runs(args.runs)
         curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
         try:
-            save(draw_curves(curves, args.x, args.metrics), args.output)
+            save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
         except (OSError, ValueError) as error:  # no such folder, or kind of picture
             parser.error(f"--output {args.output}: {error}")
         pictures = [args.output]
@@ -557,7 +560,7 @@ def main():
         for picture in pictures:
             print(f"Wrote {picture}")
     if len(args.runs) > 1:
-        print_table(curves)
+        print(*lines_of_table(curves), sep="\n")
 
 
 if __name__ == "__main__":

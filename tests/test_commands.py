@@ -37,7 +37,7 @@ TESTED_ELSEWHERE = (
     "python scripts/benchmark/",
     "python scripts/dev/",
     "python scripts/data_preprocess/",
-    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "fork")),
+    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "report", "fork")),
     *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),
 )
 PROGRAM = r"(?:\w+=\S+ )*(?:\S*/)?(?:bash|python|accelerate|torchrun) "

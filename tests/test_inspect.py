@@ -519,8 +519,8 @@ def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
     (tmp_path / "checkpoints/unfinished").mkdir()
     if is_saved:
         (tmp_path / "model").mkdir()
-    look, compare, *others = inspect_run.next_steps(tmp_path)
-    for line in (look, compare):
+    look, page, compare, *others = inspect_run.next_steps(tmp_path)
+    for line in (look, page, compare):
         python, program, run, *_ = shlex.split(line.split(":")[1])
         assert Path(python).exists() and Path(program).is_file() and run == str(tmp_path)
     if is_saved:

@@ -194,14 +194,13 @@ OWN = {"eval__reward__short": [None, 0.25], "objective__reward__short": [0.5, 0.
 OWN |= {"policy__unsure": [0.8, 0.9]}
 
 
-def test_metrics_of_one_s_own_come_after_those_of_the_scripts(capsys):
+def test_metrics_of_one_s_own_come_after_those_of_the_scripts():
     own = steps(objective__scores=[0.5, 0.75], objective__reward__short__gsm8k=[1, 1], **OWN)
     panels = draw({"A": [own]})
     assert list(panels) == ["Score", "reward/short", "policy/unsure"]
     assert len(panels["reward/short"].get_lines()) == 2
     assert list(draw({"A": [own]}, more=["objective/scores"]))[-1] == "objective/scores"
-    plot_runs.print_table([Curve("A", [Run("A", own, {})])])
-    head, row, *footnotes = capsys.readouterr().out.splitlines()
+    head, row, *footnotes = plot_runs.lines_of_table([Curve("A", [Run("A", own, {})])])
     assert " ".join(head.split()) == "run score steps reward/short* reward/short policy/unsure"
     assert " ".join(row.split()) == "A 0.625 2 0.25 0.625 0.85"
     assert footnotes == [
@@ -254,20 +253,20 @@ def test_half_a_picture_is_never_seen(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", breaks_off)
     with pytest.raises(KeyboardInterrupt):
-        plot_runs.save(Figure(), picture)
+        plot_runs.save(Figure().savefig, picture)
     assert picture.read_text() == "old"
     assert list(tmp_path.iterdir()) == [picture]
 
 
-def test_table_has_the_last_evaluation_and_means_of_the_last_steps(capsys):
+def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
     lines = steps(
         objective__scores=[9.0, *[0.5] * 9, 0.7],
         eval__scores=[0.1, *[None] * 4, 0.8, *[None] * 5],
         time__from_scratch=list(range(30, 360, 30)),
     )
     other = [line | {"eval/scores": 0.4} for line in lines]
-    plot_runs.print_table([Curve("ppo", [Run("ppo_1", lines, {}), Run("ppo_2", other, {})])])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()][:4] == [
+    curve = Curve("ppo", [Run("ppo_1", lines, {}), Run("ppo_2", other, {})])
+    assert [line.split() for line in plot_runs.lines_of_table([curve])][:4] == [
         ["run", "score*", "score", "steps", "minutes"],
         ["ppo_1", "0.8", "0.52", "11", "5.5"],
         ["ppo_2", "0.4", "0.52", "11", "5.5"],
@@ -275,9 +274,10 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps(capsys):
     ]
 
 
-def test_table_explains_no_column_that_is_not_there(capsys):
-    plot_runs.print_table([Curve("A", [Run("A", steps(time__from_scratch=[60]), {})])])
-    assert capsys.readouterr().out.splitlines() == ["run  steps  minutes", "A        1        1"]
+def test_table_explains_no_column_that_is_not_there():
+    curve = Curve("A", [Run("A", steps(time__from_scratch=[60]), {})])
+    said = plot_runs.lines_of_table([curve])
+    assert said == ["run  steps  minutes", "A        1        1"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,316 @@
+"""Writes what a run left as one page, to look at in a browser: RUN/report.html.
+
+    python scripts/report.py output/RUN
+    # runs beside each other: comparison.html in this folder
+    python scripts/report.py output/A output/B
+
+Whether it learned and is healthy, curves, answers to held-out prompts, and training responses token
+by token. The page needs no network. While a run goes on it can be made again.
+"""
+
+import argparse
+import ast
+import contextlib
+import json
+import math
+import re
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+import inspect_run as inspect
+import plot_runs as plots
+
+PAGE, DOCS = Path(__file__).parent / "page", Path(__file__).parent.parent / "docs"
+FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
+# Bytes of the page; of its curves and answers at most. Rollouts take what is left
+MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
+# Characters of a text, tokens and evaluations of a response: fewer where too few items fit
+DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
+SIGNAL, LEARNS, SAMPLER = "Is there a signal?", "Does it learn?", "Is the sampler the policy?"
+ILL = re.compile(r"`(.+)` ([<>]) (\S+)( x the first)?(?:, (.+))?(?: for (\d+) steps)?$")
+PLACES = {"at the beginning": slice(5), "at the end": slice(-1, None), None: slice(None)}
+
+
+def plain(text: str) -> str:
+    """Without what Markdown marks."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "").replace("**", "")
+
+
+def read_page(name: str) -> str:
+    return (DOCS / name).read_text() if (DOCS / name).is_file() else ""
+
+
+def rows_of(page: str, heading: str = "") -> list[list[str]]:
+    """The cells of a page's tables, or of the one that begins with this heading."""
+    text = f"\n\n{read_page(page)}"
+    text = text.partition(f"\n\n{heading}")[2].partition("\n\n")[0] if heading else text
+    rows = re.findall(r"^\| (.*)\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def read_meanings(script: str) -> dict[str, str]:
+    """{metric: what the tables of the docs say of it}"""
+    pages = ["ppo_sync.md", "ppo_vllm_async.md", "grpo_vllm_async.md", "forks.md"]
+    of_script = pages[:1] if script == "ppo_sync" else pages[:2] if "ppo" in script else pages
+    said = defaultdict(str)
+    for keys, *cells in (row for page in of_script for row in rows_of(page)):
+        for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", keys):
+            said[key] += "".join(f"{plain(cell).strip('.')}. " for cell in cells if cell)
+    return said
+
+
+def section_of(failure: str) -> list[str]:
+    """Of a diff of scripts/failures: the link to its section, and what that says up to the diff."""
+    for section in read_page("failures.md").split("\n### "):
+        text, is_there, _ = section.partition(f"- [Diff](../scripts/failures/{failure}.diff)")
+        if is_there:
+            slug = text.partition("\n")[0].lower().replace(" ", "-")
+            return [f"{(DOCS / 'failures.md').resolve().as_uri()}#{slug}", plain(text.strip())]
+    return ["", ""]
+
+
+def longest(values: list[bool]) -> int:
+    """How many in a row are true, at most."""
+    return max((len([*group]) for value, group in groupby(values) if value), default=0)
+
+
+def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]:
+    """(row of healthy.md, what is ill, the failure that looks so or ""), as far as the run came.
+
+    A right run has none: tests/test_report.py asks the runs of docs/failures.jsonl.
+    """
+    columns = defaultdict(list)
+    for name, value in (pair for line in metrics for pair in line.items()):
+        columns[name] += [value] if value is not None else []
+    scores, stds = columns["objective/scores"], columns["objective/scores_std"]
+    entropies, held_out = columns["policy/entropy_avg"], columns["eval/scores"]
+    kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
+    is_first = first["training_step"] == 1 and not first.get("policy/staleness")
+    is_solved = columns["objective/verifiable_correct_rate"][-1:] == [1]
+    rounding = 1e-4 if args.get("dtype") == "float32" else 4e-3 / min(1, args.get("temperature", 1))
+
+    if is_off := is_first and bool(kl) and kl[0] > rounding:  # check_sampler's limit
+        yield SAMPLER, f"mismatch/kl of step 1 is {kl[0]:.2g}: no rounding", "temperature"
+        yield SAMPLER, "Or it is this", "retokenized"
+    elif kl and 0.1 > kl[-1] > 0.01 and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
+        yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
+    pairs = zip(scores, scores[2:], entropies, entropies[2:], strict=False)
+    if any(old > 0.2 and new < 0.1 * old and now > 0.7 * before for old, new, before, now in pairs):
+        yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
+    loss, is_zero = first.get("loss/value_avg"), first.get("val/explained_variance") == 0
+    if is_first and is_zero and loss < (scores[0] ** 2 + stds[0] ** 2) / 4:
+        yield LEARNS, f"loss/value_avg of step 1 is {loss:.2g}: rewards get lost", "reward_late"
+    repeats = longest([old == new for old, new in pairwise(held_out)])
+    if repeats >= 3 and not is_solved and any(stds[-3:]):
+        yield LEARNS, "eval/scores repeats to the last digit", "stale_weights"
+
+    known = {SIGNAL: is_solved, SAMPLER: is_off}
+    for row, rule, failure in rows_of("healthy.md", "| row |"):
+        name, side, limit, is_share, place, steps = ILL.search(rule).groups()
+        limit = float(limit) * (columns[name][0] if is_share and columns[name] else 1)
+        values = columns[name][PLACES.get(place)]
+        ill = [value > limit if side == ">" else value < limit for value in values]
+        if longest(ill) >= int(steps or 1) and not known.get(row):
+            yield row, plain(rule), failure.strip("`")
+
+
+def verdicts(metrics: list[dict], args: dict) -> list[dict]:
+    """The rows of healthy.md, with a run's figures and what is ill."""
+    ill = defaultdict(list)
+    for row, said, failure in illnesses(metrics, args):
+        ill[row].append([said, *section_of(failure)])
+    shown = []
+    for ask, look, usual, _, then in rows_of("healthy.md", "| ask |"):
+        figures = []
+        for name in re.findall(r"`(\w+/\w+)`", look):
+            values = [f"{line[name]:.3g}" for line in metrics if line.get(name) is not None]
+            figures += [[name, ", ".join(spread_out(values, 5))]] if values else []
+        row = {"ask": ask, "usual": plain(usual), "then": plain(then), "figures": figures}
+        shown += [row | {"ill": ill[ask]}] if figures else []
+    return shown
+
+
+def dump(value) -> bytes:
+    """JSON that may stand in a page's <script>; what is not finite is null there."""
+    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").encode(errors="replace")
+
+
+def spread_out(items: list, number: int) -> list:
+    """
+    >>> spread_out([1, 2, 3, 4, 5, 6, 7], 3)
+    [1, 4, 7]
+    """
+    places = {round(i * (len(items) - 1) / max(1, number - 1)) for i in range(number)}
+    return [items[place] for place in sorted(places)] if len(items) > number else items
+
+
+def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
+    """build(item, one of DETAILS) of evenly spaced items, of as many as fit into `most` bytes."""
+    for detail in DETAILS if items else []:
+        some = [build(item, detail) for item in spread_out(items, 8)]
+        count = min(len(items), int(most * len(some) / len(dump(some))))
+        while count >= min(few, len(items)):
+            values = [build(item, detail) for item in spread_out(items, count)]
+            if len(dump(values)) <= most:
+                return values
+            count = min(count - 1, int(0.9 * count))
+    return []
+
+
+def curves_of(run: plots.Run, most: int) -> dict[str, list]:
+    """{metric: [steps, values]}; of many points the least and the greatest of neighbours."""
+    curves = {}
+    for name in sorted({name for line in run.metrics for name in line} - {"training_step"}):
+        points = [*plots.points_of(run.metrics, name, "step").values()]
+        points = [(x, float(f"{y:.5g}")) for x, y in points if math.isfinite(y)]
+        size = -(-2 * len(points) // most)
+        if size > 2:
+            parts = [points[start : start + size] for start in range(0, len(points), size)]
+            points = sorted({f(part, key=itemgetter(1)) for part in parts for f in (min, max)})
+        curves[name] = [[x for x, _ in points], [y for _, y in points]]
+    return curves
+
+
+def describe(row: dict, args: dict, detail: tuple) -> dict:
+    """What is said of a response beside its tokens."""
+    text = "\n".join(row.get("turns") or [row["response"]])
+    right = inspect.is_right(row, args.get("verification_reward", 1.0))
+    said = {name: row[name] for name in ("policy_version", "score", "length")} | {"right": right}
+    return said | {"figures": inspect.show_figures(row), "text": inspect.both_ends(text, detail[0])}
+
+
+def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
+    """Held-out prompts [prompt, truth, source, of each run its answers by evaluation]."""
+    prompts, times = defaultdict(lambda: [[] for _ in runs]), Counter()
+    for i, run_dir in enumerate(run_dirs):
+        for row in plots.read_lines(run_dir / "samples.jsonl"):
+            key = row["prompt"], str(row["ground_truth"]), str(row.get("data_source"))
+            time = i, row["policy_version"], *key  # a prompt may be there twice
+            times[time] += 1
+            prompts[*key, times[time]][i].append(row)
+
+    def build(key, detail):
+        texts, answers = [inspect.both_ends(text, detail[0]) for text in key[:3]], []
+        for run, rows in zip(runs, prompts[key], strict=True):
+            rows = spread_out(rows, detail[2])
+            answers.append([describe(row, run.args, detail) for row in rows])
+        return [*texts, answers]
+
+    return {"asked": len(prompts), "answers": fit([*prompts], build, most, few=50)}
+
+
+def describe_tokens(row: dict, tokenizer, most: int) -> dict:
+    """Texts, ids and numbers of a response's tokens, in place of its text; of many the two ends."""
+    count, gap = len(row["token_ids"]), max(0, len(row["token_ids"]) - most)
+    kept = [*range((count - gap) // 2), *range((count + gap) // 2, count)]
+    ids = [row["token_ids"][place] for place in kept]
+    texts = inspect.token_texts(ids, tokenizer) if tokenizer else [f"{i} " for i in ids]
+    spans, numbers = row.get("observed", []), {}
+    observed = [i for i, place in enumerate(kept) if any(a <= place < b for a, b in spans)]
+    for name in {name for name in row if isinstance(row[name], list)} - inspect.NO_NUMBERS:
+        # Zeros are what GRPO leaves in rows that it does not compute
+        is_computed = any(row[name]) or not any(row.get("sampler_logprobs", []))
+        if is_computed or name not in ("logprobs", "entropies"):
+            values = inspect.numbers_of(row, name)
+            numbers[name] = [values[place] for place in kept]
+    said = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
+    return said | {"stopped": row["stopped"], "text": ""}
+
+
+def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
+    """Steps of rollouts.jsonl with their groups, and a sentence that says how many fit."""
+    path, lines, whole = run_dir / "rollouts.jsonl", defaultdict(list), set()
+    for line in path.open("rb") if path.is_file() else []:
+        if line.endswith(b"\n"):  # it is not half written
+            row = json.loads(line)
+            lines[row["training_step"]].append(line)
+            whole |= {row["training_step"]} if "token_ids" in row else set()
+    name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
+    tokenizer = inspect.load_tokenizer(run_dir, name, args.get("model_revision"))
+
+    def build(step, detail):
+        groups = []
+        for prompt, rows in groupby(map(json.loads, lines[step]), key=itemgetter("prompt")):
+            groups.append({"prompt": inspect.both_ends(prompt, detail[0]), "rows": []})
+            for row in rows:
+                tokens = describe_tokens(row, tokenizer, detail[1]) if step in whole else {}
+                groups[-1]["rows"].append(describe(row, args, detail) | tokens)
+                groups[-1]["truth"] = inspect.show_truth(row)
+        return {"step": step, "groups": groups}
+
+    rest = [step for step in lines if step not in whole]
+    shown = fit(sorted(whole), build, most)
+    texts = fit(rest, build, most - len(dump(shown))) if len(shown) == len(whole) else []
+    said = f"{len(shown)} of {len(whole)} steps that have tokens are in this page"
+    said += f", and {len(texts)} of {len(rest)} steps with text alone" if rest else ""
+    added = tokenizer.get_added_tokens_decoder().items() if tokenizer else []
+    steps = sorted(shown + texts, key=itemgetter("step"))
+    return {"steps": steps, "note": said, "special": [i for i, token in added if token.special]}
+
+
+def defaults_of(args: dict) -> dict:
+    """{argument: its script's default}, without those that the script fills in."""
+    words = args.get("provenance", {"command": []})["command"]
+    script = next((word for word in words if word.endswith(".py")), f"{args['exp_name']}.py")
+    paths = [path for path in (Path(script), DOCS.parent / script) if path.is_file()]
+    text = paths[0].read_text().partition("\nclass Args:")[2] if paths else ""
+    defaults = {}
+    for name, value in re.findall(r"^    (\w+): (?!FilledIn).* = (.*)$", text, re.MULTILINE):
+        with contextlib.suppress(ValueError, SyntaxError):  # a computed one
+            defaults[name] = ast.literal_eval(value)
+    return defaults
+
+
+def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
+    name, metrics, args = run
+    sentences = [inspect.describe_progress(run_dir, args, metrics)]
+    sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
+    sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
+    said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
+    return said | {"health": verdicts(metrics, args), "curves": curves_of(run, points)}
+
+
+def make_page(run_dirs: list[Path]) -> bytes:
+    """The whole file: it loads nothing, and a browser runs no script but its own."""
+    runs = plots.read_runs(run_dirs)
+    names = {name for run in runs for line in run.metrics for name in line}
+    points = min(500, MOST_CURVES // (16 * len(runs) * len(names)))
+    curves = [plots.Curve(run.name, [run]) for run in runs]
+    data = {
+        "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
+        "table": "\n".join(plots.lines_of_table(curves)) if len(runs) > 1 else "",
+        "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(curves, "step", [])],
+        "meanings": read_meanings(runs[0].args["exp_name"]),
+        **answers_of(run_dirs, runs, MOST_ANSWERS),
+    }
+    style, script = (b"".join((PAGE / each).read_bytes() for each in files) for files in FILES)
+    rest = (MOST - len(dump(data)) - len(style) - len(script)) // len(runs)
+    for run, shown, run_dir in zip(runs, data["runs"], run_dirs, strict=True):
+        shown |= rollouts_of(run_dir, run.args, rest)
+    nonce = secrets.token_hex(16).encode()  # a browser runs what has it, and nothing else
+    parts = {b"STYLE": style, b"SCRIPT": script, b"DATA": dump(data), b"NONCE": nonce}
+    return re.sub(rb"{{(\w+)}}", lambda name: parts[name[1]], (PAGE / "page.html").read_bytes())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="in place of these")
+    options = parser.parse_args()
+    for run_dir in options.runs:
+        if not ((run_dir / "args.json").is_file() and plots.read_lines(run_dir / "metrics.jsonl")):
+            parser.error(f"{run_dir} has no args.json, or no step in metrics.jsonl yet")
+    one = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("comparison.html")
+    output, page = options.output or one, make_page(options.runs)
+    plots.save(lambda path: path.write_bytes(page), output)
+    print(f"Wrote {output}, {len(page) / 1e6:.1f} MB: open it in a browser")
+
+
+if __name__ == "__main__":
+    main()

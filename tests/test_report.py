@@ -1,0 +1,453 @@
+"""A run as one page, to look at in a browser: scripts/report.py."""
+
+import json
+import re
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import report
+from helpers import REPO
+from helpers.browser import CHROMIUM, browser
+from test_inspect import byte_tokenizer
+
+ARGS = {
+    "exp_name": "ppo_vllm_async",
+    "run_name": "mine",
+    "model_name_or_path": "a/model",
+    "model_revision": None,
+    "tokenizer_name_or_path": None,
+    "num_training_steps": 12,
+    "episodes_per_step": 64,
+    "number_samples_per_prompt": 4,
+    "dtype": "float32",
+    "temperature": 1.0,
+    "learning_rate": 3e-4,
+    "beta": 0.001,
+    "provenance": {
+        "command": ["ppo_vllm_async.py", "--learning_rate", "3e-4"],
+        "commit": "abc",
+        "versions": {"torch": "2.13.0"},
+    },
+}
+NUMBERS = ["advantages", "logprobs", "sampler_logprobs", "ref_logprobs", "entropies", "values"]
+
+
+def metrics_of(steps):
+    """Lines of metrics.jsonl of a run that is healthy."""
+    lines = []
+    for step in range(1, steps + 1):
+        line = {"training_step": step, "time/from_scratch": 60.0 * step, "lr": 1e-4}
+        line |= {"objective/scores": 0.3 + step / 40, "objective/scores_std": 0.4}
+        line |= {"policy/entropy_avg": 0.5, "mismatch/kl": 1e-13, "objective/reward/short": 1.0}
+        if step in (1, steps):
+            line |= {"eval/scores": step / 20, "eval/policy_version": step - 1}
+        lines.append(line)
+    return lines
+
+
+def response(step, text, **changes):
+    """A line of rollouts.jsonl; its tokens are bytes."""
+    ids = byte_tokenizer().encode(text).ids
+    row = {"prompt": f"sort {step}=", "response": text, "score": 1.0, "verifiable_score": 1.0}
+    row |= {"reward_model_score": None, "reward_metrics": {}, "failure": None}
+    row |= {"ground_truth": "123", "data_source": "a", "length": len(ids), "stopped": True}
+    row |= {"policy_version": step - 1, "training_step": step, "token_ids": ids}
+    for place, name in enumerate(NUMBERS):
+        row[name] = [round(0.1 * place - 0.25 * (i % 3), 4) for i in range(len(ids))]
+    return row | changes
+
+
+def answer(number, version, right, **changes):
+    """A line of samples.jsonl."""
+    row = response(1, f"answer {number} of {version}", score=float(right))
+    row |= {"verifiable_score": float(right), "policy_version": version}
+    row |= {"prompt": f"held out {number}", "data_source": "ab"[number % 2]}
+    return {name: value for name, value in row.items() if not isinstance(value, list)} | changes
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """make_run(name, metrics, rollouts, samples, arguments) -> the run's folder"""
+
+    def make_run(name="mine", metrics=None, rollouts=(), samples=(), **arguments):
+        folder = tmp_path / name
+        (folder / "model").mkdir(parents=True)
+        byte_tokenizer().save(str(folder / "model/tokenizer.json"))
+        (folder / "args.json").write_text(json.dumps(ARGS | arguments))
+        write_lines(folder / "metrics.jsonl", metrics or metrics_of(12))
+        write_lines(folder / "rollouts.jsonl", rollouts)
+        write_lines(folder / "samples.jsonl", samples)
+        return folder
+
+    return make_run
+
+
+@pytest.fixture
+def make_report(monkeypatch, tmp_path, capsys):
+    """make_report(folders) -> the page's path and its data"""
+    monkeypatch.chdir(tmp_path)
+
+    def make_report(*folders):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, folders)])
+        report.main()
+        path = folders[0] / "report.html" if len(folders) == 1 else tmp_path / "comparison.html"
+        text = path.read_text()
+        data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+        return SimpleNamespace(path=path, text=text, data=json.loads(data[1]))
+
+    return make_report
+
+
+def rows_of(step):
+    return [row for group in step["groups"] for row in group["rows"]]
+
+
+# ------------------------------------------------------------------------------ is it healthy
+
+RECORDED = [json.loads(line) for line in (REPO / "docs/failures.jsonl").read_text().splitlines()]
+# Two have no sign in a run's own metrics, one none in those that are recorded, and one is a matter
+# of the task
+NOT_TOLD = {"truncated", "micro_batches", "wrong_groups", "reward_late"}
+
+
+@pytest.mark.parametrize("run", [run for run in RECORDED if run["metrics"]], ids=lambda run: "")
+def test_recorded_failure_is_told_and_a_right_run_is_not_ill(run):
+    count = run["completed_steps"]
+    metrics = []
+    for step in range(count):
+        line = {"training_step": step + 1, "lr": 1 - step / count, "policy/staleness": step > 0}
+        values = {name: values[step] for name, values in run["metrics"].items()}
+        metrics.append(line | {name: value for name, value in values.items() if value is not None})
+    told = [failure for _, _, failure in report.illnesses(metrics, ARGS)]
+    assert (run["diff"] in told) == (run["diff"] not in {None, *NOT_TOLD})
+    if run["diff"] is None:
+        assert told == []
+
+
+def ill(metrics, **arguments):
+    return [(said, failure) for _, said, failure in report.illnesses(metrics, ARGS | arguments)]
+
+
+@pytest.mark.parametrize(("value", "failures"), [(0.002, ["reward_late"]), (0.1, [])])
+def test_reward_that_never_arrives_is_told_by_the_first_value_loss(value, failures):
+    lines = metrics_of(12)
+    lines[0] |= {"loss/value_avg": value, "val/explained_variance": 0.0}
+    assert [failure for _, failure in ill(lines)] == failures
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("objective/reward_failures", [0, 0.1, 0], "objective/reward_failures > 0"),
+        ("val/explained_variance", [-0.1] * 10, "val/explained_variance < -0.05 for 10 steps"),
+        ("val/explained_variance", [-0.1] * 9, None),
+        ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
+        ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
+        ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-9 for 3 steps"),
+        ("eval/scores", [0.5, 0.7, 0.4], "eval/scores < 0.98 x the first, at the end"),
+        ("eval/scores", [0.5, 0.4, 0.7], None),
+        ("eval/scores", [0.5] * 4, "eval/scores repeats to the last digit"),
+        ("mismatch/ess", [float("nan"), None] * 4, None),
+        ("objective/scores", [0.8, 0.8, 0.1], None),
+        (
+            "objective/scores",
+            [0.8, 0.8, 0.05],
+            "The score falls to nothing, and the policy hardly changes",
+        ),
+    ],
+)
+def test_what_is_ill_is_said_and_nothing_else(name, values, said):
+    lines = metrics_of(12)
+    for line in lines:
+        line.pop(name, None)
+    for line, value in zip(lines, values, strict=False):
+        line[name] = value
+    assert [each for each, _ in ill(lines)] == ([said] if said else [])
+
+
+def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_like(
+    make_run, make_report
+):
+    lines = metrics_of(12)
+    for line in lines[2:]:
+        line["mismatch/kl"] = 0.5
+    health = make_report(make_run(metrics=lines)).data["runs"][0]["health"]
+    asked = [row["ask"] for row in health]
+    assert asked[:2] == ["Is there a signal?", "Does it learn?"] and len(asked) == 4
+    row = health[asked.index("Is the sampler the policy?")]
+    assert row["figures"] == [["mismatch/kl", "1e-13, 0.5, 0.5, 0.5, 0.5"]]
+    ((said, link, section),) = row["ill"]
+    assert said == "mismatch/kl > 0.1 for 3 steps"
+    assert link == (REPO / "docs/failures.md").as_uri() + "#stale-weights"
+    assert section.startswith("Stale weights\n") and "`" not in section and "](" not in section
+    assert [other["ill"] for other in health if other is not row] == [[]] * (len(health) - 1)
+
+
+# ------------------------------------------------------------------------------ the data
+
+
+def test_tokens_have_their_texts_and_numbers(make_run, make_report):
+    rows = [
+        response(1, "3ä"),
+        response(1, "12", logprobs=[0.0, 0.0], ref_logprobs=[float("nan")] * 2),
+    ]
+    first, second = rows_of(make_report(make_run(rollouts=rows)).data["runs"][0]["steps"][0])
+    assert first["texts"] == ["3", None, "ä"] and first["ids"] == rows[0]["token_ids"]
+    assert first["numbers"] == {name: rows[0][name] for name in NUMBERS}
+    # What GRPO did not compute; and what is no number
+    assert "logprobs" not in second["numbers"] and second["numbers"]["ref_logprobs"] == [None] * 2
+
+
+def test_observations_have_no_numbers_and_turns_are_no_tokens(make_run, make_report):
+    row = response(1, "7=8", observed=[[1, 2]], turns=["7", "=", "8"], versions=[4, 5])
+    row |= {name: [0.5, -0.5] for name in NUMBERS}
+    (said,) = rows_of(make_report(make_run(rollouts=[row])).data["runs"][0]["steps"][0])
+    assert said["observed"] == [1] and said["numbers"]["advantages"] == [0.5, None, -0.5]
+    assert said["numbers"]["versions"] == [4, None, 5] and "turns" not in said["numbers"]
+
+
+def test_without_a_tokenizer_tokens_are_their_ids(make_run, make_report):
+    folder = make_run(rollouts=[response(1, "31")])
+    (folder / "model/tokenizer.json").unlink()
+    (said,) = rows_of(make_report(folder).data["runs"][0]["steps"][0])
+    assert said["texts"] == [f"{i} " for i in said["ids"]] and len(said["ids"]) == 2
+
+
+def test_run_that_goes_on_is_shown_as_far_as_it_is_written(make_run, make_report):
+    text_alone = {name: value for name, value in response(2, "1").items() if name != "token_ids"}
+    folder = make_run(metrics=metrics_of(2), rollouts=[response(1, "31"), text_alone])
+    for name in ("metrics", "rollouts", "samples"):
+        with open(folder / f"{name}.jsonl", "a") as file:
+            file.write('{"training_step": 3, "prom')
+    for _ in range(2):  # made again
+        (run,) = make_report(folder).data["runs"]
+    assert run["sentences"][0].startswith("Step 2 of 12, after 2.0 minutes; that was ")
+    assert [step["step"] for step in run["steps"]] == [1, 2]
+    assert (
+        "1 of 1 steps that have tokens" in run["note"] and "1 of 1 steps with text" in run["note"]
+    )
+
+
+def test_page_is_below_6_mb_and_its_steps_are_evenly_spaced(make_run, make_report):
+    """Of 45 steps with 2,500 tokens each, a response of 30,000, and 700 answers."""
+    rows = []
+    for step in range(1, 47):
+        # Those that are looked at first are short: more seem to fit than do
+        count = 30_000 if step == 46 else 500 if (step - 1) % 13 in (0, 6) else 2500
+        numbers = {name: [-0.1234] * count for name in NUMBERS}
+        rows.append(response(step, "5", token_ids=[20] * count, **numbers))
+    samples = [answer(i, 0, True, response="y" * 3000) for i in range(700)]
+    page = make_report(make_run(rollouts=rows, samples=samples))
+    assert 4e6 < page.path.stat().st_size < 6e6
+    (run,) = page.data["runs"]
+    steps = [step["step"] for step in run["steps"]]
+    assert steps[0] == 1 and steps[-1] == 46 and 10 < len(steps) < 45
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 1 and run["note"].startswith(f"{len(steps)} of 46 steps")
+    (last,) = rows_of(run["steps"][-1])
+    assert last["gap"] == 28_000 and len(last["ids"]) == len(last["numbers"]["values"]) == 2000
+    assert page.data["asked"] == 700 > len(page.data["answers"]) >= 50
+
+
+def test_curves_of_many_steps_keep_their_peaks(make_run, make_report):
+    lines = metrics_of(3000)
+    lines[1234]["objective/scores"] = 99.0
+    curve = make_report(make_run(metrics=lines)).data["runs"][0]["curves"]["objective/scores"]
+    assert len(curve[0]) == len(curve[1]) <= 520 and curve[0] == sorted(curve[0])
+    assert curve[1][curve[0].index(1235)] == 99.0
+
+
+def test_answers_of_two_runs_to_a_prompt_are_together(make_run, make_report):
+    a = make_run("a", samples=[answer(0, 0, False), answer(1, 0, True), answer(0, 8, True)])
+    b = make_run("b", samples=[answer(0, 0, True), answer(0, 0, False)], seed=2)
+    data = make_report(a, b).data
+    said = [
+        (prompt, [[(row["policy_version"], row["right"]) for row in rows] for rows in answers])
+        for prompt, _, _, answers in data["answers"]
+    ]
+    assert said == [
+        ("held out 0", [[(0, False), (8, True)], [(0, True)]]),
+        ("held out 1", [[(0, True)], []]),
+        ("held out 0", [[], [(0, False)]]),  # it is in b's data twice
+    ]
+    assert [run["name"] for run in data["runs"]] == [str(a), str(b)] and "score*" in data["table"]
+
+
+def test_arguments_are_beside_their_script_s_defaults(make_run, make_report):
+    defaults = make_report(make_run()).data["runs"][0]["defaults"]
+    assert defaults["learning_rate"] == 1e-6 and defaults["vllm_gpus"] == []
+    assert "num_training_steps" not in defaults  # filled in
+
+
+def test_metrics_have_the_docs_sentences():
+    said = report.read_meanings("grpo_vllm_async")
+    assert said["objective/scores"].startswith("mean score of a response. rises. Flat: ")
+    assert "returned as NAME" in said["objective/reward/NAME"]
+    assert "than the policy that sampled" in said["policy/staleness"]
+    assert "groups whose scores are all equal" in said["val/zero_variance_groups"]
+    assert "val/zero_variance_groups" not in report.read_meanings("ppo_vllm_async")
+
+
+def test_folder_that_is_no_run_s_is_one_line(tmp_path, make_report, capsys):
+    with pytest.raises(SystemExit):
+        make_report(tmp_path)
+    assert capsys.readouterr().err.endswith("no step in metrics.jsonl yet\n")
+
+
+def test_programs_that_show_runs_stay_short():
+    names = ("inspect_run", "plot_runs", "report")
+    count = sum((REPO / f"scripts/{name}.py").read_text().count("\n") for name in names)
+    assert count < 816 + 564 + 350  # what the first two had, and a page's
+    assert (REPO / "scripts/page/page.js").read_text().count("\n") <= 400
+
+
+# ------------------------------------------------------------------------------ in a browser
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
+)
+HOSTILE = [
+    "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>",
+    "</script><script>window.ran = 3</script><!-- <script>",
+    '"}]}</textarea></style><svg onload="window.ran = 4">',
+    "\x00\x07\x1b[31m\x85\u2028\u2029\ud800 {{SCRIPT}} {{NONCE}}",
+    "right \u202eto left\u2066 \u05d0\u05d1 \u0627\u0644\u200f end",
+    "<b>" * 33_334,
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The one page of a browser."""
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+    assert page.errors == []
+    assert {url.partition(":")[0] for url in page.requests} <= {"file", "about"}
+
+
+def text_of(page, selector):
+    return page.ask(f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)")
+
+
+def choose(page, name, value):
+    """As a person does with a slider, a choice or a field."""
+    event = 'new Event("input", { bubbles: true })'
+    page.ask(f"byId({name!r}).value = {value!r}; byId({name!r}).dispatchEvent({event})")
+
+
+@needs_chromium
+def test_nothing_of_a_hostile_text_runs(page, make_run, make_report):
+    rows = [response(1, "12", response=text, prompt=text) for text in HOSTILE]
+    rows += [response(2, text.replace("\ud800", "")) for text in HOSTILE]
+    samples = [answer(i, 0, False, response=text, prompt=text) for i, text in enumerate(HOSTILE)]
+    samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
+    metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
+    folder = make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
+    made = make_report(folder)
+    for width in (360, 1920):
+        page.open(made.path, width=width)
+        page.ask("showStep(0, 1)")
+        assert page.ask("window.ran") is None
+        assert page.ask("document.scripts.length") == 2 and page.ask("document.images.length") == 0
+        wide, window = page.ask("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= window
+    shown = text_of(page, "#answers .prompt")
+    assert shown[:3] == HOSTILE[:3]
+    assert shown[3].startswith("\u2400\u2407\u241b[31m⟨U+0085⟩⟨U+2028⟩⟨U+2029⟩")
+    assert shown[3].endswith("{{SCRIPT}} {{NONCE}}")
+    assert "⟨U+202E⟩to left⟨U+2066⟩" in shown[4] and "94002 more characters" in shown[5]
+    page.ask("showStep(0, 2)")
+    tokens = text_of(page, "#groups .tokens")
+    assert tokens[0] == f"{HOSTILE[0]}■" and tokens[4].startswith("right")
+    assert "98002 tokens are left out" in tokens[5]
+
+
+@needs_chromium
+def test_slider_filter_search_order_and_colour_do_what_they_say(page, make_run, make_report):
+    samples = [answer(i, v, right=(i + v) % 3 == 0, length=9 - i) for v in (0, 8) for i in range(6)]
+    rollouts = [response(step, "123", score=float(step % 2)) for step in range(1, 7) for _ in "ab"]
+    rollouts[-1]["logprobs"] = [0.0] * 3
+    page.open(make_report(make_run(rollouts=rollouts, samples=samples)).path)
+    prompts = "#prompts .prompt"
+    assert text_of(page, prompts) == [f"held out {i}" for i in range(6)]
+    assert "answer 0 of 8" in text_of(page, "#prompts .card")[0]
+    choose(page, "evaluation", 0)
+    assert "answer 0 of 0" in text_of(page, "#prompts .card")[0]
+    choose(page, "filter", "true")
+    assert text_of(page, prompts) == ["held out 0", "held out 3"]
+    choose(page, "order", "length")
+    assert text_of(page, prompts) == ["held out 3", "held out 0"]
+    choose(page, "source", "b")
+    assert text_of(page, prompts) == ["held out 3"]
+    choose(page, "source", "")
+    choose(page, "evaluation", 1)
+    choose(page, "filter", "lost")
+    assert text_of(page, prompts) == ["held out 3", "held out 0"]
+    choose(page, "filter", "")
+    choose(page, "search", "ANSWER 5")
+    assert text_of(page, prompts) == ["held out 5"] and "1 of 6" in text_of(page, "#count")[0]
+
+    colours = (
+        '[...document.querySelectorAll("#groups [data-i]")].map((t) => t.style.backgroundColor)'
+    )
+    assert page.ask("byId('step').nextElementSibling.value") == "6"
+    before = page.ask(colours)
+    assert before[0] == "" and "--below" in before[1]  # advantages of 0, -0.25, -0.5
+    choose(page, "quantity", "values")
+    after = page.ask(colours)
+    assert "--above" in after[0] and after != before
+    choose(page, "quantity", "mismatch")
+    first, second = text_of(page, "#groups .tokens")
+    assert "not computed" in second and "not computed" not in first
+    choose(page, "step", 0)
+    assert text_of(page, "#groups .prompt") == ["sort 1="]
+
+
+@needs_chromium
+def test_point_of_a_curve_leads_to_its_step_and_keys_reach_every_number(
+    page, make_run, make_report
+):
+    rollouts = [response(step, "123") for step in (1, 5, 9, 12)]
+    runs = [make_run(name, rollouts=rollouts) for name in "ab"]
+    page.open(make_report(*runs).path, scheme="dark")
+    assert page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(19, 19, 22)"
+    page.ask('document.querySelector(".u-over").scrollIntoView({ block: "center" })')
+    left, top, width, height = page.ask(
+        "(({ x, y, width, height }) => [x, y, width, height])"
+        '(document.querySelector(".u-over").getBoundingClientRect())'
+    )
+    page.click(left + 0.38 * width, top + height / 2)  # nearest to step 5
+    shown = "[byId('run').value, byId('step').nextElementSibling.value]"
+    assert page.ask(shown)[1] == "5"
+    assert page.ask("document.activeElement.id") == "step"
+
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # over no curve
+    page.ask('document.querySelector("figure").focus()')
+    for key in ("End", "Enter"):
+        page.press(key)
+    assert page.ask(shown)[1] == "12"
+    for _ in range(2):  # the choice of colours, and the first token
+        page.press("Tab")
+    assert page.ask("document.activeElement.dataset.i") == "0"
+    page.press("ArrowRight")
+    (panel,) = text_of(page, "#panel")
+    assert panel.startswith("2id 17, token 2advantage: -0.25learner minus sampler: -0.1")
+    page.press("Escape")
+    assert page.ask("byId('panel').hidden")
+
+
+@needs_chromium
+def test_what_a_metric_means_is_shown_to_who_comes_by_tab(page, make_run, make_report):
+    page.open(make_report(make_run()).path, width=360)
+    button = 'document.querySelector("#health .explained")'
+    visible = f'getComputedStyle({button}.querySelector(".tip")).display'
+    assert page.ask(visible) == "none"
+    page.ask(f"{button}.focus()")
+    assert page.ask(visible) == "block"
+    assert "its deviation over the batch" in page.ask(f"{button}.textContent")
