@@ -111,7 +111,8 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     known = {SIGNAL: is_solved, SAMPLER: is_off}
     for row, rule, failure in rows_of("healthy.md", "| row |"):
         name, side, limit, is_share, place, steps = ILL.search(rule).groups()
-        limit = float(limit) * (columns[name][0] if is_share and columns[name] else 1)
+        whole = (columns[name][:1] or [1])[0] if is_share else 1
+        limit = whole - (1 - float(limit)) * abs(whole)  # of a first value below 0, too
         values = columns[name][PLACES.get(place)]
         ill = [value > limit if side == ">" else value < limit for value in values]
         if longest(ill) >= int(steps or 1) and not known.get(row):
@@ -142,7 +143,8 @@ def dump(value) -> bytes:
 
 
 def spread_out(items: list, number: int) -> list:
-    """
+    """Evenly spaced ones, the first and the last among them, where there are more than that.
+
     >>> spread_out([1, 2, 3, 4, 5, 6, 7], 3)
     [1, 4, 7]
     """
