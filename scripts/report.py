@@ -143,11 +143,7 @@ def dump(value) -> bytes:
 
 
 def spread_out(items: list, number: int) -> list:
-    """Evenly spaced ones, the first and the last among them, where there are more than that.
-
-    >>> spread_out([1, 2, 3, 4, 5, 6, 7], 3)
-    [1, 4, 7]
-    """
+    """Evenly spaced ones, with both ends, where there are more: of [1, 2, 3, 4, 5] [1, 3, 5]."""
     places = {round(i * (len(items) - 1) / max(1, number - 1)) for i in range(number)}
     return [items[place] for place in sorted(places)] if len(items) > number else items
 
