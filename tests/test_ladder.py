@@ -40,7 +40,7 @@ def test_each_rung_is_a_script_whose_steps_rows_and_lengths_are_those_of_the_cel
 def test_tables_in_the_docs_are_of_the_committed_lines_and_can_be_drawn(tmp_path):
     text = (REPO / "docs/ladder.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
-    assert len(lines) == 72
+    assert len(ladder.fastest(lines)) == 72
     assert ladder.tables(lines).strip() in (REPO / "docs/forks.md").read_text()
     ladder.draw(lines, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000

@@ -376,7 +376,7 @@ function showRollouts() {
     panel.replaceChildren(text, `id ${row.ids[i]}, token ${+i + 1}`, ...numbers);
     panel.hidden = false;
   }
-  showStep(runs.findIndex((each) => each.steps.length), 1e15, true)  // the last one;
+  showStep(runs.findIndex((each) => each.steps.length), 1e15, true);  // the last one
 }
 
 // ------------------------------------------------------------------------------------- arguments
