@@ -189,7 +189,13 @@ def draw(lines, path):
     found = fastest(lines)
     trainings, spreads = (sorted({key[i] for key in found}) for i in (0, 2))
     figure, axes = pyplot.subplots(
-        1, len(trainings), figsize=(12, 4.5), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(trainings),
+        figsize=(12, 5),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, training in zip(axes[0], trainings, strict=True):
         for i, spread in enumerate(spreads):
@@ -198,13 +204,14 @@ def draw(lines, path):
             base = seconds[f"turns, {OLD_PASS}"]
             places = [list(RUNGS).index(rung) - 0.27 + 0.27 * i for rung in rungs]
             speeds = [base / seconds[rung] for rung in rungs]
-            axis.barh(places, speeds, 0.25, label=f"spread {spread:g}", color=f"C{i}")
+            axis.barh(places, speeds, 0.25, label=f"spread of lengths {spread:g}", color=f"C{i}")
         axis.axvline(1, color="grey", linewidth=0.8)
         axis.set_yticks(range(len(RUNGS)), RUNGS)
-        axis.set_title(f"an update takes {training:g} times as long as sampling", fontsize=10)
+        axis.set_title(f"an update takes {training:g} x sampling", fontsize=10)
         axis.set_xlabel("times as fast as turns with the old pass")
     axes[0][0].invert_yaxis()
-    axes[0][-1].legend(title="of a length's logarithm", fontsize=8)
+    handles, labels = axes[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(spreads))
     figure.savefig(path, dpi=100)
 
 
