@@ -182,7 +182,7 @@ class Rollout:
 class Batch:
     """What a training step works on. A row is a prompt with its response, padded on the right.
 
-    `length` is the longest row's. What has it is 0 outside responses, except input_ids.
+    `length` is the longest row's. Tensors of that length are 0 outside responses, except input_ids.
     """
 
     # By collate
@@ -195,7 +195,7 @@ class Batch:
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
     # By steps 5 and 6: (episodes, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
-    entropies: Tensor | None = None  # of the distributions that the old ones are of
+    entropies: Tensor | None = None  # the policy's, before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
     values: Tensor | None = None  # by the value model before this step's updates
     rewards: Tensor | None = None
@@ -373,13 +373,13 @@ def main(args):
                     norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                     grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
-        # With --no-async_mode weights and prompts go out only now, after the updates. So they do in
-        # every last step, for the last evaluation: without training prompts
+        # With --no-async_mode weights and prompts go out only now, after the updates. In the last
+        # step they do so in either mode, for the last evaluation: without training prompts
         if is_last or not args.async_mode:
             with timed(metrics, "weight_sync"):
                 sync_and_request(training_step, training_step + 1)
 
-        # 8. Metrics and files
+        # 8. Metrics, and responses to look at
         metrics |= update_metrics(accelerator, sums, args)
         metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
@@ -2723,8 +2723,8 @@ NOT_LOGGED = {"input_ids", "mask", "loss_mask"}  # fields of Batch
 
 
 def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args):
-    """Writes the responses to a step's first prompts. In 200 of the steps at most, evenly spaced,
-    each with what the batch has of its tokens."""
+    """Writes the responses to a step's first prompts. In some 200 of the steps, evenly spaced, each
+    with what the batch has of its tokens."""
     per_prompt = args.number_samples_per_prompt
     count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
     samples = [describe(response, rollout.policy_version) for response in responses[:count]]

@@ -130,6 +130,9 @@ def test_recorded_failure_is_told_and_a_right_run_is_not_ill(run):
         assert told == []
 
 
+RIGHT = "verifiable_correct_rate"
+
+
 def ill(metrics, **arguments):
     return [(said, failure) for _, said, failure in report.illnesses(metrics, ARGS | arguments)]
 
@@ -150,10 +153,11 @@ def test_reward_that_never_arrives_is_told_by_the_first_value_loss(value, failur
         ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
         ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
         ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-9 for 3 steps"),
-        ("eval/scores", [0.5, 0.7, 0.4], "eval/scores < 0.98 x the first, at the end"),
-        ("eval/scores", [0.5, 0.4, 0.7], None),
-        ("eval/scores", [-3.0, -3.1, -2.98], None),
-        ("eval/scores", [-3.0, -2.9, -3.2], "eval/scores < 0.98 x the first, at the end"),
+        (f"eval/{RIGHT}", [0.5, 0.7, 0.4], f"eval/{RIGHT} < 0.9 x the first, at the end"),
+        (f"eval/{RIGHT}", [0.5, 0.4, 0.7], None),
+        (f"eval/{RIGHT}", [0.5, 0.46], None),  # of few prompts
+        (f"eval/{RIGHT}", [0.02, 0.0], None),
+        ("eval/scores", [-3.0, -2.9, -3.2], None),  # a reward model's
         ("eval/scores", [0.5] * 4, "eval/scores repeats to the last digit"),
         ("mismatch/ess", [float("nan"), None] * 4, None),
         ("objective/scores", [0.8, 0.8, 0.1], None),
@@ -171,6 +175,34 @@ def test_what_is_ill_is_said_and_nothing_else(name, values, said):
     for line, value in zip(lines, values, strict=False):
         line[name] = value
     assert [each for each, _ in ill(lines)] == ([said] if said else [])
+
+
+SOLVED = {"objective/scores_std": 0.0, "val/explained_variance": -9.0, "eval/scores": 1.0}
+RIGHT_RUNS = {
+    "all is right": ([SOLVED | {f"objective/{RIGHT}": 0.98}] * 12, {}),
+    "the value model learns alone": ([{"lr": 0, "eval/scores": 0.3}] * 8, {}),
+    "far from its sampler, as bfloat16 is": (
+        [{"mismatch/kl": 0.001}, *[{"mismatch/kl": 0.02, "lr": 1e-7}] * 11],
+        {"dtype": "bfloat16"},
+    ),
+    "a reward model's scores cross 0": (
+        [
+            {"objective/reward_model_score": score, "objective/scores": score}
+            for score in (1, 0.1, -1)
+        ],
+        {},
+    ),
+    "discounted": ([{"loss/value_avg": 0.002, "val/explained_variance": 0.0}], {"gamma": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_RUNS)
+def test_run_that_only_looks_ill_is_not(name):
+    values, arguments = RIGHT_RUNS[name]
+    lines = metrics_of(12)
+    for line, changes in zip(lines, values, strict=False):
+        line |= changes
+    assert ill(lines, **arguments) == []
 
 
 def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_like(
