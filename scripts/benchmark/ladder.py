@@ -1,26 +1,26 @@
 """What each step from turns to refilled batches gains: seconds a batch, one rung at a time.
 
-    python scripts/benchmark/ladder.py                     # all rungs and cells, two at a time
-    python scripts/benchmark/ladder.py --rungs "turns" "in flight, 2" --spreads 1 --training 1 \\
-        --output ladder.jsonl                              # two rungs of a cell: two minutes
-    python scripts/benchmark/ladder.py --table             # of the lines that are there
-    python scripts/benchmark/ladder.py --draw docs/ladder.png
+    python scripts/benchmark/ladder.py     # all rungs and cells, two at a time: an hour
+    python scripts/benchmark/ladder.py --rungs "turns" "in flight, 2" --spreads 1 --training 1
+    # of a file that has all rungs of its cells
+    python scripts/benchmark/ladder.py --results docs/ladder.jsonl --table --draw ladder.png
 
 The rungs: turns with a pass for old log-probabilities, as most trainers make it; without it (GRPO's
 first update makes the same pass); one step asynchronous, with it and without; in flight with a
 staleness of 1, 2 and 4 at most (scripts/forks/inflight.diff); and refill on top of 2
 (scripts/forks/refill.diff), which samples another group where all rewards of one are equal.
 
-The scripts are the real ones, with the debug model, and so is vLLM; times are those of two GPUs
-that never wait for each other's processor: a step of vLLM's takes --step_ms, however many responses
-it has, and an update as long as it takes to sample a longest response, times --training, divided
-by the rows that it computes; a pass for old log-probabilities takes a third of that. Lengths are as
-in inflight.py: log-normal, of which a tenth reach the cap.
+The scripts are the real ones, with the debug model, and so is vLLM; times are those of two GPUs,
+as far as the processors here keep up: a step of vLLM's takes --step_ms, however many responses it
+has. An update takes --training times as long as sampling a longest response, less the share of rows
+that it skips; a pass for old log-probabilities a third of that. Lengths are as in inflight.py:
+log-normal, of which a tenth reach the cap.
 
 A line is a run: seconds a batch without the first steps; of a batch's groups the share that has a
-signal; seconds of vLLM's for a batch (at spread 0 in turns they are 'steps times --step_ms', where
-the machine kept up); mean and largest staleness of a token. A cell of which the file has --rounds
-runs is not run again. Tables and picture have the fastest of them: other work only slows.
+signal; time/generation (at spread 0 in turns that is --response_length times --step_ms, where the
+machine kept up; in flight it is no sum of vLLM's work); mean and largest staleness of a token. What
+--results has --rounds times, with the same settings, is not run again. Tables and picture have the
+fastest run of a cell: other work only slows.
 """
 
 import argparse
@@ -225,22 +225,28 @@ def main():
     parser.add_argument("--prompts", type=int, default=4, help="of a batch; 4 responses each")
     parser.add_argument("--response_length", type=int, default=48)
     parser.add_argument("--step_ms", type=float, default=20.0)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--at_once", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--output", type=Path, default=REPO / "docs/ladder.jsonl")
+    parser.add_argument("--results", type=Path, default=Path("ladder.jsonl"))
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="of the lines that are there")
     parser.add_argument("--table", action="store_true", help="of the lines that are there")
     args = parser.parse_args()
-    text = args.output.read_text() if args.output.exists() else ""
+    text = args.results.read_text() if args.results.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
+    cells = {(line["training"], line["spread"]) for line in lines}
+    if (args.table or args.draw) and len(fastest(lines)) < len(cells) * len(RUNGS):
+        parser.error(f"{args.results} lacks some rungs of its cells")
     if args.table:
         print(tables(lines), end="")
     if args.draw:
         draw(lines, args.draw)
     if args.table or args.draw:
         return
-    made = Counter((line["rung"], line["spread"], line["training"]) for line in lines)
+    settings = {name: getattr(args, name) for name in ("step_ms", "response_length", "prompts")}
+    settings["steps"] = args.steps - 1  # the last one does not count
+    alike = [line for line in lines if line | settings == line]
+    made = Counter((line["rung"], line["spread"], line["training"]) for line in alike)
     cells = [(r, s, t) for t in args.training for s in args.spreads for r in args.rungs]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
         prepare_all(Path(folder))
@@ -253,7 +259,7 @@ def main():
         for job in jobs:
             line = json.dumps(job.result())
             print(line, flush=True)
-            with args.output.open("a") as file:
+            with args.results.open("a") as file:
                 file.write(line + "\n")
 
 
