@@ -71,6 +71,8 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
 torch.set_num_threads(1)
+# Under nohup it is ignored, which processes inherit, and a test sends it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The files that take longest, the longest first
