@@ -84,8 +84,7 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     columns, trained = defaultdict(list), [line for line in metrics if line.get("lr") != 0]
     for name, value in (pair for line in trained for pair in line.items()):
         columns[name] += [value] if value is not None else []
-    scores, stds = columns["objective/scores"], columns["objective/scores_std"]
-    entropies, held_out = columns["policy/entropy_avg"], columns["eval/scores"]
+    scores, entropies = columns["objective/scores"], columns["policy/entropy_avg"]
     kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
     is_first = first["training_step"] == 1 and not first.get("policy/staleness")
     is_solved = max([0, *columns[f"objective/{RIGHT}"], *columns[f"eval/{RIGHT}"]]) > 0.95
@@ -94,7 +93,7 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
         rounding, late = 1e-4, 0.01
 
     if is_off := is_first and first.get("mismatch/kl", 0) > rounding:  # check_sampler's limit
-        yield SAMPLER, f"mismatch/kl of step 1 is {kl[0]:.2g}: no rounding", "temperature"
+        yield SAMPLER, f"mismatch/kl of step 1 is above {rounding:.2g}: no rounding", "temperature"
         yield SAMPLER, "Or it is this", "retokenized"
     elif kl and 0.1 > kl[-1] > late and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
         yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
@@ -104,10 +103,11 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
         yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
     loss, is_zero = first.get("loss/value_avg"), first.get("val/explained_variance") == 0
     is_zero &= (args.get("gamma", 1), args.get("value_lam", 1)) == (1, 1)
-    if is_first and is_zero and loss < (scores[0] ** 2 + stds[0] ** 2) / 20:
+    squares = [first.get(f"objective/scores{of}", 0) ** 2 for of in ("", "_std")]
+    if is_first and is_zero and loss < sum(squares) / 20:
         yield LEARNS, f"loss/value_avg of step 1 is {loss:.2g}: rewards get lost", "reward_late"
-    repeats = longest([old == new for old, new in pairwise(held_out)])
-    if repeats >= 3 and not is_solved and any(stds[-3:]):
+    repeats = longest([old == new for old, new in pairwise(columns["eval/scores"])])
+    if repeats >= 3 and not is_solved and any(columns["objective/scores_std"][-3:]):
         yield LEARNS, "eval/scores repeats to the last digit", "stale_weights"
 
     for row, rule, failure in rows_of("healthy.md", "| row |"):

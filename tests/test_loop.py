@@ -517,7 +517,7 @@ def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenize
 
 
 @pytest.mark.parametrize(("per_prompt", "rows"), [(1, 8), (2, 8), (3, 6), (4, 8)])
-def test_tokens_are_written_in_200_steps_at_most(per_prompt, rows, tmp_path):
+def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
     batch = make_rollout()
     prompt = script.Prompt("", "2+2=", [3], "a", "4", None)
     responses = []

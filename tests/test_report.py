@@ -178,9 +178,11 @@ def test_what_is_ill_is_said_and_nothing_else(name, values, said):
 
 
 SOLVED = {"objective/scores_std": 0.0, "val/explained_variance": -9.0, "eval/scores": 1.0}
+WARM_UP = {"lr": 0, "eval/scores": 0.3, "loss/value_avg": 0.1, "val/explained_variance": 0.0}
 RIGHT_RUNS = {
     "all is right": ([SOLVED | {f"objective/{RIGHT}": 0.98}] * 12, {}),
-    "the value model learns alone": ([{"lr": 0, "eval/scores": 0.3}] * 8, {}),
+    "the value model learns alone": ([WARM_UP] * 8, {}),
+    "so far the value model learns alone": ([WARM_UP] * 12, {}),
     "far from its sampler, as bfloat16 is": (
         [{"mismatch/kl": 0.001}, *[{"mismatch/kl": 0.02, "lr": 1e-7}] * 11],
         {"dtype": "bfloat16"},
