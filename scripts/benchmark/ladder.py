@@ -256,11 +256,14 @@ def main():
             for place, cell in enumerate(cells)
             if made[cell] <= i
         ]
-        for job in jobs:
-            line = json.dumps(job.result())
-            print(line, flush=True)
-            with args.results.open("a") as file:
-                file.write(line + "\n")
+        try:
+            for job in jobs:
+                line = json.dumps(job.result())
+                print(line, flush=True)
+                with args.results.open("a") as file:
+                    file.write(line + "\n")
+        finally:
+            pool.shutdown(cancel_futures=True)  # after a failure none begins
 
 
 if __name__ == "__main__":
