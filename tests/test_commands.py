@@ -86,11 +86,14 @@ def block_of(page, pattern):
 
 
 @pytest.fixture(scope="module")
-def folder(git, assets, reward_model, tmp_path_factory):
+def folder(git, assets, take_rows, reward_model, tmp_path_factory):
     """What the commands need where they are called: data, rewards, models of any name."""
     folder = tmp_path_factory.mktemp("newcomer")
+    files = ("train.parquet", "test.parquet", "preference_train.parquet", "preference_test.parquet")
+    few = take_rows(dict.fromkeys(files, 512))
+    (few / "model").symlink_to(assets / "model")
     for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):
-        (folder / name).symlink_to(assets)
+        (folder / name).symlink_to(few)
     for path in fork.FORKS.glob("*.diff"):
         fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
     (folder / "scripts").mkdir()

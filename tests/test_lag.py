@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 
 import lag
@@ -11,11 +10,10 @@ import torch
 from helpers import REPO, loops
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, finish
+from helpers.processes import CPU
 from helpers.runs import batch_of, response_tokens, weights_of_versions, without_clock
 from transformers import AutoModelForCausalLM
 
-PROGRAM = str(REPO / "scripts/benchmark/lag.py")
 # Each version is far from the next
 OPTIONS = {"total_episodes": 128, "num_evals": 2, "learning_rate": 3e-3, "env": CPU, "seed": 3}
 OPTIONS |= {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
@@ -33,35 +31,15 @@ def check_equal(one, other):
 # --------------------------------------------------------------------------- with the real vLLM
 
 
-@pytest.fixture(scope="module")
-def run(start_script, small_eval, tmp_path_factory):
-    """run({}, {"launcher": (...)}): runs with these options, side by side, that went well."""
-
-    def run(*runs):
-        started_at, processes = time.monotonic(), []
-        for options in runs:
-            options = {"eval_dataset": small_eval} | OPTIONS | options
-            processes.append(start_script(GRPO, tmp_path_factory.mktemp("lag"), **options))
-        ended = [finish(process, 300, started_at) for process in processes]
-        assert [run.returncode for run in ended] == [0] * len(runs), [run.output for run in ended]
-        return ended
-
-    return run
-
-
 @pytest.mark.slow
-def test_lag_1_is_the_asynchronous_script(run):
-    asynchronous, of_lag_1 = run({}, {"launcher": (PROGRAM, "--run", "1", "0")})
-    check_equal(of_lag_1, asynchronous)
-    samples = [run.run_dir / "samples.jsonl" for run in (of_lag_1, asynchronous)]
-    assert samples[0].read_bytes() == samples[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_sampler_at_lag_2_has_the_weights_of_the_version_on_the_label(run, assets):
+def test_sampler_at_lag_2_has_the_weights_of_the_version_on_the_label(
+    run_script, small_eval, assets, tmp_path
+):
     program = (str(REPO / "tests/helpers/lagging.py"), "2")
     # With a beta all responses are computed
-    (of_lag_2,) = run({"launcher": program, "beta": 0.1, "async_mode": False})
+    options = OPTIONS | {"eval_dataset": small_eval, "beta": 0.1, "async_mode": False}
+    of_lag_2 = run_script(GRPO, tmp_path, launcher=program, **options)
+    assert of_lag_2.returncode == 0, of_lag_2.output
     labels = {
         line["training_step"]: line["policy_version"]
         for line in read_json_lines(of_lag_2.run_dir / "rollouts.jsonl")
@@ -93,9 +71,9 @@ def test_sampler_at_lag_2_has_the_weights_of_the_version_on_the_label(run, asset
 @pytest.fixture
 def run_lagged(run_main, monkeypatch):
     """run_lagged("ppo_vllm_async.py", lag=0, tis_cap=1.0): main() in turns; lag=None: as it is."""
-    make_stub = loops.make_stub
+    make_stub, report = loops.make_stub, loops.report_logprobs
 
-    def run(name, lag_, **changes):
+    def run(name, lag_, async_mode=False, **changes):
         def make_lagging(script):
             names = SimpleNamespace(VLLM=make_stub(script), stable_hash=script.stable_hash)
             if lag_ is not None:
@@ -103,7 +81,9 @@ def run_lagged(run_main, monkeypatch):
             return names.VLLM
 
         monkeypatch.setattr(loops, "make_stub", make_lagging)
-        return run_main(name, async_mode=False, **changes)
+        # Else the stub says more or less of a response by how old it takes it to be
+        monkeypatch.setattr(loops, "report_logprobs", lambda *given: report(*given[:-1], False))
+        return run_main(name, async_mode=async_mode, **changes)
 
     return run
 
@@ -115,6 +95,15 @@ def run_lagged(run_main, monkeypatch):
 def test_lag_0_is_the_script_in_turns(script, correction, run_lagged):
     options = lag.CORRECTIONS[correction]
     check_equal(run_lagged(script, None, **options), run_lagged(script, 0, **options))
+
+
+def test_lag_1_is_the_asynchronous_script(run_lagged, few_prompts):
+    changes = {"beta": 0.1, "eval_dataset": few_prompts / "test.parquet", "num_evals": 2}
+    asynchronous = run_lagged(GRPO, None, async_mode=True, **changes)
+    of_lag_1 = run_lagged(GRPO, 1, **changes)
+    check_equal(of_lag_1, asynchronous)
+    samples = [run.run_dir / "samples.jsonl" for run in (of_lag_1, asynchronous)]
+    assert samples[0].read_bytes() == samples[1].read_bytes()
 
 
 # ----------------------------------------------------------------------------- without any vLLM

@@ -17,10 +17,9 @@ from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import prompt_of
-from test_inflight import IN_FLIGHT, check_same, lines_of
+from test_inflight import IN_FLIGHT, check_same
 
 PROMPTS = [replace(prompt_of([2, 3 + i]), ground_truth="") for i in range(50)]
-NEW = {"begun_groups", "dropped_groups", "dropped_tokens", "solved", "hopeless", "failed"}
 
 
 @pytest.fixture(scope="module")
@@ -407,39 +406,10 @@ def test_a_reward_model_is_refused(module):
 
 # ------------------------------------------------------------------------------------- whole runs
 
-VARIES = """
-import hashlib
-
-def score(data_source, response, ground_truth, extra_info):
-    return hashlib.sha256(response.encode()).digest()[0] / 255
-"""
 HOPELESS = """
 def score(data_source, response, ground_truth, extra_info):
     return 0.0
 """
-
-
-def without_refill(line):
-    return {name: value for name, value in line.items() if not name.startswith("refill/")}
-
-
-@pytest.mark.slow
-def test_with_a_reward_that_always_varies_it_is_the_fork_inflight_to_the_bit(
-    forks, run_script, small_eval, tmp_path
-):
-    reward = write_text(tmp_path / "varies.py", VARIES)
-    options = IN_FLIGHT | {"eval_dataset": small_eval, "reward_fn": f"{reward}:score"}
-    # So that no group has but one response, again and again
-    options |= {"temperature": 2.0, "number_samples_per_prompt": 4, "local_rollout_batch_size": 8}
-    names = ("inflight", "refill")
-    runs = [run_script(forks / f"grpo_{name}.py", tmp_path / name, **options) for name in names]
-    for run in runs:
-        assert run.returncode == 0, run.output
-    assert {f"refill/{name}" for name in NEW} <= set(runs[1].metrics[0])
-    assert {line["refill/dropped_groups"] for line in runs[1].metrics} == {0}
-    assert [without_refill(line) for line in lines_of(runs[1])] == lines_of(runs[0])
-    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (runs[0].run_dir / name).read_bytes() == (runs[1].run_dir / name).read_bytes()
 
 
 @pytest.mark.slow

@@ -2,13 +2,20 @@
 
     python scripts/benchmark/refill.py --seeds 1 2 3
     python scripts/benchmark/refill.py --arms script refill --seeds 4 --target 0.95
+    MODEL=PATH python scripts/benchmark/refill.py --task smollm2 --arms script refill
 
-The runs are those of scripts/train/debug/grpo.sh with 40 steps, evaluated after every second one;
-other flags go to the script. Both forks have a bound of one step on age, as the script has. A line
-is a run: the share of held-out prompts answered right at last; for the first policy that reached
-the target its steps, the seconds that these took (evaluations included), the tokens that were
-sampled for them, and how many of those for each response that taught something: that had an
-advantage. And the tokens of the last ten steps. What is still under way is not counted.
+The runs are those of scripts/train/debug/grpo.sh with 40 steps, evaluated after every second one,
+or those of scripts/train/smollm2/grpo.sh, evaluated likewise, with a reward of 1 where a response
+meets three of the four constraints, and of 0 elsewhere: by the share that it meets hardly two of
+eight responses score alike. Other flags go to the script. Both forks have a bound of one step on
+age, as the script has. "variable" is the script whose loss is divided by what has a gradient alone:
+groups without a signal are dropped, and none takes their place.
+
+A line is a run: the share of held-out prompts answered right at last; for the first policy that
+reached the target its steps, the seconds that these took (evaluations included), the tokens that
+were sampled for them, and how many of those for each response that taught something: that had an
+advantage. And the tokens of the last ten steps. What is still under way is not counted. --keep
+FOLDER keeps the runs.
 """
 
 import argparse
@@ -23,22 +30,46 @@ REPO = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
 from fork import write_fork  # noqa: E402
 
-ARMS = ("script", "inflight", "refill")
+ARMS = ("script", "variable", "inflight", "refill")
+FLAGS = {
+    "debug": ["--total_episodes", "20480", "--num_evals", "20"],
+    "smollm2": ["--num_evals", "10", "--reward_fn", f"{__file__}:three_of_four"],
+}
+DIVISOR = "loss_divisor(batch.loss_mask[mini_batch], args)"
+VARIABLE = "loss_divisor((batch.loss_mask * batch.computed[:, None])[mini_batch], args)"
 
 
-def run(arm, seed, folder, flags):
+def three_of_four(data_source, response, ground_truth):
+    """The reward of smollm2."""
+    sys.path.insert(0, str(REPO / "scripts" / "rewards"))
+    from if_constraints import compute_score
+
+    return float(compute_score(data_source, response, ground_truth) >= 0.75)
+
+
+def write_arm(arm, path):
+    """The script that an arm runs; REPO has the one of "script"."""
+    if arm != "variable":
+        return write_fork(arm, path)
+    text = (REPO / "grpo_vllm_async.py").read_text()
+    before, after = text.split(DIVISOR)  # it is there once
+    path.write_text(before + VARIABLE + after)
+
+
+def run(task, arm, seed, folder, flags):
     """The metrics of a run, one dictionary a step, and what it printed."""
     script = REPO / "grpo_vllm_async.py"
     if arm != "script":
         script = folder / f"grpo_{arm}.py"
         if not script.exists():
-            write_fork(arm, script)
+            write_arm(arm, script)
+    if arm in ("inflight", "refill"):
         flags = ["--max_staleness", "1", *flags]
     name = f"{arm}_{seed}"
-    options = ["--total_episodes", "20480", "--num_evals", "20", "--seed", str(seed), *flags]
+    options = [*FLAGS[task], "--seed", str(seed), *flags]
     options += ["--output_dir", str(folder), "--run_name", name]
     result = subprocess.run(
-        ["bash", "scripts/train/debug/grpo.sh", *options],
+        ["bash", f"scripts/train/{task}/grpo.sh", *options],
         cwd=REPO,
         env=os.environ | {"SCRIPT": str(script)},
         stdout=subprocess.PIPE,
@@ -85,14 +116,17 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=FLAGS, default="debug")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--target", type=float, default=0.9)
+    parser.add_argument("--keep", type=Path)
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for arm in args.arms:
-                metrics, output = run(arm, seed, Path(folder), flags)
+                keep = args.keep or Path(folder)
+                metrics, output = run(args.task, arm, seed, keep.resolve(), flags)
                 line = {"arm": arm, "seed": seed} | summarize(metrics, args.target)
                 print(json.dumps(line), flush=True)
                 if "without a full batch" in output:

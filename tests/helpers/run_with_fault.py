@@ -178,7 +178,7 @@ def interrupt_group(script):
 
 
 def fill_disk(script):
-    """For the second checkpoint: no file may become larger."""
+    """For the second checkpoint, no file may become larger. The first is asked for by a signal."""
 
     def limit_files(given):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -190,6 +190,7 @@ def fill_disk(script):
 
     limited = at_call(2, limit_files)
     around(script, "save_checkpoint", save)
+    in_update(kill_self(signal.SIGUSR1), script)
 
 
 def kill_in_checkpoint(script):
@@ -215,8 +216,7 @@ FAULTS = {
     "SIGTERM of the launcher": partial(in_update, kill_launcher(signal.SIGTERM)),
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
-    "SIGUSR1": partial(in_update, kill_self(signal.SIGUSR1)),
-    "disk is full": fill_disk,
+    "SIGUSR1, disk is full": fill_disk,
 }
 
 

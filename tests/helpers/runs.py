@@ -9,6 +9,7 @@ import torch
 VLLM_OPTIONS = {
     "total_episodes": 128,
     "temperature": 1.5,
+    "response_length": 6,  # a right answer with its end: others are cut
     "beta": 0.1,
     "gamma": 0.97,
     "lam": 0.9,

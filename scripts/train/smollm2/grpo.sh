@@ -2,7 +2,7 @@
 # Set-up, then asynchronous GRPO: SmolLM2-135M-Instruct learns to follow instructions (few words, but five;
 # no commas; lowercase letters). On two CPU cores in about 13 minutes. At the end: responses before and after.
 #   bash scripts/train/smollm2/grpo.sh --seed 2               further flags go to the script
-#   MODEL=path/to/model bash scripts/train/smollm2/grpo.sh    another model, or no hub
+#   MODEL=path/to/model bash scripts/train/smollm2/grpo.sh    another model, or no hub; SCRIPT: a copy of the script
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
@@ -24,7 +24,7 @@ flags=(
   # Held-out prompts cost time too: 96 of the 480, before training, twice on the way, and after it
   --num_evals 3 --num_eval_prompts 96
 )
-run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
+run=("${SCRIPT:-grpo_vllm_async.py}" --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
 launch=(--config_file scripts/accelerate/one_gpu.yaml)  # without a GPU a process on the CPU
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
 exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
