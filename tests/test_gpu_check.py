@@ -255,8 +255,8 @@ def test_old_weights_and_no_learning_are_errors(part, metric, value, is_right, m
 
 
 @pytest.mark.slow
-def test_plan_is_read_from_the_preflight(assets):
-    command = ["grpo_vllm_async.py", "--dataset", str(assets / "train.parquet")]
+def test_plan_is_read_from_the_preflight(assets, few_prompts):
+    command = ["grpo_vllm_async.py", "--dataset", str(few_prompts / "train.parquet")]
     command += ["--model_name_or_path", str(assets / "model")]
     figures = gpu_check.plan(command)
     assert 0 < figures["plan_gib"] < 1 and "plan_refuses" not in figures

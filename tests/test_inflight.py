@@ -219,7 +219,9 @@ def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
     fork, run_script, small_eval, tmp_path
 ):
     options = OPTIONS | {"eval_dataset": small_eval}
-    turns = run_script("grpo_vllm_async.py", tmp_path / "turns", async_mode=False, **options)
+    turns = run_script(
+        "grpo_vllm_async.py", tmp_path / "turns", async_mode=False, save_batches=True, **options
+    )
     forked = run_script(fork, tmp_path / "forked", max_staleness=0, **options)
     assert turns.returncode == forked.returncode == 0, forked.output
     assert [line | {"policy/staleness_max": 0.0} for line in lines_of(turns)] == lines_of(forked)

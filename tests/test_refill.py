@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import refill as benchmark
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import CPU, TWO_RANKS
@@ -402,6 +403,30 @@ def test_one_groups_reward_does_not_wait_for_anothers(module, monkeypatch):
 def test_a_reward_model_is_refused(module):
     with pytest.raises(ValueError, match="--reward_model_path"):
         args_of(module, reward_model_path="a model")
+
+
+# ------------------------------------------------------------------ scripts/benchmark/refill.py
+
+
+def test_batch_of_variable_size_is_the_script_with_another_divisor(tmp_path):
+    path = tmp_path / "grpo_variable.py"
+    benchmark.write_arm("variable", path)
+    lines = (REPO / "grpo_vllm_async.py").read_text().splitlines()
+    changed = [
+        pair for pair in zip(lines, path.read_text().splitlines(), strict=True) if len({*pair}) > 1
+    ]
+    ((before, after),) = changed
+    mask = "batch.loss_mask"
+    computed = f"({mask} * batch.computed[:, None])"
+    assert "normalizer" in before and after == before.replace(mask, computed)
+    compile(path.read_text(), path.name, "exec")
+
+
+def test_reward_of_the_language_model_is_three_of_four_constraints():
+    names = ["punctuation:no_comma", "change_case:english_lowercase", "startend:quotation"]
+    truth = {"instruction_id_list": [*names, "punctuation:no_comma"], "kwargs": [{}] * 4}
+    assert benchmark.three_of_four("any", "three of them", truth) == 1.0
+    assert benchmark.three_of_four("any", "Two of them", truth) == 0.0
 
 
 # ------------------------------------------------------------------------------------- whole runs

@@ -33,6 +33,7 @@ STEPS = range(1, 5)
 # As in README.md
 LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
 LAUNCHER += (str(REPO / "scripts" / "accelerate" / "one_gpu.yaml"),)
+LENGTH = VLLM_OPTIONS["response_length"]
 # Each version is far from the next
 ASYNC_OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
 OF_GRPO = {
@@ -146,7 +147,7 @@ def test_score_is_of_the_response_to_the_prompt_beside_it(run, tokenizer):
             right.append(float(answer == "".join(sorted(digits))))
             scores.append(right[-1] if response[-1] == STOP else -1.0)
             assert STOP not in response[:-1]
-            assert response[-1] == STOP or len(response) == 6
+            assert response[-1] == STOP or len(response) == LENGTH
         assert batch["scores"].tolist() == scores
         for name in ("verifiable_correct_rate", "verifiable_score"):
             assert line[f"objective/{name}"] == pytest.approx(sum(right) / 32)
@@ -168,7 +169,7 @@ def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model
         assert {sample["policy_version"] for sample in samples} == {version}
         for sample in samples[:8]:
             ids = torch.tensor([tokenizer(sample["prompt"])["input_ids"]])
-            answer = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=STOP)
+            answer = model.generate(ids, do_sample=False, max_new_tokens=LENGTH, eos_token_id=STOP)
             text = tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
             assert text == sample["response"]
         right = sum(s["response"] == s["ground_truth"] for s in samples) / 32
