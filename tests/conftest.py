@@ -2,7 +2,7 @@
 
 A test that starts vLLM or other processes, or waits for seconds, has the mark `slow`; the others
 take two minutes together.
-    bash scripts/test.sh                          all of them, two files at a time
+    bash scripts/test.sh                          all of them, three files at a time
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
 The tests of a file run in their order, in one process. What needs a real run of a script gets it
@@ -76,22 +76,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The files that take longest, the longest first
-LONG = [
-    "ends",
-    "fsdp2",
-    "inflight",
-    "refill",
-    "multiturn",
-    "runs",
-    "adapters",
-    "preflight",
-    "rewards",
-]
-LONG += ["ranks", "lag", "engine", "commands", "soak", "failures"]
+LONG = ["ends", "inflight", "runs", "adapters", "multiturn", "refill", "engine", "preflight"]
+LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_check", "soak", "lag"]
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first: with a long one last, one of the two processes would wait for the other."""
+    """Long files first: with a long one last, the other processes would wait for it."""
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 

@@ -431,6 +431,13 @@ def test_reward_of_the_language_model_is_three_of_four_constraints():
 
 # ------------------------------------------------------------------------------------- whole runs
 
+# Of two responses one is right in three groups of eight, whatever the model has learned
+SOMETIMES = """
+import hashlib
+
+def score(data_source, response, ground_truth, extra_info):
+    return float(hashlib.sha256(response.encode()).digest()[0] % 4 == 0)
+"""
 HOPELESS = """
 def score(data_source, response, ground_truth, extra_info):
     return 0.0
@@ -439,8 +446,10 @@ def score(data_source, response, ground_truth, extra_info):
 
 @pytest.mark.slow
 def test_two_ranks_resume_to_the_bit_with_groups_dropped(forks, run_script, small_eval, tmp_path):
+    reward = write_text(tmp_path / "sometimes.py", SOMETIMES)
     options = IN_FLIGHT | {"launcher": TWO_RANKS, "env": CPU, "eval_dataset": small_eval}
     options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
+    options |= {"reward_fn": f"{reward}:score"}
     fork = forks / "grpo_refill.py"
     whole = run_script(fork, tmp_path / "whole", **options)
     assert whole.returncode == 0, whole.output
