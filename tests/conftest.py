@@ -2,7 +2,7 @@
 
 A test that starts vLLM or other processes, or waits for seconds, has the mark `slow`; the others
 take two minutes together.
-    bash scripts/test.sh                          all of them, three files at a time
+    bash scripts/test.sh                          all of them, two files at a time
     bash scripts/test.sh fast                     those without the mark
     .venv/bin/python -m pytest -k gae             some, by name
 The tests of a file run in their order, in one process. What needs a real run of a script gets it
@@ -81,7 +81,7 @@ LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_che
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first: with a long one last, the other processes would wait for it."""
+    """Long files first: with a long one last, the other process would wait for it."""
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 

@@ -54,9 +54,16 @@ def flags_of(options):
 
 
 def environment(extra=None):
-    """That of a user's shell: no thread count, no launcher, no login of the one who tests."""
+    """That of a user's shell: no launcher, no login of the one who tests; but one thread each.
+
+    More would wait for each other, where two files are tested at a time.
+    """
     hidden = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
-    return {name: value for name, value in os.environ.items() if name not in hidden} | (extra or {})
+    return (
+        {name: value for name, value in os.environ.items() if name not in hidden}
+        | {"OMP_NUM_THREADS": "1"}
+        | (extra or {})
+    )
 
 
 def descendants(process):
