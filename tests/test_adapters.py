@@ -352,7 +352,7 @@ LORA = {"lora_rank": 4, "learning_rate": 1e-2}
 )
 def test_ranks_and_their_engine_have_one_policy(name, options, run_script, tmp_path):
     """FSDP2, with and without adapters; the engine is the first rank's."""
-    env = CPU | {"OMP_NUM_THREADS": "1", "FSDP2": "1"}
+    env = CPU | {"FSDP2": "1"}
     options = options | {
         "total_episodes": 96,
         "vllm_gpus": 2,

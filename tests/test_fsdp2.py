@@ -158,7 +158,7 @@ def together(accelerator, options_of, tmp_path_factory):
         (folder / f"{how}.json").write_text(json.dumps(entries, default=str))
         launcher = () if how == "one" else TWO_RANKS
         command = [sys.executable, *launcher, str(PROGRAM), str(folder), how]
-        env = environment(CPU | {"OMP_NUM_THREADS": "1"})
+        env = environment(CPU)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-5000:]
         setattr(found, how, torch.load(folder / f"{how}.pt", weights_only=False))

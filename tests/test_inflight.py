@@ -15,7 +15,7 @@ import torch
 from helpers import REPO
 from helpers.endings import check_end, new_mark
 from helpers.files import read_json_lines, write_text
-from helpers.processes import CPU
+from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
 from helpers.runs import without_clock
@@ -244,11 +244,12 @@ def score(data_source, response, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def run_in_flight(run_script, small_eval, tmp_path_factory):
-    """run_in_flight("grpo_inflight.py", folder): a run with old tokens that went well."""
+    """run_in_flight("grpo_inflight.py", folder): two ranks with old tokens, which end well."""
     reward = write_text(tmp_path_factory.mktemp("reward") / "varies.py", VARIES)
     options = IN_FLIGHT | {"eval_dataset": small_eval, "reward_fn": f"{reward}:score"}
     # A group of two may have but one response, twice
-    options |= {"number_samples_per_prompt": 8, "local_rollout_batch_size": 4}
+    options |= {"number_samples_per_prompt": 8, "local_rollout_batch_size": 2}
+    options |= {"local_mini_batch_size": 16, "launcher": TWO_RANKS, "env": CPU}
 
     def run(script, folder, **changes):
         done = run_script(script, folder, **options | changes)
@@ -263,10 +264,7 @@ def whole(fork, run_in_flight, tmp_path_factory):
     return run_in_flight(fork, tmp_path_factory.mktemp("whole"))
 
 
-def test_resumed_with_responses_under_way_it_gives_the_same_bits(
-    fork, whole, run_in_flight, tmp_path
-):
-    """On two ranks the fork refill does: test_refill.py."""
+def test_two_ranks_resume_to_the_bit_with_responses_under_way(fork, whole, run_in_flight, tmp_path):
     assert [line["policy/staleness_max"] for line in whole.metrics] == [0, 1, 2, 2, 2, 2]
     ages = [(line["policy/staleness"], line["policy/staleness_max"]) for line in whole.metrics]
     assert any(0 < mean < most for mean, most in ages)  # of several versions

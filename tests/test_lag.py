@@ -1,5 +1,6 @@
 """scripts/benchmark/lag.py: whose weights the sampler has; what becomes of a stopped grid."""
 
+import importlib
 import json
 import sys
 from types import SimpleNamespace
@@ -104,6 +105,31 @@ def test_lag_1_is_the_asynchronous_script(run_lagged, few_prompts):
     check_equal(of_lag_1, asynchronous)
     samples = [run.run_dir / "samples.jsonl" for run in (of_lag_1, asynchronous)]
     assert samples[0].read_bytes() == samples[1].read_bytes()
+
+
+def test_command_runs_the_script_in_turns_with_a_lag(monkeypatch):
+    script = importlib.import_module("grpo_vllm_async")
+    programs, started, errors = [], [], []
+    monkeypatch.setattr(script, "run_program", lambda name, *_: programs.append(name))
+    monkeypatch.setattr(script, "end_at_once", errors.append)
+    monkeypatch.setattr(script, "main", lambda args: started.append(args))
+    sent = []
+    monkeypatch.setattr(script.VLLM, "sync_weights", lambda self, weights, v: sent.append(v))
+    monkeypatch.setattr(sys, "argv", ["lag.py", "--run", "1", "0", "grpo_vllm_async.py"])
+    sys.argv += ["--seed", "7", "--total_episodes", "2048"]
+    lag.main()
+    (args,) = started
+    assert args.seed == 7 and not args.async_mode and errors == []
+    engine = SimpleNamespace(args=SimpleNamespace(num_training_steps=3, seed=7))
+    for version in (0, 1, 2):
+        script.VLLM.sync_weights(engine, [("weight", torch.zeros(2))], version)
+    assert sent == [0, 0, 1]
+    for name in ("plot_runs.py", "provenance.py"):
+        script.run_program(name)
+    assert programs == ["provenance.py"]
+    sys.argv += ["--lora_rank", "4"]
+    lag.main()
+    assert len(started) == 1 and "neither adapters" in str(errors)
 
 
 # ----------------------------------------------------------------------------- without any vLLM

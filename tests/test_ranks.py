@@ -134,7 +134,7 @@ def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewa
 @pytest.mark.slow
 def test_ranks_of_torchrun_meet_on_a_cpu_and_count_for_both(start_script, tmp_path):
     """Without a variable of accelerate's each would have trained alone, on the same files."""
-    env = STUB | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = STUB | {"CUDA_VISIBLE_DEVICES": ""}
     options = {"local_rollout_batch_size": 8, "local_mini_batch_size": 16, "save_batches": True}
     process = start_script(
         "ppo_vllm_async.py", tmp_path, launcher=TWO_RANKS, env=env, beta=0.1, **options
@@ -166,8 +166,7 @@ def test_two_nodes_with_an_engine_each_do_what_one_node_with_one_does(
         "per_device_train_batch_size": 4,
         "save_freq": 2,
         "save_batches": True,
-        # A node of one rank would have a thread for each core, and sums of another order
-        "env": CPU | STUB | {"OMP_NUM_THREADS": "1"},
+        "env": CPU | STUB,
     }
 
     def run(folders, launchers, **more):

@@ -4,18 +4,20 @@
     python scripts/benchmark/refill.py --arms script refill --seeds 4 --target 0.95
     MODEL=PATH python scripts/benchmark/refill.py --task smollm2 --arms script refill
 
-The runs are those of scripts/train/debug/grpo.sh with 40 steps, evaluated after every second one,
-or those of scripts/train/smollm2/grpo.sh, evaluated likewise, with a reward of 1 where a response
-meets three of the four constraints, and of 0 elsewhere: by the share that it meets hardly two of
-eight responses score alike. Other flags go to the script. Both forks have a bound of one step on
-age, as the script has. "variable" is the script whose loss is divided by what has a gradient alone:
-groups without a signal are dropped, and none takes their place.
+The runs are those of scripts/train/debug/grpo.sh with 40 steps, evaluated after every second one;
+other flags go to the script. Both forks have a bound of one step on age, as the script has.
+"variable" is the script with batches of variable size: responses without a gradient are left out of
+the loss's divisor, too. A response of any arm that has the mean score of its group has none.
+
+The task smollm2 is scripts/train/smollm2/grpo.sh, evaluated likewise. A response that meets three
+of its four constraints, or all, scores 1, and any other 0: by the share of constraints, the reward
+of that command, hardly a group of eight has but one score.
 
 A line is a run: the share of held-out prompts answered right at last; for the first policy that
 reached the target its steps, the seconds that these took (evaluations included), the tokens that
 were sampled for them, and how many of those for each response that taught something: that had an
 advantage. And the tokens of the last ten steps. What is still under way is not counted. --keep
-FOLDER keeps the runs.
+FOLDER keeps the runs, in a folder that has none yet. No pictures are drawn on the way.
 """
 
 import argparse
@@ -35,6 +37,7 @@ FLAGS = {
     "debug": ["--total_episodes", "20480", "--num_evals", "20"],
     "smollm2": ["--num_evals", "10", "--reward_fn", f"{__file__}:three_of_four"],
 }
+OUT_OF_GROUPS = "without a full batch"  # of the fork refill
 DIVISOR = "loss_divisor(batch.loss_mask[mini_batch], args)"
 VARIABLE = "loss_divisor((batch.loss_mask * batch.computed[:, None])[mini_batch], args)"
 
@@ -48,21 +51,22 @@ def three_of_four(data_source, response, ground_truth):
 
 
 def write_arm(arm, path):
-    """The script that an arm runs; REPO has the one of "script"."""
-    if arm != "variable":
-        return write_fork(arm, path)
+    """Writes the script that an arm runs, to where no programs are that draw pictures."""
     text = (REPO / "grpo_vllm_async.py").read_text()
-    before, after = text.split(DIVISOR)  # it is there once
-    path.write_text(before + VARIABLE + after)
+    if arm == "variable":
+        before, after = text.split(DIVISOR)  # it is there once
+        text = before + VARIABLE + after
+    if arm in ("inflight", "refill"):
+        write_fork(arm, path)
+    else:
+        path.write_text(text)
 
 
 def run(task, arm, seed, folder, flags):
     """The metrics of a run, one dictionary a step, and what it printed."""
-    script = REPO / "grpo_vllm_async.py"
-    if arm != "script":
-        script = folder / f"grpo_{arm}.py"
-        if not script.exists():
-            write_arm(arm, script)
+    script = folder / f"grpo_{arm}.py"
+    if not script.exists():
+        write_arm(arm, script)
     if arm in ("inflight", "refill"):
         flags = ["--max_staleness", "1", *flags]
     name = f"{arm}_{seed}"
@@ -76,9 +80,9 @@ def run(task, arm, seed, folder, flags):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    path = folder / name / "metrics.jsonl"
-    if not path.exists():
+    if result.returncode and OUT_OF_GROUPS not in result.stdout:
         sys.exit(result.stdout)
+    path = folder / name / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()], result.stdout
 
 
@@ -122,14 +126,18 @@ def main():
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument("--keep", type=Path)
     args, flags = parser.parse_known_args()
+    if "--beta" in flags and "variable" in args.arms:
+        parser.error("variable is for --beta 0: with a KL every response has a gradient")
     with tempfile.TemporaryDirectory() as folder:
+        if args.keep:
+            folder = args.keep.resolve()
+            folder.mkdir(parents=True)
         for seed in args.seeds:
             for arm in args.arms:
-                keep = args.keep or Path(folder)
-                metrics, output = run(args.task, arm, seed, keep.resolve(), flags)
+                metrics, output = run(args.task, arm, seed, Path(folder), flags)
                 line = {"arm": arm, "seed": seed} | summarize(metrics, args.target)
                 print(json.dumps(line), flush=True)
-                if "without a full batch" in output:
+                if OUT_OF_GROUPS in output:
                     print(output[output.rindex("RuntimeError") :].splitlines()[0], flush=True)
 
 

@@ -54,11 +54,11 @@ def flags_of(options):
 
 
 def environment(extra=None):
-    """That of a user's shell: no launcher, no login of the one who tests; but one thread each.
+    """A user's, without launcher or login of the one who tests; but with one thread a process.
 
     More would wait for each other, where two files are tested at a time.
     """
-    hidden = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
     return (
         {name: value for name, value in os.environ.items() if name not in hidden}
         | {"OMP_NUM_THREADS": "1"}

@@ -122,15 +122,15 @@ def lose_a_tensor(script):
     before(script, "check_sampler", lambda given: tell())
 
 
-def raise_in_generation(script, do=raise_error):
-    before(script, "generate_rollout", at_call(second(script), do))
-
-
 def raise_without_output(_):
     """As where a pipe was closed, or a disk is full: what was printed cannot be written."""
     sys.stdout = open("/dev/full", "w")  # noqa: SIM115
     print("this cannot be flushed")
     raise_error()
+
+
+def raise_in_generation(script):
+    before(script, "generate_rollout", at_call(second(script), raise_without_output))
 
 
 def raise_and_be_killed(script):
@@ -204,8 +204,7 @@ FAULTS = {
     "vllm raises in a sync": partial(burn_instead, is_sync),
     "vllm raises in generation": partial(burn_instead, is_request),
     "vllm lacks a tensor": lose_a_tensor,
-    "generation raises": raise_in_generation,
-    "generation raises, stdout is full": partial(raise_in_generation, do=raise_without_output),
+    "generation raises, stdout is full": raise_in_generation,
     "update raises": partial(in_update, raise_error),
     "update raises, killed at its end": raise_and_be_killed,
     "gradient is not finite": spoil_gradients,
@@ -213,7 +212,6 @@ FAULTS = {
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
     "SIGTERM": partial(in_update, kill_self(signal.SIGTERM)),
     "SIGINT to the group": interrupt_group,
-    "SIGTERM of the launcher": partial(in_update, kill_launcher(signal.SIGTERM)),
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
     "SIGUSR1, disk is full": fill_disk,

@@ -27,7 +27,7 @@ def watched(name):
     """The module of a script whose threads may not call vLLM before it has answered the last call.
 
     With STUB set it takes whatever log-probabilities vLLM gives: stub_vllm's are nonsense. With
-    FSDP2 set its models are sharded. No pictures are drawn: each costs two seconds.
+    FSDP2 set its models are sharded. Pictures are drawn at the end alone: each costs two seconds.
     """
     if "FSDP2" in os.environ:
         fsdp2.allow_on_cpu()
