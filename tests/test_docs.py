@@ -24,7 +24,8 @@ OTHER_FLAGS = """
     summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
     compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
     find_rate rates lags noises corrections task run exclude tensorboard dry_run logdir
-    nnodes node_rank master_addr master_port network init nodes job-name signal batch rungs training arms
+    nnodes node_rank master_addr master_port network init nodes job-name signal batch rungs training
+    arms
 """
 
 
