@@ -29,8 +29,9 @@ import tempfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(REPO / "scripts"))
+sys.path[:0] = [str(REPO / "scripts"), str(REPO / "scripts" / "rewards")]
 from fork import write_fork  # noqa: E402
+from if_constraints import compute_score  # noqa: E402
 
 ARMS = ("script", "variable", "inflight", "refill")
 FLAGS = {
@@ -44,9 +45,6 @@ VARIABLE = "loss_divisor((batch.loss_mask * batch.computed[:, None])[mini_batch]
 
 def three_of_four(data_source, response, ground_truth):
     """The reward of smollm2."""
-    sys.path.insert(0, str(REPO / "scripts" / "rewards"))
-    from if_constraints import compute_score
-
     return float(compute_score(data_source, response, ground_truth) >= 0.75)
 
 
@@ -126,7 +124,7 @@ def main():
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument("--keep", type=Path)
     args, flags = parser.parse_known_args()
-    if "--beta" in flags and "variable" in args.arms:
+    if "variable" in args.arms and any(flag.startswith("--beta") for flag in flags):
         parser.error("variable is for --beta 0: with a KL every response has a gradient")
     with tempfile.TemporaryDirectory() as folder:
         if args.keep:
