@@ -122,7 +122,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
 
@@ -238,7 +237,7 @@ def main(args):
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
     # The policy wraps the language model: the one is trained, the other synced and saved
-    policy = place_policy(accelerator, language_model, args)
+    policy = place_model(accelerator, PolicyModel(language_model, args), args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     value_model = load_value_model(accelerator, args)
     reward_model = load_reward_model(accelerator, args)
@@ -657,6 +656,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
+        if args.dtype == "bfloat16":
+            round_weights(model)
 
     def forward(self, input_ids, mask):
         """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
@@ -866,17 +867,21 @@ def sync_weights(engine, language_model, version, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is more than
-    rounding. A NaN passes: apply_gradients finds it, and saves the batch.
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is three
+    times that of any right run seen (docs/results.md, "Checks"). What only a warning tells is
+    between. A NaN passes: apply_gradients finds it, and saves the batch. Returns the KL.
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
     limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if args.dtype == "bfloat16":  # seen: 0.001 to 0.003; more at a low temperature
-        limit = 4e-3 / min(1.0, args.temperature)
+    if args.dtype == "bfloat16":
+        limit = 0.015 / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
+    if kl > limit / 3:
+        warn_once("vLLM's log-probabilities are off the learner's, see mismatch/kl")
+    return kl
 
 
 # ================================================================================================
@@ -1120,8 +1125,9 @@ class Args:
 def start_ranks(args):
     """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
     end_with_launcher()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it, whatever it waits for
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until watch_signals; in children always
+    for number in (signal.SIGINT, signal.SIGTERM):  # end this process, whatever it waits for
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children always
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     with signals_blocked():
         mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
@@ -1357,8 +1363,8 @@ def start_engine(accelerator, config, prompts, args):
 
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
-    watch_signals(run_dir)
     if not is_rank_0():
+        heed_sigusr1()
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     lock_run(run_dir)
@@ -1375,12 +1381,15 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
         "id": state["wandb_id"],
         "resume": "allow",
     }
-    accelerator.init_trackers(
-        args.wandb_project_name,
-        json.loads((run_dir / "args.json").read_text()),
-        {"wandb": wandb_run},
-    )
+    config = json.loads((run_dir / "args.json").read_text())
+    accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
+    heed_sigusr1()
     report_prompt_lengths(accelerator, train_prompts, run_dir)
+    if args.save_freq:
+        # With the launcher's words, which provenance.py has found; a copy may be without it
+        command = config.get("provenance", {}).get("command", [sys.executable, *sys.argv])
+        command += ["--run_name", args.run_name, "--resume_from_checkpoint", "latest"]
+        print(f"From its newest checkpoint the run goes on by:\n{shlex.join(command)}")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1399,7 +1408,8 @@ def load_tokenizer(args):
         if not path:
             continue
         revision = revision_of(path, args)
-        if AutoTokenizer.from_pretrained(path, revision=revision).get_vocab() != vocabulary:
+        others = AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
+        if not vocabulary.items() <= others.items():  # it may know more
             raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
         # Within a family sizes may differ, by unused rows
         config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
@@ -1653,10 +1663,14 @@ def load_model(auto_class, path, args, trained, **config_options):
     elif missing:
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(f"{path}: its head has a bias, which PolicyModel does not read")
+        if any("expert" in name for name, _ in model.named_parameters()):
+            raise ValueError(f"{path} is a mixture of experts, whose weights do not reach vLLM")
         # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
         # this one
-        head = model.get_output_embeddings().weight
-        model.config.tie_word_embeddings = head is model.get_input_embeddings().weight
+        model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
         # Parameters are sent to vLLM, buffers are not
         buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         if buffers := buffers & model.state_dict().keys():
@@ -1679,19 +1693,12 @@ def revision_of(path, args):
     }.get(path)
 
 
-def place_policy(accelerator, language_model, args):
-    """Collective. A PolicyModel on this rank's device. ValueError: its head is not known."""
-    policy = PolicyModel(language_model, args)
-    check_head(policy)
-    return place_model(accelerator, policy, args)
-
-
 def load_reference_policy(accelerator, policy, args):
     """Collective. The policy as it was loaded; with adapters it is the policy, without them."""
     if args.beta == 0 or args.lora_rank:
         return policy
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-    return place_policy(accelerator, model, args)
+    return place_model(accelerator, PolicyModel(model, args), args)
 
 
 def load_value_model(accelerator, args):
@@ -1731,40 +1738,6 @@ def place_model(accelerator, model, args):
         if type(module).__name__ in model.model._no_split_modules:
             fully_shard(module, mp_policy=precision)
     return fully_shard(model, reshard_after_forward=True)
-
-
-@torch.no_grad()
-def check_head(policy):
-    """ValueError: a PolicyModel and its model disagree on the log-probabilities of hidden states.
-
-    Hidden states of 0 show a bias of the head, and a logit of -30 shows a multiplier or a cap.
-    """
-    model = policy.model
-    head = model.get_output_embeddings().weight
-    label = head.norm(dim=1).argmax()
-    hidden = torch.zeros(2, 2, head.shape[1], dtype=head.dtype)
-    hidden[1] = -30 * head[label] / head[label].norm() ** 2
-    input_ids = label.repeat(2, 2)
-    forward = mock.Mock(return_value=HiddenStates(last_hidden_state=hidden))
-    with mock.patch.object(model.base_model, "forward", forward):
-        logits = model(input_ids, use_cache=False).logits[:, 0].float()  # (2, vocabulary)
-        if not forward.called:  # OPT's head passes its base model by
-            return
-        logprobs, _ = policy(input_ids, torch.tensor([[0, 1], [0, 1]]))
-    expected, _ = token_logprobs(logits / policy.args.temperature, input_ids[:, 1])
-    difference = (logprobs[1, 1] - expected[1]).abs()
-    if logits[0].any() or not difference <= -0.01 * expected[1]:
-        raise ValueError(
-            f"a {type(model).__name__} has a head with a bias or multiplier that PolicyModel does "
-            f"not know: log-probabilities would be wrong (by {difference:.2g} at a logit of -30)"
-        )
-
-
-class HiddenStates(BaseModelOutputWithPast):
-    """What a base model returns; what some kinds return besides is None."""
-
-    def __getattr__(self, name):
-        return None
 
 
 # --------------------------------------------------------------------------------- adapters (LoRA)
@@ -1845,7 +1818,9 @@ def check_adapter(engine, policy, language_model, prompt, args):
     batch = collate(responses, language_model.device)
     logprobs, _ = policy(batch.input_ids, batch.mask)
     if engine:
-        check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args)
+        kl = check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args)
+        if math.isnan(kl):
+            raise RuntimeError("with an adapter log-probabilities are NaN")
     for matrix in matrices:
         matrix.zero_()
 
@@ -1880,11 +1855,10 @@ class ChunkedHead(torch.autograd.Function):
         soft_cap = getattr(config, "final_logit_softcapping", None)
         if soft_cap:
             soft_cap *= scale
-        # Float32 (2506.13585); with bfloat16 models TF32 is precise enough
         head = model.get_output_embeddings().weight
-        dtype = torch.promote_types(head.dtype, torch.float32)
-        in_tf32 = args.dtype == "bfloat16"
-        return cls.apply(hidden.to(dtype) * scale, head.to(dtype), labels, soft_cap, in_tf32)
+        dtype = getattr(torch, args.dtype)
+        hidden = hidden.to(torch.promote_types(dtype, torch.float32)) * scale  # 2506.13585
+        return cls.apply(hidden, head, labels, soft_cap, dtype)
 
     @staticmethod
     def logits(hidden, head, soft_cap):
@@ -1898,28 +1872,28 @@ class ChunkedHead(torch.autograd.Function):
         return soft_cap * torch.tanh(logits / soft_cap)
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, soft_cap, in_tf32):
-        ctx.soft_cap, ctx.in_tf32 = soft_cap, in_tf32
-        size = max(1, LOGITS_CHUNK[hidden.device.type] // len(head))  # positions
+    def forward(ctx, hidden, weight, labels, soft_cap, dtype):
+        ctx.soft_cap, ctx.dtype = soft_cap, dtype
+        size = max(1, LOGITS_CHUNK[hidden.device.type] // len(weight))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
         logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
-        with tf32(in_tf32):
+        with head_as_sent(weight, dtype, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
-        ctx.save_for_backward(hidden, head, labels, entropies)
+        ctx.save_for_backward(hidden, weight, labels, entropies)
         ctx.set_materialize_grads(False)  # of an output that no loss has backward() gets None
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, logprobs_grad, entropies_grad):
-        hidden, head, labels, entropies = ctx.saved_tensors
+        hidden, weight, labels, entropies = ctx.saved_tensors
         if logprobs_grad is None:
             logprobs_grad = torch.zeros_like(entropies)
         hidden_grad = torch.empty_like(hidden)
         # None if the head is frozen
-        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        with tf32(ctx.in_tf32):
+        head_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        with head_as_sent(weight, ctx.dtype, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
@@ -1939,14 +1913,37 @@ class ChunkedHead(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def tf32(enabled):
-    """Whether a GPU may round the factors of float32 products to TF32 inside: five times as fast.
+def head_as_sent(weight, dtype, computed_in):
+    """The head's weight as vLLM gets it, in dtype; here to compute with, in another one.
 
-    Outside, its 11 bits would round positions above 2,048 in rotary embeddings.
+    If it was rounded, a GPU may round the factors of float32 products inside to TF32: five times as
+    fast. Outside, TF32's 11 bits would round positions above 2,048 in rotary embeddings.
     """
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    yield
+    torch.backends.cuda.matmul.allow_tf32 = dtype == torch.bfloat16
+    yield weight.to(dtype).to(computed_in)
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def round_weights(model):
+    """Has a policy compute with its weights as vLLM gets them, rounded to bfloat16.
+
+    Gradients pass to the unrounded ones, which are trained. Autocast rounds matrices, head_as_sent
+    the head; here embeddings are rounded, where they are looked up, and vectors, as of norms,
+    whenever their layer runs: so also where a checkpointed layer runs again.
+    """
+
+    def as_sent(weight):
+        return weight + (weight.bfloat16() - weight).detach()
+
+    def round_vectors(module, inputs):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                vars(module)[name] = as_sent(parameter)  # where Python looks before it asks torch
+
+    for module in model.modules():
+        module.register_forward_pre_hook(round_vectors)
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda module, inputs, rows: as_sent(rows))
 
 
 # -------------------------------------------------------- micro-batches, gradients, learning rates
@@ -2046,7 +2043,9 @@ class VLLM:
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
         folders.append(self.folder)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
-        self.executor = ProcessPoolExecutor(1, mp.get_context("spawn"))
+        self.executor = ProcessPoolExecutor(
+            1, mp.get_context("spawn"), initializer=end_with_script, initargs=(self.folder,)
+        )
         # vLLM and torch read the environment when they are imported: the process is born with it
         with clear_environment(), signals_blocked():
             os.environ.update(environment)
@@ -2184,7 +2183,7 @@ def check_draws(logprobs, entropies, mask):
     if len(sums) < 30:
         return
     mean, error = sums.mean().item(), sums.std().item() / math.sqrt(len(sums))
-    if mean < -6 * error:
+    if 0 < 6 * error < -mean:
         raise RuntimeError(
             "vLLM did not draw its tokens by its policy: log-probability and entropy add up to "
             f"{mean:.2g} a response, where 0 is expected with a standard error of {error:.2g}"
@@ -2299,17 +2298,9 @@ llm = None  # vLLM's LLM
 def start_llm(options, config, folder):
     """Makes the LLM. Returns the id of the process, which is its process group's, too.
 
-    config: of the policy. `folder`, the engine's own, and all processes end with the script.
+    config: of the policy; folder: the engine's own.
     """
     global llm
-    os.setsid()  # a Ctrl-C is for the script alone
-
-    def end_with_script():
-        mp.parent_process().join()
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=end_with_script, daemon=True).start()
     # vLLM's cache of compiled code goes by the model's path: "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
@@ -2503,7 +2494,7 @@ def start_fork_server():
 def start_reward_worker(reward_fn):
     """Starts a process for --reward_fn. Returns it, and its group's id."""
     start_fork_server()
-    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"))
+    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"), initializer=end_with_script)
     process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
     process_groups.append(process_group)
     return executor, process_group
@@ -2513,14 +2504,7 @@ def start_reward_worker(reward_fn):
 
 
 def start_reward_process(reward_fn):
-    """Prepares a worker's process. Returns its id, which is its process group's, too.
-
-    It dies with its parent, the fork server (PDEATHSIG). That ends with the script, when the write
-    end of its pipe is closed everywhere: so the inherited one is closed here.
-    """
-    os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    os.close(mp.forkserver._forkserver._forkserver_alive_fd)
+    """Prepares a worker's process. Returns its id, which is its process group's, too."""
     os.environ.pop("PYTHONSAFEPATH", None)  # which was for the fork server
     reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
     return os.getpid()
@@ -2766,7 +2750,10 @@ def append_line(path, line):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-drawing = ThreadPoolExecutor(1)  # one picture at a time, while the loop goes on
+# One picture at a time, while the loop goes on. Its programs are born with SIGUSR1 blocked
+drawing = ThreadPoolExecutor(
+    1, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGUSR1})
+)
 
 
 def report_prompt_lengths(accelerator, prompts, run_dir):
@@ -2853,15 +2840,19 @@ def load_checkpoint(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
 
 
-# By SIGUSR1, as a cluster sends it before it ends a job
-checkpoint_wanted = threading.Event()
+checkpoint_wishes = []
+
+
+def heed_sigusr1():
+    """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint."""
+    signal.signal(signal.SIGUSR1, lambda number, frame: checkpoint_wishes.append(number))
 
 
 def checkpoint_is_due(accelerator, step, args):
     """Collective. Whether step is one of each save_freq, or a rank has had a SIGUSR1."""
-    is_wanted = torch.tensor(float(checkpoint_wanted.is_set()), device=accelerator.device)
+    is_wanted = torch.tensor(float(bool(checkpoint_wishes)), device=accelerator.device)
     if is_wanted:
-        checkpoint_wanted.clear()
+        checkpoint_wishes.clear()
     is_wanted = bool(accelerator.reduce(is_wanted))
     return is_wanted or (args.save_freq > 0 and step % args.save_freq == 0)
 
@@ -2935,7 +2926,10 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     (folder / "state.json").write_text(json.dumps(state))
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
-    folder.rename(folder.with_name(f"step_{step}"))
+    path = folder.rename(folder.with_name(f"step_{step}"))
+    print(
+        f"Checkpoint after step {step}; it goes on by --resume_from_checkpoint {path}", flush=True
+    )
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
@@ -2974,6 +2968,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
+@cache
+def warn_once(text):
+    if is_rank_0():
+        print(f"Warning: {text}", flush=True)
+
+
 def stable_hash(*parts):
     """A 63-bit integer, the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
@@ -3001,7 +3001,7 @@ def end_run(accelerator, run_dir, args):
     # In the thread that draws, behind the last picture
     drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
     if args.push_to_hub:
-        run_program("push_to_hub.py", run_dir)
+        drawing.submit(run_program, "push_to_hub.py", run_dir).result()
 
 
 def end_with_launcher():
@@ -3014,9 +3014,14 @@ def end_with_launcher():
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     is_gone = os.getppid() != launcher
-    if launcher == 1:  # in a container a launcher may be process 1, which adopts orphans, too
-        is_gone = not re.match("python|accelerate|torchrun", psutil.Process(1).name())
+    if launcher == 1:
+        # Process 1 is the launcher, as in a container, if it runs this Python; else it has adopted
+        # an orphan
+        is_gone = True
+        with contextlib.suppress(PermissionError):  # it is another user's
+            is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
+        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -3029,47 +3034,15 @@ def signals_blocked():
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def watch_signals(run_dir):
-    """Starts a thread for signals: SIGUSR1 asks for a checkpoint; others end the process.
+def end_with_script(folder=""):
+    """In a child at its birth: its process group ends with the script, and `folder` with it.
 
-    Python's handlers run when the main thread is back in Python, so not while NCCL waits.
+    A shell sees to it, which waits for the end of the pipe from the script: what runs in the child,
+    as a reward, may be deaf.
     """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # its number is in the pipe
-
-    def watch():
-        while (number := os.read(read_end, 1)[0]) == signal.SIGUSR1:
-            checkpoint_wanted.set()
-            print("SIGUSR1: the next step begins with a checkpoint", flush=True)
-        ending.acquire()  # for good: others wait here for the end
-        try:
-            tell_how_to_go_on(run_dir)
-        finally:
-            end_children()
-            ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's is for the main thread
-            os.kill(os.getpid(), number)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def tell_how_to_go_on(run_dir):
-    """Prints on rank 0 where a run is stopped, and the command that resumes it."""
-    if not is_rank_0():
-        return
-    checkpoints = list_checkpoints(run_dir)
-    print(f"\nStopped in step {count_steps(run_dir) + 1}.", end=" ")
-    if not checkpoints:
-        print("There is no checkpoint to go on from (--save_freq)", flush=True)
-        return
-    saved_args = json.loads((run_dir / "args.json").read_text())
-    # With the launcher's, which provenance.py has found; a copy may be without it
-    command = saved_args.get("provenance", {}).get("command", [sys.executable, *sys.argv])
-    command += ["--resume_from_checkpoint", str(checkpoints[-1])]
-    step = step_of(checkpoints[-1])
-    print(f"To go on from the checkpoint of step {step}:\n{shlex.join(command)}", flush=True)
+    os.setsid()  # a Ctrl-C is for the script alone
+    wait = 'trap "" INT TERM HUP; read line; rm -rf "$0"; kill -KILL 0'
+    subprocess.Popen(["sh", "-c", wait, folder], stdin=mp.parent_process().sentinel)
 
 
 process_groups = []  # vLLM's and the reward workers'
@@ -3087,13 +3060,12 @@ def end_children():
 
 
 def end_at_once(error):
-    """Prints an error and ends this process, whatever its threads wait for."""
+    """Prints an error and ends this process, whatever its threads wait for. Its children follow."""
     ending.acquire()  # for good: others wait here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
     finally:  # also where nobody reads what is printed
-        end_children()
         os._exit(1)
 
 

@@ -559,6 +559,8 @@ def check_policy(run):
         is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
         if not is_decoder:
             raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
+        if any("expert" in name for name, _ in model.named_parameters()):
+            raise Mistake("it is a mixture of experts, whose weights do not reach vLLM")
         with contextlib.suppress(OSError):  # a model may come without one
             model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
     run.model = model
@@ -606,8 +608,6 @@ def check_head(run):
         run.notes.append(f"{name}: not compared with PolicyModel ({describe(error)})")
         return
     policy = run.script.PolicyModel(model, args)
-    if hasattr(run.script, "check_head"):
-        run.script.check_head(policy)
     mask = torch.ones_like(input_ids)
     mask[:, 0] = 0
     logprobs, _ = policy(input_ids, mask)  # (2, 16)

@@ -43,9 +43,9 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -56,7 +56,6 @@ from pathlib import Path
 from typing import Literal
 
 import datasets
-import psutil
 import torch
 import torch.nn.functional as F
 import transformers
@@ -605,7 +604,10 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     (folder / "state.json").write_text(json.dumps(state))
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
-    folder.rename(folder.with_name(f"step_{step}"))
+    path = folder.rename(folder.with_name(f"step_{step}"))
+    print(
+        f"Checkpoint after step {step}; it goes on by --resume_from_checkpoint {path}", flush=True
+    )
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
@@ -687,9 +689,14 @@ def end_with_launcher():
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     is_gone = os.getppid() != launcher
-    if launcher == 1:  # in a container a launcher may be process 1, which adopts orphans, too
-        is_gone = not re.match("python|accelerate|torchrun", psutil.Process(1).name())
+    if launcher == 1:
+        # Process 1 is the launcher, as in a container, if it runs this Python; else it has adopted
+        # an orphan
+        is_gone = True
+        with contextlib.suppress(PermissionError):  # it is another user's
+            is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
+        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)
         os._exit(1)
 
 

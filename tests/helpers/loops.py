@@ -193,12 +193,11 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
 
     with contextlib.ExitStack() as stack:
         # main() has one of its own
-        for number in (signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             stack.callback(signal.signal, number, signal.getsignal(number))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
         patch.setattr(script, "VLLM", stub)
-        patch.setattr(script, "watch_signals", lambda run_dir: None)  # they are the tests'
         if hasattr(script, "generation_thread"):
             stack.callback(catch_thread(script, patch.setattr))
         if score is not None:
