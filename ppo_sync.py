@@ -1806,7 +1806,7 @@ class ChunkedHead(torch.autograd.Function):
         if soft_cap:
             soft_cap *= scale
         head = model.get_output_embeddings().weight
-        dtype = getattr(torch, args.dtype)
+        dtype = torch.bfloat16 if args.dtype == "bfloat16" else head.dtype
         hidden = hidden.to(torch.promote_types(dtype, torch.float32)) * scale  # 2506.13585
         return cls.apply(hidden, head, labels, soft_cap, dtype)
 

@@ -167,7 +167,7 @@ def gathered(run, model, is_trained):
 
 
 ACTIVATIONS, COPIES, GATHERED = "activations", "autocast's copies", "gathered by FSDP2"
-HEAD = "head and embedding: gradients, or a copy in float32"
+HEAD = "head and embedding: gradients, a copy in float32"
 
 
 def layer_sizes(model):
@@ -190,15 +190,15 @@ def pass_parts(run, model, rows, is_trained):
     root, again, forward, backward = gathered(run, model, is_trained)
 
     # The head's logits are in chunks, of which four exist at once, and three in the backward pass
-    # (ChunkedHead in the scripts). Beside them are its copy in float32, or there its gradient, and
-    # the hidden states that it reads, about four times. A classifier's head is small
+    # (ChunkedHead in the scripts). Beside them are its copy, rounded but in float32, there also its
+    # gradient, and the hidden states that it reads, about four times. A classifier's head is small
     embedding = 4 * model.get_input_embeddings().weight.numel()
     chunk = head = copy = states = 0
     if not hasattr(model, "score"):
         chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
         chunk = 4 * min(chunk, rows * args.response_length * config.vocab_size)
         head, states = embedding, 4 * 4 * tokens * config.hidden_size
-        copy = head * (size_of(run) == 2 and (has_adapters or not is_trained))
+        copy = head * (size_of(run) == 2)
 
     # Of a frozen model about half a layer is there at once
     saved = copies = saved_copies = 0
@@ -223,7 +223,7 @@ def pass_parts(run, model, rows, is_trained):
         gradient = 0 if has_adapters else head
         moments += [
             of_head | {GATHERED: again},
-            of_head | {"logits": 3 * chunk, HEAD: copy or gradient},
+            of_head | {"logits": 3 * chunk, HEAD: copy + gradient},
             {ACTIVATIONS: in_layer, COPIES: saved_copies, HEAD: gradient, GATHERED: backward},
         ]
     if is_trained and not has_adapters:

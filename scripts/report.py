@@ -88,11 +88,11 @@ def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]
     kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
     is_first = first["training_step"] == 1 and not first.get("policy/staleness")
     is_solved = max([0, *columns[f"objective/{RIGHT}"], *columns[f"eval/{RIGHT}"]]) > 0.95
-    rounding, late = 4e-3 / min(1, args.get("temperature", 1)), 0.05
+    rounding, late = 5e-3 / min(1, args.get("temperature", 1)), 0.05
     if args.get("dtype") == "float32":
         rounding, late = 1e-4, 0.01
 
-    if is_off := is_first and first.get("mismatch/kl", 0) > rounding:  # check_sampler's limit
+    if is_off := is_first and first.get("mismatch/kl", 0) > rounding:
         yield SAMPLER, f"mismatch/kl of step 1 is above {rounding:.2g}: no rounding", "temperature"
         yield SAMPLER, "Or it is this", "retokenized"
     elif kl and 0.1 > kl[-1] > late and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):

@@ -139,7 +139,7 @@ def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
     whole = torch.distributions.Categorical(logits=logits)
     ways = []
     for logprobs, entropies in (
-        script.ChunkedHead.apply(hidden, head, labels, soft_cap, False),
+        script.ChunkedHead.apply(hidden, head, labels, soft_cap, torch.float64),
         (whole.log_prob(labels), whole.entropy()),
     ):
         gradients = torch.autograd.grad((logprobs * weights).sum(), [hidden, head])
@@ -151,7 +151,7 @@ def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
 
 def test_no_gradient_is_made_for_a_frozen_head(monkeypatch):
     hidden, head = torch.randn(5, 32, requires_grad=True), torch.randn(VOCAB, 32)
-    logprobs, _ = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, False)
+    logprobs, _ = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, torch.float32)
     monkeypatch.setattr(torch, "zeros_like", lambda *_: pytest.fail("it was made"))
     (gradient,) = torch.autograd.grad(logprobs.sum(), [hidden])
     assert gradient.any()

@@ -66,7 +66,7 @@ def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, terms, mon
     monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * SIZES["vocab_size"])
     model = tiny_model(kind).double()
     model.get_output_embeddings().weight.data *= 0.1  # no probability is near 1
-    policy = script.PolicyModel(model, script.Args(dtype="float64", temperature=0.7))
+    policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(3, 64, (2, 9), generator=generator)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
@@ -143,7 +143,9 @@ def test_rounded_copy_of_the_head_is_not_kept_for_the_backward_pass():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         script.ChunkedHead.apply(hidden, head, torch.arange(5), None, torch.bfloat16)
-    assert {tensor.data_ptr() for tensor in saved if tensor.shape == head.shape} == {head.data_ptr()}
+    assert {tensor.data_ptr() for tensor in saved if tensor.shape == head.shape} == {
+        head.data_ptr()
+    }
 
 
 def test_run_on_such_a_model_is_refused_before_vllm_starts(run_main, assets, tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -79,6 +80,90 @@ def test_every_launch_names_its_file(text):
     for call in launches_of(text):
         is_named = "--config_file " in call or (variables and re.search(r"\$\{?launch\b", call))
         assert is_named, call
+
+
+# ------------------------------------------------------------------------- process 1 of a container
+
+# end_with_launcher alone: the script's imports take seconds
+ENDS_WITH_LAUNCHER = f"""import ast, contextlib, ctypes, os, signal, sys, time
+while "orphan" in sys.argv and os.getppid() != 1:
+    time.sleep(0.01)
+source = open({str(REPO / "ppo_sync.py")!r}).read()
+for node in ast.parse(source).body:
+    if getattr(node, "name", None) == "end_with_launcher":
+        exec(ast.get_source_segment(source, node))
+end_with_launcher()
+print("goes on", flush=True)
+"""
+DDP = str(REPO / "scripts" / "accelerate" / "ddp.yaml")
+LAUNCHERS = {  # and how many ranks they start
+    "accelerate": (["accelerate.commands.launch", "--config_file", ONE_GPU], 1),
+    "accelerate, two ranks": (
+        ["accelerate.commands.launch", "--config_file", DDP, "--num_processes", "2"],
+        2,
+    ),
+    "torchrun": (["torch.distributed.run", "--standalone", "--nproc_per_node", "1"], 1),
+    "torchrun, two ranks": (["torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def in_container(tmp_path_factory):
+    """in_container(*command): runs it as process 1 of a namespace, as a container does."""
+    container = ["unshare", "-Upf", "--mount-proc", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*container, "true"]).returncode:
+        pytest.skip("unshare makes no namespace of processes here")
+    program = write_text(tmp_path_factory.mktemp("container") / "program.py", ENDS_WITH_LAUNCHER)
+
+    def run(*command, **variables):
+        return subprocess.run(
+            [*container, *(str(program) if word == "PROGRAM" else word for word in command)],
+            env=environment(variables),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("below_a_shell", [False, True])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launcher_may_be_process_1(launcher, below_a_shell, in_container):
+    """Torch's calls itself pt_elastic there."""
+    words, ranks = LAUNCHERS[launcher]
+    command = [sys.executable, "-m", *words, "PROGRAM"]
+    if below_a_shell:
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
+    result = in_container(*command, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("goes on") == ranks
+
+
+@pytest.mark.slow
+def test_script_whose_launcher_is_gone_says_so_and_ends(in_container):
+    """Process 1 has adopted it: a shell, which stays until the script has closed its output."""
+    leaves_it = """sh -c '"$@" orphan & exit 0' sh "$@" 2>&1 | cat"""
+    result = in_container(
+        "sh", "-c", leaves_it, "sh", sys.executable, "PROGRAM", TORCHELASTIC_RUN_ID="1"
+    )
+    assert "goes on" not in result.stdout
+    assert "program.py ends: its launcher is gone" in result.stdout
+
+
+@pytest.mark.parametrize("parents", [(7, 1), (7, 8), (1, 1)])
+def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypatch, capfd):
+    """Before it is asked for, or before the system is told to watch it."""
+    asked = iter(parents)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(os, "getppid", lambda: next(asked))
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(os.path, "samefile", lambda *_: False)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        ppo_vllm_async.end_with_launcher()
+    assert "its launcher is gone" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------- Slurm

@@ -705,7 +705,7 @@ def test_head_is_right_or_refused(kind):
     """With the sizes of the real models."""
     changes, is_right = cases.HEADS[kind]
     right = contextlib.nullcontext()
-    wrong = pytest.raises(preflight.Mistake, match="PolicyModel's .* a cap of its own")
+    wrong = pytest.raises(preflight.Mistake, match=r"PolicyModel's .* a cap of its own")
     state = torch.get_rng_state()
     with right if is_right else wrong:
         assert check_head(kind.partition(":")[0], temperature=0.5, **changes) == []

@@ -14,6 +14,7 @@ import pytest
 from accelerate import Accelerator
 from helpers import REPO, SCRIPTS
 from helpers.files import read_json_lines, write_rows
+from transformers import AutoTokenizer
 
 import ppo_sync as script
 
@@ -179,25 +180,33 @@ def test_trackers_get_lengths_and_samples(
 @pytest.mark.parametrize("flag", ["reward_model_path", "value_model_path"])
 def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
     """One that reads other words, silently; or an id that its embedding does not have."""
-    for folder in ("swapped", "small", "padded"):
+    for folder in ("swapped", "small", "padded", "more"):
         shutil.copytree(assets / "model", tmp_path / folder)
     tokens = json.loads((tmp_path / "swapped/tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (tmp_path / "swapped/tokenizer.json").write_text(json.dumps(tokens))
-    for folder, size in (("small", len(vocabulary) - 1), ("padded", 64)):
+    # As trainers of reward models add a token to pad with
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "more")
+    for folder, size in (("small", len(vocabulary) - 1), ("padded", 64), ("more", 64)):
         config = json.loads((tmp_path / folder / "config.json").read_text())
         (tmp_path / folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
 
-    def load(folder):
+    def load(folder, policy=assets / "model"):
         path = {flag: str(tmp_path / folder)}
-        return script.load_tokenizer(script.Args(model_name_or_path=str(assets / "model"), **path))
+        return script.load_tokenizer(script.Args(model_name_or_path=str(policy), **path))
 
     with pytest.raises(ValueError, match=f"--{flag} .*swapped must have the policy's tokenizer"):
         load("swapped")
     with pytest.raises(ValueError, match=f"--{flag} .*small: its vocab_size"):
         load("small")
     assert load("padded").get_vocab()  # sizes differ within a family
+    assert load("more").get_vocab() == load("padded").get_vocab()
+    # Not so the other way round: the policy could sample what the other does not know
+    with pytest.raises(ValueError, match="must have the policy's tokenizer"):
+        load("padded", policy=tmp_path / "more")
 
 
 @pytest.mark.parametrize("applied", [False, True])

@@ -40,7 +40,7 @@ def start_stub(monkeypatch):
     exports, errors = [], []
     faked_cuda.add_gpus(monkeypatch.setattr, exports)
     put = monkeypatch.setattr
-    put(script, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    put(script, "ProcessPoolExecutor", lambda workers, context, **_: ThreadPoolExecutor(workers))
     put(script, "start_llm", lambda options, config, folder: None)
     put(script, "process_groups", [])
     put(script, "folders", [])

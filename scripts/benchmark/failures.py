@@ -220,13 +220,9 @@ FAILURES = {
 
 
 def run_script(checks, path, flags):
-    """Does what `python PATH FLAGS` does, but for its pictures; on demand without checks of vLLM.
-
-    And without check_head, by which the failure `temperature` would end before it begins.
-    """
+    """Does what `python PATH FLAGS` does, but for its pictures; on demand without checks of vLLM."""
     sys.path.insert(0, str(Path(path).parent))  # vLLM's process imports it, too
     script = importlib.import_module(Path(path).stem)
-    script.check_head = lambda _: None
     if checks == "off":
         script.check_sampler = script.check_draws = lambda *_: None
     try:

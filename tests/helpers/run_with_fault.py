@@ -14,6 +14,8 @@ from functools import partial
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
+import psutil
+
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 from helpers.hooks import around, before
@@ -133,21 +135,6 @@ def raise_in_generation(script):
     before(script, "generate_rollout", at_call(second(script), raise_without_output))
 
 
-def raise_and_be_killed(script):
-    """As where a launcher ends a rank that ends itself already, and has done half of it."""
-
-    def die(call, given):
-        call()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fail(_):
-        around(script.os, "killpg", die)
-        around(script.shutil, "rmtree", die)
-        raise_error()
-
-    in_update(fail, script)
-
-
 def spoil_gradients(script):
     """On all ranks, of which one takes some time to save the batch."""
     note, count = at_call(3, lambda given: None), itertools.count(1)
@@ -190,7 +177,23 @@ def fill_disk(script):
 
     limited = at_call(2, limit_files)
     around(script, "save_checkpoint", save)
-    in_update(kill_self(signal.SIGUSR1), script)
+    in_update(signal_all, script)
+    for number in HANDLED:
+        signal.signal(number, lambda number, frame: None)
+    before(script, "load_tokenizer", kill_self(signal.SIGUSR1))  # before there is what to save
+
+
+# Signals that a library or a copy of the script may have handlers for, as wandb has for SIGWINCH
+HANDLED = (signal.SIGWINCH, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR2)
+
+
+def signal_all(_):
+    """Sends SIGUSR1 to the script and what it has started, as Slurm does; and it gets others."""
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        process.send_signal(signal.SIGUSR1)
+    for number in HANDLED:
+        os.kill(os.getpid(), number)
 
 
 def kill_in_checkpoint(script):
@@ -206,7 +209,6 @@ FAULTS = {
     "vllm lacks a tensor": lose_a_tensor,
     "generation raises, stdout is full": raise_in_generation,
     "update raises": partial(in_update, raise_error),
-    "update raises, killed at its end": raise_and_be_killed,
     "gradient is not finite": spoil_gradients,
     "killed in a checkpoint": kill_in_checkpoint,
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
@@ -214,7 +216,7 @@ FAULTS = {
     "SIGINT to the group": interrupt_group,
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
-    "SIGUSR1, disk is full": fill_disk,
+    "signals, disk is full": fill_disk,
 }
 
 
