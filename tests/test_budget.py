@@ -8,10 +8,10 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 15_960,
-    "ppo_vllm_async.py": 16_391,
-    "grpo_vllm_async.py": 16_405,
-    "scripts/train_reward_model.py": 4_350,
+    "ppo_sync.py": 15_800,
+    "ppo_vllm_async.py": 16_230,
+    "grpo_vllm_async.py": 16_245,
+    "scripts/train_reward_model.py": 4_380,
     "scripts/preflight.py": 7_460,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_300,

@@ -220,7 +220,7 @@ FAILURES = {
 
 
 def run_script(checks, path, flags):
-    """Does what `python PATH FLAGS` does, but for its pictures; on demand without checks of vLLM."""
+    """Does what `python PATH FLAGS` does, but for pictures; on demand without checks of vLLM."""
     sys.path.insert(0, str(Path(path).parent))  # vLLM's process imports it, too
     script = importlib.import_module(Path(path).stem)
     if checks == "off":

@@ -1,22 +1,29 @@
 """How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler and check_draws see of four bugs.
+check_sampler and check_draws see of four bugs; and what check_adapter sees of adapters.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+    python scripts/benchmark/mismatch.py --adapters 200        # those alone: so many random ones
 
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
 default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
-with a residual stream in float32, or, as with FSDP2, in bfloat16; and with adapters, whose B is
-noise. Then with the bugs: it leaves out the temperature, reads the text tokenized again, or the
-sampler has a bias of its head that the learner lacks (normal, of a deviation of 0.1; no model is
-changed). The last is one of samples: the learner reads other responses to the prompts, drawn at
-twice the temperature, and takes its own log-probabilities for the sampler's. A line each: the mean
-difference, its largest, the KL, which check_sampler limits; and log-probability and entropy, their
-mean over responses in standard errors, which check_draws limits to -6.
+with a residual stream in float32, or, as with FSDP2, in bfloat16. Then with the bugs: it leaves out
+the temperature, reads the text tokenized again, or the sampler has a bias of its head that the
+learner lacks (normal, of a deviation of 0.1; no model is changed). The last is one of samples: the
+learner reads other responses to the prompts, drawn at twice the temperature, and takes its own
+log-probabilities for the sampler's. A line each: the mean difference, its largest, the KL, which
+check_sampler limits; and log-probability and entropy, their mean over responses in standard errors,
+which check_draws limits to -6.
+
+With --adapters each line is of check_adapter, with a prompt, an A and a B of its own: the KL of a
+right engine, of one that has half of lora_alpha, and of one that serves the adapter before.
 """
 
 import argparse
+import contextlib
+import math
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -116,19 +123,59 @@ def compare(head_dtype, whole, halved, prompts, tokenizer, args):
     script.end_children()
 
 
-def compare_adapters(head_dtype, prompts, args):
-    """The lines of an engine with adapters."""
+class Engine:
+    """A VLLM for which check_adapter's version, -1, is another one each time: vLLM keeps adapters
+    by their version. With stale=True it asks for the one before."""
+
+    def __init__(self, vllm):
+        self.vllm, self.version, self.stale = vllm, 0, False
+
+    def sync_weights(self, weights, version):
+        self.version += 1
+        folder = self.vllm.folder
+        self.vllm.policy_version = self.version - 2  # the one before stays
+        self.vllm.sync_weights(weights, self.version)
+        assert Path(folder, f"version_{self.version}").exists()
+
+    def submit(self, function, prompts, seeds, temperature, version, args):
+        version = self.version - self.stale
+        return self.vllm.submit(function, prompts, seeds, temperature, version, args)
+
+
+def compare_adapters(count, prompts, args):
+    """The lines of adapters, and the largest and smallest KL of each kind of engine."""
     args = replace(args, lora_rank=16)
     model = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    for name, matrix in model.named_parameters():
-        if "lora_B" in name:  # as in check_adapter
-            matrix.data.normal_(std=0.1 * args.lora_rank**0.5 / args.lora_alpha)
-    vllm = start_vllm(model.config, head_dtype, longest_row(prompts, args), args)
-    script.sync_weights(vllm, model, 0, args)
-    for temperature in TEMPERATURES:
-        at = replace(args, temperature=temperature)
-        responses = vllm.sample(prompts, range(len(prompts)), temperature)
-        report(head_dtype, "right, adapters", *read(model, responses, at), at)
+    policy = script.PolicyModel(model, args)
+    vllm = start_vllm(model.config, "model", longest_row(prompts, args), args)
+    engine, found = Engine(vllm), defaultdict(list)
+    half = replace(args, lora_alpha=args.lora_alpha // 2)
+    kinds = {"right": (args, False), "half of lora_alpha": (half, False), "before": (args, True)}
+
+    def note(*given, limit):
+        with mock.patch.object(script, "warn_once"), contextlib.suppress(RuntimeError):
+            check_sampler(*given, limit=limit)
+        mask = given[2]
+        logprobs, sampler_logprobs = (tensor * mask for tensor in given[:2])
+        kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
+        found[kind].append(kl.item())
+        return kl.item()
+
+    check_sampler, script.check_sampler = script.check_sampler, note
+    print(f"| draw | {' | '.join(kinds)} |\n|---|---|---|---|")
+    for draw in range(count):
+        torch.manual_seed(draw)
+        for name, matrix in model.named_parameters():
+            if "lora_A" in name:  # as peft draws it
+                torch.nn.init.kaiming_uniform_(matrix.data, a=math.sqrt(5))
+        for kind, (served, engine.stale) in kinds.items():
+            if kind == "right" or draw < 20:
+                vllm.args = served
+                script.check_adapter(engine, policy, model, prompts[draw % len(prompts)], args)
+        cells = [f"{found[kind][draw]:.2e}" if draw < len(found[kind]) else "" for kind in kinds]
+        print(f"| {draw} | {' | '.join(cells)} |", flush=True)
+    for kind, values in found.items():
+        print(f"{kind}: {len(values)}, {min(values):.2e} to {max(values):.2e}")
     script.end_children()
 
 
@@ -144,6 +191,7 @@ def main():
     parser.add_argument("--dataset", default="data/instructions/train.parquet")
     parser.add_argument("--responses", type=int, default=48, help="at each temperature")
     parser.add_argument("--response_length", type=int, default=48)
+    parser.add_argument("--adapters", type=int, default=0, help="draws of adapters, and no more")
     given = parser.parse_args()
     args = script.Args(
         model_name_or_path=given.model,
@@ -156,6 +204,11 @@ def main():
     tokenizer = script.load_tokenizer(args)
     prompts, _ = script.load_datasets(tokenizer, args)
     drawn = script.draw_prompts(len(prompts), 0, given.responses, args.seed)
+    drawn = [prompts[i] for i in drawn]
+    if given.adapters:
+        args.stop_token_ids = (tokenizer.eos_token_id,)
+        compare_adapters(given.adapters, drawn, args)
+        return
     whole, halved = (
         script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=trained)
         for trained in (True, False)
@@ -163,10 +216,8 @@ def main():
     args.stop_token_ids = script.find_stop_tokens(args, tokenizer, whole)
     print("| vLLM's head | temperature | learner | mean | largest | KL | sum | checks |")
     print("|---|---|---|---|---|---|---|---|")
-    drawn = [prompts[i] for i in drawn]
     for head_dtype in ("model", "float32"):
         compare(head_dtype, whole, halved, drawn, tokenizer, args)
-        compare_adapters(head_dtype, drawn, args)
 
 
 if __name__ == "__main__":  # vLLM's process imports this file, too
