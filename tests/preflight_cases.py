@@ -267,6 +267,7 @@ MODELS = {
     "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
     "no end token": (model(*NO_END, NO_EOS), "stop token | --stop_token"),
     "bias of the head": (model(architecture("PhiForCausalLM")), "PhiForCausalLM | bias"),
+    "mixture of experts": (model(architecture("Qwen3MoeForCausalLM")), "a mixture of experts"),
 }
 
 BERT = architecture("BertForSequenceClassification", num_labels=1)

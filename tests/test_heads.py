@@ -148,6 +148,23 @@ def test_rounded_copy_of_the_head_is_not_kept_for_the_backward_pass():
     }
 
 
+MIXTURES = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "head_dim": 32},
+    "mixtral": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixture_of_experts_is_refused(kind, tmp_path):
+    """Its weights have other names in memory than in vLLM, or reach it wrongly."""
+    config = AutoConfig.for_model(kind, **SIZES, **TOKENS, **MORE, **MIXTURES[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a mixture of experts"):
+        script.load_model(AutoModelForCausalLM, str(tmp_path), script.Args(), trained=True)
+
+
 def test_run_on_such_a_model_is_refused_before_vllm_starts(run_main, assets, tmp_path):
     folder = tmp_path / "phi"
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
