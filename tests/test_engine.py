@@ -8,7 +8,10 @@ import copy
 import math
 import os
 import shutil
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import real_vllm
+from helpers import REPO, real_vllm
 from helpers.processes import alive, wait_until
 from helpers.real_vllm import PROMPTS, differences, perturb, prompt_of, sample, sync, vllm_args
 from helpers.rollouts import STOP, VOCAB, plain
@@ -154,6 +157,48 @@ def test_rare_tokens_that_did_not_come_are_no_error():
     script.check_draws(logprobs, entropies, torch.ones(64, 8))
     # With no spread there is no measure of how far below 0 a mean is
     script.check_draws(-torch.full((64, 1), 1e-3), torch.zeros(64, 1), torch.ones(64, 1))
+
+
+@pytest.mark.parametrize(("errors", "ends"), [(5, False), (7, True)])
+def test_draws_may_be_six_standard_errors_off(errors, ends):
+    """Fewer would end right runs: at 3.5 each ends after some thousand steps."""
+    spread = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
+    logprobs = spread - errors * spread.std() / 8
+    with pytest.raises(RuntimeError) if ends else nullcontext():
+        script.check_draws(logprobs, torch.zeros(64, 1), torch.ones(64, 1))
+
+
+# ------------------------------------------------------------------------------------------ an end
+
+TWO_ERRORS = """import sys, threading, traceback
+import ppo_vllm_async as script
+
+def printed(error):
+    print(error, flush=True)
+    other = threading.Thread(target=script.end_at_once, args=("the second",), daemon=True)
+    if error == "the first":
+        other.start()
+        other.join(1)
+
+traceback.print_exception = printed
+script.end_at_once("the first")
+"""
+
+
+@pytest.mark.slow
+def test_first_error_alone_is_told():
+    """A call that fails is one in the thread that waits for it, and one in its callback."""
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_ERRORS], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (1, "the first\n"), result.stderr
+
+
+def test_children_that_clean_up_are_born_deaf_to_their_groups_end():
+    with script.signals_blocked():
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert blocked >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint(blocked)
 
 
 # ----------------------------------------------------------------------------------- a real engine

@@ -152,6 +152,15 @@ def test_script_whose_launcher_is_gone_says_so_and_ends(in_container):
     assert "program.py ends: its launcher is gone" in result.stdout
 
 
+def test_launcher_is_process_1_if_that_runs_the_same_python(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(os.path, "samefile", lambda one, other: other == sys.executable)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    ppo_vllm_async.end_with_launcher()
+
+
 @pytest.mark.parametrize("parents", [(7, 1), (7, 8), (1, 1)])
 def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypatch, capfd):
     """Before it is asked for, or before the system is told to watch it."""

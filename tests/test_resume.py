@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -254,6 +255,7 @@ def test_folder_of_a_living_process_is_refused(option, holder, broken, six_steps
 
 
 def test_lock_is_of_one_process_and_its_lack_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lock").write_text("process 7 on elsewhere, which is gone")
     script.lock_run(tmp_path)
     script.lock_run(tmp_path)  # its own
     assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
@@ -270,6 +272,21 @@ def test_lock_is_of_one_process_and_its_lack_is_said(tmp_path, monkeypatch, caps
     script.lock_run(tmp_path)
     assert "cannot be locked" in capsys.readouterr().out
     script.lock_run.cache_clear()
+
+
+def test_ranks_other_than_the_first_lock_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(script, "lock_run", pytest.fail)
+    assert script.read_state(tmp_path, None, Args())[0] == 1
+
+
+def test_wish_for_a_checkpoint_is_any_ranks_and_is_granted_once(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handler(number, None))
+    script.heed_sigusr1()  # as if there were one
+    of_others = [0.0, 0.0, 1.0, 0.0]
+    accelerator = SimpleNamespace(device="cpu", reduce=lambda own: own + of_others.pop(0))
+    due = [script.checkpoint_is_due(accelerator, step, Args(save_freq=0)) for step in range(4)]
+    assert due == [True, False, True, False]
 
 
 def save_fake_checkpoints(run_dir, steps, **changes):
