@@ -656,7 +656,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        if args.dtype == "bfloat16":
+        if args.dtype == "bfloat16":  # as vLLM's weights; those that are trained stay float32
             round_weights(model)
 
     def forward(self, input_ids, mask):
@@ -867,10 +867,10 @@ def sync_weights(engine, language_model, version, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above the
-    limit (in bfloat16, at a temperature of 1 or more), three times that of any right run that was
-    seen; between a third of it and the limit there is a warning (docs/results.md, "Checks"). A NaN
-    passes: apply_gradients finds it, and saves the batch. Returns the KL.
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above a
+    limit: in float32 1e-4; in bfloat16 `limit`, divided by a temperature below 1. Right runs stayed
+    below a third of it, above which there is a warning (docs/results.md, "Checks"). A NaN passes:
+    apply_gradients finds it, and saves the batch. Returns the KL.
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
     if args.dtype == "bfloat16":
@@ -882,7 +882,7 @@ def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
             f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
     if kl > limit / 3:
-        warn_once("vLLM's log-probabilities are off the learner's, see mismatch/kl")
+        warn_once(f"a KL of vLLM's policy to the learner's above {limit / 3:.2g}: in no right run")
     return kl
 
 
@@ -1127,9 +1127,9 @@ class Args:
 def start_ranks(args):
     """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
     end_with_launcher()
-    for number in (signal.SIGINT, signal.SIGTERM):  # end this process, whatever it waits for
+    for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children always
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children for good
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     with signals_blocked():
         mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
@@ -1385,20 +1385,21 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     }
     config = json.loads((run_dir / "args.json").read_text())
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
-    heed_sigusr1()
+    heed_sigusr1()  # behind the tracker's process, which ignores it so
     report_prompt_lengths(accelerator, train_prompts, run_dir)
     if args.save_freq:
         # With the launcher's words, which provenance.py has found; a copy may be without it
         command = config.get("provenance", {}).get("command", [sys.executable, *sys.argv])
-        command += ["--run_name", args.run_name, "--resume_from_checkpoint", "latest"]
-        print(f"From its newest checkpoint the run goes on by:\n{shlex.join(command)}")
+        command = [*command, "--output_dir", str(run_dir.parent), "--run_name", run_dir.name]
+        print("To go on from the newest checkpoint:")
+        print(f"{shlex.join(command)} --resume_from_checkpoint auto")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
 
 
 def load_tokenizer(args):
-    """The tokenizer. ValueError: a reward or value model has others, or too few embeddings."""
+    """The tokenizer. ValueError: a reward or value model reads its ids otherwise, or lacks some."""
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
@@ -1410,9 +1411,9 @@ def load_tokenizer(args):
         if not path:
             continue
         revision = revision_of(path, args)
-        others = AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
-        if not vocabulary.items() <= others.items():  # it may know more
-            raise ValueError(f"--{flag} {path} must have the policy's tokenizer")
+        other_vocabulary = AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
+        if not vocabulary.items() <= other_vocabulary.items():  # it may know more
+            raise ValueError(f"--{flag} {path} must know the policy's tokens by the same ids")
         # Within a family sizes may differ, by unused rows
         config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
         if config.vocab_size <= max(vocabulary.values()):
@@ -1642,8 +1643,8 @@ def load_model(auto_class, path, args, trained, **config_options):
     """A model without dropout (1909.08593, p. 3).
 
     It is float32 if it is trained whole, else (frozen, adapters) of args.dtype. ValueError: the
-    checkpoint lacks a tensor. A value model may lack its head: zeros, so that the first advantages
-    are rewards to come and no noise.
+    checkpoint lacks a tensor, or a policy has what does not reach vLLM. A value model may lack its
+    head: zeros, so that the first advantages are rewards to come and no noise.
     """
     is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
@@ -1669,7 +1670,9 @@ def load_model(auto_class, path, args, trained, **config_options):
         if getattr(head, "bias", None) is not None:
             raise ValueError(f"{path}: its head has a bias, which PolicyModel does not read")
         if any("expert" in name for name, _ in model.named_parameters()):
-            raise ValueError(f"{path} is a mixture of experts, whose weights do not reach vLLM")
+            raise ValueError(
+                f"{path} is a mixture of experts, whose syncs failed (docs/scaling.md)"
+            )
         # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
         # this one
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
@@ -1823,7 +1826,7 @@ def check_adapter(engine, policy, language_model, prompt, args):
         # The noise makes rounding larger
         kl = check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args, limit=0.02)
         if math.isnan(kl):
-            raise RuntimeError("with an adapter log-probabilities are NaN")
+            raise RuntimeError("log-probabilities with an adapter are NaN")
     for matrix in matrices:
         matrix.zero_()
 
@@ -1859,9 +1862,10 @@ class ChunkedHead(torch.autograd.Function):
         if soft_cap:
             soft_cap *= scale
         head = model.get_output_embeddings().weight
-        dtype = torch.bfloat16 if args.dtype == "bfloat16" else head.dtype
-        hidden = hidden.to(torch.promote_types(dtype, torch.float32)) * scale  # 2506.13585
-        return cls.apply(hidden, head, labels, soft_cap, dtype)
+        sent_as = torch.bfloat16 if args.dtype == "bfloat16" else head.dtype
+        # Logits are float32 (2506.13585)
+        hidden = hidden.to(torch.promote_types(sent_as, torch.float32)) * scale
+        return cls.apply(hidden, head, labels, soft_cap, sent_as)
 
     @staticmethod
     def logits(hidden, head, soft_cap):
@@ -1875,12 +1879,12 @@ class ChunkedHead(torch.autograd.Function):
         return soft_cap * torch.tanh(logits / soft_cap)
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, soft_cap, dtype):
-        ctx.soft_cap, ctx.dtype = soft_cap, dtype
+    def forward(ctx, hidden, weight, labels, soft_cap, sent_as):
+        ctx.soft_cap, ctx.sent_as = soft_cap, sent_as
         size = max(1, LOGITS_CHUNK[hidden.device.type] // len(weight))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
         logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
-        with head_as_sent(weight, dtype, hidden.dtype) as head:
+        with head_as_sent(weight, sent_as, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
@@ -1896,7 +1900,7 @@ class ChunkedHead(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         # None if the head is frozen
         head_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with head_as_sent(weight, ctx.dtype, hidden.dtype) as head:
+        with head_as_sent(weight, ctx.sent_as, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
@@ -1916,23 +1920,25 @@ class ChunkedHead(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def head_as_sent(weight, dtype, computed_in):
-    """The head's weight as vLLM gets it, in dtype; here to compute with, in another one.
+def head_as_sent(weight, sent_as, computed_in):
+    """A head's weight with the rounding that vLLM's has: cast to one dtype, then to another.
 
-    If it was rounded, a GPU may round the factors of float32 products inside to TF32: five times as
+    After bfloat16 a GPU may round the factors of float32 products inside to TF32: five times as
     fast. Outside, TF32's 11 bits would round positions above 2,048 in rotary embeddings.
     """
-    torch.backends.cuda.matmul.allow_tf32 = dtype == torch.bfloat16
-    yield weight.to(dtype).to(computed_in)
+    torch.backends.cuda.matmul.allow_tf32 = sent_as == torch.bfloat16
+    yield weight.to(sent_as).to(computed_in)
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def round_weights(model):
     """Has a policy compute with its weights as vLLM gets them, rounded to bfloat16.
 
-    Gradients pass to the unrounded ones, which are trained. Autocast rounds matrices, head_as_sent
-    the head; here embeddings are rounded, where they are looked up, and vectors, as of norms,
-    whenever their layer runs: so also where a checkpointed layer runs again.
+    Gradients pass to the unrounded ones, which are trained. Autocast rounds what is multiplied as a
+    matrix, head_as_sent the head. Here looked-up embeddings are rounded (Gemma's after they are
+    scaled), and vectors, such as a norm's, each time their module runs: so also where gradient
+    checkpointing runs it again. A module's attribute is the rounded one then, parameters() has the
+    trained one.
     """
 
     def as_sent(weight):
@@ -1941,7 +1947,7 @@ def round_weights(model):
     def round_vectors(module, inputs):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 1:
-                vars(module)[name] = as_sent(parameter)  # where Python looks before it asks torch
+                vars(module)[name] = as_sent(parameter)  # which hides the parameter
 
     for module in model.modules():
         module.register_forward_pre_hook(round_vectors)
@@ -2186,7 +2192,7 @@ def check_draws(logprobs, entropies, mask):
     if len(sums) < 30:
         return
     mean, error = sums.mean().item(), sums.std().item() / math.sqrt(len(sums))
-    if 0 < 6 * error < -mean:
+    if 0 < 6 * error < -mean:  # without spread nothing tells how far below 0 a mean is
         raise RuntimeError(
             "vLLM did not draw its tokens by its policy: log-probability and entropy add up to "
             f"{mean:.2g} a response, where 0 is expected with a standard error of {error:.2g}"
@@ -2753,7 +2759,8 @@ def append_line(path, line):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-# One picture at a time, while the loop goes on. Its programs are born with SIGUSR1 blocked
+# One picture at a time, while the loop goes on. Its programs are born with SIGUSR1 blocked, which a
+# cluster sends to them, too
 drawing = ThreadPoolExecutor(
     1, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGUSR1})
 )
@@ -2843,12 +2850,12 @@ def load_checkpoint(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
 
 
-checkpoint_wishes = []
+checkpoint_wishes = []  # SIGUSR1s; no threading.Event, whose lock a handler must not take
 
 
 def heed_sigusr1():
     """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint."""
-    signal.signal(signal.SIGUSR1, lambda number, frame: checkpoint_wishes.append(number))
+    signal.signal(signal.SIGUSR1, lambda *_: checkpoint_wishes.append(True))
 
 
 def checkpoint_is_due(accelerator, step, args):
@@ -2875,6 +2882,9 @@ def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
             free = shutil.disk_usage(run_dir).free / 2**30
             shutil.rmtree(unfinished, ignore_errors=True)
             print(f"Warning: no checkpoint of step {step} ({free:.2f} GiB were free): {error}")
+    else:
+        path = run_dir / f"checkpoints/step_{step}"
+        accelerator.print(f"To go on from step {step}: --resume_from_checkpoint {path}")
 
 
 def checkpoint_parts(trained_models, folder):
@@ -2929,10 +2939,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     (folder / "state.json").write_text(json.dumps(state))
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
-    path = folder.rename(folder.with_name(f"step_{step}"))
-    print(
-        f"Checkpoint after step {step}; it goes on by --resume_from_checkpoint {path}", flush=True
-    )
+    folder.rename(folder.with_name(f"step_{step}"))
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
@@ -3018,10 +3025,10 @@ def end_with_launcher():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     is_gone = os.getppid() != launcher
     if launcher == 1:
-        # Process 1 is the launcher, as in a container, if it runs this Python; else it has adopted
-        # an orphan
+        # In a container process 1 may be the launcher, which runs this Python. Any other one has
+        # adopted an orphan
         is_gone = True
-        with contextlib.suppress(PermissionError):  # it is another user's
+        with contextlib.suppress(PermissionError):  # process 1 is another user's
             is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
         print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)
@@ -3038,14 +3045,16 @@ def signals_blocked():
 
 
 def end_with_script(folder=""):
-    """In a child at its birth: its process group ends with the script, and `folder` with it.
+    """In a child at its birth: its process group ends with the script, and so does the folder.
 
-    A shell sees to it, which waits for the end of the pipe from the script: what runs in the child,
-    as a reward, may be deaf.
+    A shell waits until the script's end closes the pipe from it; a thread might not get Python's
+    lock from a reward. It is nobody's child here, since a reward may wait for all of its own.
     """
     os.setsid()  # a Ctrl-C is for the script alone
-    wait = 'trap "" INT TERM HUP; read line; rm -rf "$0"; kill -KILL 0'
-    subprocess.Popen(["sh", "-c", wait, folder], stdin=mp.parent_process().sentinel)
+    # vLLM may write while it is removed: the second time little is left
+    end = 'read line; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'
+    watch = f"exec 3<&0; {{ trap '' INT TERM HUP; {end}; }} <&3 &"
+    subprocess.run(["sh", "-c", watch, folder], stdin=mp.parent_process().sentinel)
 
 
 process_groups = []  # vLLM's and the reward workers'
@@ -3063,12 +3072,13 @@ def end_children():
 
 
 def end_at_once(error):
-    """Prints an error and ends this process, whatever its threads wait for. Its children follow."""
+    """Prints an error and ends this process, whatever its threads wait for."""
     ending.acquire()  # for good: others wait here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
     finally:  # also where nobody reads what is printed
+        end_children()
         os._exit(1)
 
 

@@ -604,10 +604,7 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     (folder / "state.json").write_text(json.dumps(state))
     for path in run_dir.glob("*.jsonl"):
         shutil.copy(path, folder)
-    path = folder.rename(folder.with_name(f"step_{step}"))
-    print(
-        f"Checkpoint after step {step}; it goes on by --resume_from_checkpoint {path}", flush=True
-    )
+    folder.rename(folder.with_name(f"step_{step}"))
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
@@ -690,10 +687,10 @@ def end_with_launcher():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     is_gone = os.getppid() != launcher
     if launcher == 1:
-        # Process 1 is the launcher, as in a container, if it runs this Python; else it has adopted
-        # an orphan
+        # In a container process 1 may be the launcher, which runs this Python. Any other one has
+        # adopted an orphan
         is_gone = True
-        with contextlib.suppress(PermissionError):  # it is another user's
+        with contextlib.suppress(PermissionError):  # process 1 is another user's
             is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
         print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)

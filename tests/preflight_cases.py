@@ -285,7 +285,7 @@ CLASSIFIERS = {
     "encoder": (classifier(is_causal=False), "--reward_model_path | attends to later tokens"),
     "other head": (model(BERT, flag="value_model_path"), "no head named score", PPO),
     "no head": (given(reward_model_path=MODEL), "--reward_model_path | 0 labels"),
-    "tokenizer": (OTHER_TOKENS, "--reward_model_path | policy's tokenizer"),
+    "tokenizer": (OTHER_TOKENS, "--reward_model_path | policy's tokens"),
 }
 
 

@@ -9,9 +9,9 @@ from helpers import REPO
 
 BUDGETS = {
     "ppo_sync.py": 15_800,
-    "ppo_vllm_async.py": 16_230,
+    "ppo_vllm_async.py": 16_240,
     "grpo_vllm_async.py": 16_245,
-    "scripts/train_reward_model.py": 4_380,
+    "scripts/train_reward_model.py": 4_370,
     "scripts/preflight.py": 7_460,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_300,

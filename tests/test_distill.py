@@ -213,9 +213,7 @@ def test_teacher_with_another_vocabulary_is_refused(module, teacher, tmp_path, a
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     args = module.Args(model_name_or_path=str(assets / "model"), teacher_model_path=str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"--teacher_model_path .* must have the policy's tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"--teacher_model_path .* must know the policy's tokens"):
         module.load_tokenizer(args)
 
 

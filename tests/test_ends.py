@@ -97,10 +97,10 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
         told = len(re.findall(f"^{re.escape(cause)}", run.output, re.MULTILINE))
         assert told == {BURNT: 2, NOT_FINITE: told or 1}.get(cause, 1)
     # How to go on was told when it began
-    (command,) = re.findall(r"^From its newest .* goes on by:\n(.*)$", run.stdout, re.MULTILINE)
+    (command,) = re.findall(r"^To go on from the newest .*:\n(.*)$", run.stdout, re.MULTILINE)
     words = shlex.split(command)
-    assert words[-4:] == ["--run_name", "run", "--resume_from_checkpoint", "latest"]
-    assert shutil.which(words[0]) and str(run.run_dir.parent) in words
+    assert words[-4:] == ["--run_name", "run", "--resume_from_checkpoint", "auto"]
+    assert words[-6:-4] == ["--output_dir", str(run.run_dir.parent)] and shutil.which(words[0])
     assert ("accelerate.commands.launch" in words) == ("launched" in vllm)
     if cause == NOT_FINITE:
         assert torch.load(run.run_dir / "bad_batch.pt", weights_only=False)["mask"].any()
@@ -116,7 +116,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     may_lack_it = fault.startswith(("vllm", "generation"))
     assert "step_1" in names or (may_lack_it and names == [])
     told = re.findall(
-        r"^Checkpoint after .* --resume_from_checkpoint (.*)$", run.stdout, re.MULTILINE
+        r"^To go on from step .*: --resume_from_checkpoint (.*)$", run.stdout, re.MULTILINE
     )
     assert {Path(path).name for path in told} >= set(names)
     with open(run.run_dir / "lock") as file:  # free again

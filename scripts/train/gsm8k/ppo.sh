@@ -6,8 +6,8 @@
 # Further flags go to the script, such as --seed 2, or --no-async_mode: verl's run generated and trained in turns.
 #
 # Needs, by scripts/preflight.py:
-#   GPUS=1: 19 GiB for a learner, of the 26 that it may take of a GPU of 40
-#   GPUS=8: 19 GiB for a learner, of the 25 that it may take of a GPU of 40
+#   GPUS=1: 20 GiB for a learner, of the 26 that it may take of a GPU of 40
+#   GPUS=8: 20 GiB for a learner, of the 25 that it may take of a GPU of 40
 # Hours: verl's log has 435 steps of about 66 s on one GPU, which is 8 hours; it does not say on which. Here: not known.
 #
 # Expect: verl's score on the test set ended at .5686 (github.com/eric-haibin-lin/verl-data, branch experiments,

@@ -8,9 +8,9 @@
 #
 # Needs, by scripts/preflight.py:
 #   reward model, GPUS=1: 10 GiB for a learner, of the 39 that it may take of a GPU of 40
-#   GPUS=1: 20 GiB for a learner, of the 26 that it may take of a GPU of 40
+#   GPUS=1: 21 GiB for a learner, of the 26 that it may take of a GPU of 40
 #   reward model, GPUS=8: 10 GiB for a learner, of the 38 that it may take of a GPU of 40
-#   GPUS=8: 20 GiB for a learner, of the 25 that it may take of a GPU of 40
+#   GPUS=8: 21 GiB for a learner, of the 25 that it may take of a GPU of 40
 # Hours: not known.
 #
 # Expect: not known; no published run has this setting. What should be seen is a reward model that ranks more than half of
