@@ -5,6 +5,7 @@ what ranks make together in test_fsdp2.py.
 """
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -213,7 +214,7 @@ def stubborn(kind):
     """Ways for an engine to serve another adapter than that of the learner."""
 
     def sync_weights(call, given):
-        factor = {"ignores it": 0, "another alpha": 2, "stale": 1}[kind]
+        factor = {"ignores it": 0, "another alpha": 2, "not a number": math.nan, "stale": 1}[kind]
         weights = [(name, w * (factor if "lora_B" in name else 1)) for name, w in given["weights"]]
         given["weights"] = [] if kind == "stale" and given["version"] > 0 else weights
         return call()
@@ -222,7 +223,7 @@ def stubborn(kind):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("kind", ["ignores it", "another alpha", "stale"])
+@pytest.mark.parametrize("kind", ["ignores it", "another alpha", "not a number", "stale"])
 def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, monkeypatch):
     """At the start; one that keeps an old adapter at its second step, where steps take turns."""
     make_stub = loops.make_stub
@@ -235,7 +236,7 @@ def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, m
     monkeypatch.setattr(loops, "make_stub", make)
     options = {"async_mode": False} if name in ASYNC else {}
     run = run_main(name, lora_rank=4, learning_rate=1e-2, **options)
-    assert LOST in str(run.error)
+    assert ("an adapter are NaN" if kind == "not a number" else LOST) in str(run.error)
     assert run.run_dir.exists() == (kind == "stale")  # else before anything is written
     assert kind != "stale" or len(run.metrics) == 1
 

@@ -181,6 +181,13 @@ def test_gradients_are_in_ddps_buckets_alone(together):
 
 
 @pytest.mark.slow
+def test_policy_computes_with_rounded_weights(together):
+    """The embedding, the last norm and the head are gathered in float32, layers in bfloat16."""
+    found = together.fsdp2["rounded"]
+    assert len(found) == 1 + 27 and all(found.values()), found
+
+
+@pytest.mark.slow
 def test_each_layer_is_a_unit_and_is_gathered_in_the_dtype_of_the_flag(together):
     """Of two architectures in one process. Without names of layers the model would be one unit."""
     layers = {f"model.model.layers.{i}" for i in range(2)}

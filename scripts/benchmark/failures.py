@@ -224,7 +224,7 @@ def run_script(checks, path, flags):
     sys.path.insert(0, str(Path(path).parent))  # vLLM's process imports it, too
     script = importlib.import_module(Path(path).stem)
     if checks == "off":
-        script.check_sampler = script.check_draws = lambda *_: None
+        script.check_sampler = script.check_draws = lambda *_, **__: 0.0
     try:
         script.main(script.tyro.cli(script.Args, args=flags))
     except BaseException as error:

@@ -149,7 +149,7 @@ def give_old_weights(script, lag, noise):
 
     script.VLLM.sync_weights = sync_old_weights
     if noise > 0:
-        script.check_sampler = script.check_draws = lambda *_: None
+        script.check_sampler = script.check_draws = lambda *_, **__: 0.0
 
 
 def run_script(lag, noise, name, flags):

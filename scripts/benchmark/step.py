@@ -94,7 +94,7 @@ def run(path, flags):
     script.VLLM = StubVLLM
     script.grade_responses = grade_responses
     script.timed = timed
-    script.check_sampler = script.check_draws = lambda *_: None  # the stub has no model
+    script.check_sampler = script.check_draws = lambda *_, **__: 0.0  # the stub has no model
     script.subprocess.run = lambda *_, **__: None  # no pictures
     script.main(script.tyro.cli(script.Args, args=flags))
 

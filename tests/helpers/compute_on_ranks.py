@@ -181,6 +181,29 @@ def units(accelerator):
     }
 
 
+def rounded(accelerator):
+    """Whether a policy in bfloat16 computes as one whose weights are rounded in place, to the bit:
+    log-probabilities, and the gradient of each parameter."""
+    args, found = rollouts.tiny_args(dtype="bfloat16"), []
+    for in_place in (False, True):
+        model = rollouts.tiny_language_model()
+        round_weights = ppo.round_weights
+        if in_place:
+            round_weights = str  # does nothing
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16().float()
+        with mock.patch.object(ppo, "round_weights", round_weights):
+            policy = ppo.place_model(accelerator, ppo.PolicyModel(model, args), args)
+        rows = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
+        batch = rollouts.make_rollout()
+        logprobs, _ = policy(batch.input_ids[rows], batch.mask[rows].float())
+        logprobs.sum().backward()
+        gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
+        found.append({"logprobs": logprobs.detach()} | gradients)
+    one, other = found
+    return {name: torch.equal(tensor, other[name]) for name, tensor in one.items()}
+
+
 # -------------------------------------------------------------------------------------- whole runs
 
 
@@ -247,7 +270,7 @@ def runs(accelerator, path):
             shutil.copytree(copied, run_dir)
         accelerator.wait_for_everyone()
         sys.argv = [name, *flags_of(options)]
-        off = dict.fromkeys(("check_sampler", "check_draws"), lambda *_: None)
+        off = dict.fromkeys(("check_sampler", "check_draws"), lambda *_, **__: 0.0)
         stub = mock.patch.multiple(script, VLLM=StubVLLM, **off)
         with stub, main_in_float64(script) if double else contextlib.nullcontext():
             script.main(tyro.cli(script.Args))
@@ -275,6 +298,7 @@ def main():
         seen["storages"] = storages(accelerator)
     if name == "fsdp2":
         seen["units"] = units(accelerator)
+        seen["rounded"] = rounded(accelerator)
     seen["saved"] = step_and_save(accelerator, folder / f"checkpoint_{name}")
     for path in sorted(folder.glob("checkpoint_*")):
         seen[path.name] = load(accelerator, path)
