@@ -250,6 +250,7 @@ def main(args):
         check_adapter(engine, policy, language_model, train_prompts[0], args)
     load_checkpoint(trained_models, checkpoint_dir)
     open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
+    heed_sigusr1()
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
@@ -867,17 +868,15 @@ def sync_weights(engine, language_model, version, args):
 def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above a
-    limit: in float32 1e-4; in bfloat16 `limit`, divided by a temperature below 1. Right runs stayed
-    below a third of it, above which there is a warning (docs/results.md, "Checks"). A NaN passes:
-    apply_gradients finds it, and saves the batch. Returns the KL.
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
+    `limit` (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
+    it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
+    finds it, and saves the batch. Returns the KL.
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
-    if args.dtype == "bfloat16":
-        limit /= min(1.0, args.temperature)
-    else:
+    if args.dtype == "float32":
         limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if kl > limit:
+    if kl > limit / min(1.0, args.temperature):
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
@@ -1366,7 +1365,6 @@ def start_engine(accelerator, config, prompts, args):
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
     if not is_rank_0():
-        heed_sigusr1()
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     lock_run(run_dir)
@@ -1385,14 +1383,12 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     }
     config = json.loads((run_dir / "args.json").read_text())
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
-    heed_sigusr1()  # behind the tracker's process, which ignores it so
     report_prompt_lengths(accelerator, train_prompts, run_dir)
     if args.save_freq:
         # With the launcher's words, which provenance.py has found; a copy may be without it
         command = config.get("provenance", {}).get("command", [sys.executable, *sys.argv])
         command = [*command, "--output_dir", str(run_dir.parent), "--run_name", run_dir.name]
-        print("To go on from the newest checkpoint:")
-        print(f"{shlex.join(command)} --resume_from_checkpoint auto")
+        print(f"To go on later:\n{shlex.join(command)} --resume_from_checkpoint latest")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1669,7 +1665,7 @@ def load_model(auto_class, path, args, trained, **config_options):
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ValueError(f"{path}: its head has a bias, which PolicyModel does not read")
-        if any("expert" in name for name, _ in model.named_parameters()):
+        if trained and any("expert" in name for name, _ in model.named_parameters()):
             raise ValueError(
                 f"{path} is a mixture of experts, whose syncs failed (docs/scaling.md)"
             )
@@ -1825,8 +1821,7 @@ def check_adapter(engine, policy, language_model, prompt, args):
     if engine:
         # The noise makes rounding larger
         kl = check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args, limit=0.02)
-        if math.isnan(kl):
-            raise RuntimeError("log-probabilities with an adapter are NaN")
+        assert math.isfinite(kl), "log-probabilities with an adapter are NaN"
     for matrix in matrices:
         matrix.zero_()
 
@@ -1935,14 +1930,17 @@ def round_weights(model):
     """Has a policy compute with its weights as vLLM gets them, rounded to bfloat16.
 
     Gradients pass to the unrounded ones, which are trained. Autocast rounds what is multiplied as a
-    matrix, head_as_sent the head. Here looked-up embeddings are rounded (Gemma's after they are
-    scaled), and vectors, such as a norm's, each time their module runs: so also where gradient
-    checkpointing runs it again. A module's attribute is the rounded one then, parameters() has the
-    trained one.
+    matrix, head_as_sent the head. Here looked-up embeddings are rounded, and vectors, such as a
+    norm's, each time their module runs: so also where gradient checkpointing runs it again. A
+    module's attribute is the rounded one then, parameters() has the trained one.
     """
 
     def as_sent(weight):
         return weight + (weight.bfloat16() - weight).detach()
+
+    def round_rows(module, inputs, rows):
+        scale = getattr(module, "embed_scale", 1.0)  # Gemma's embedding is multiplied by it
+        return as_sent(rows / scale) * scale
 
     def round_vectors(module, inputs):
         for name, parameter in module.named_parameters(recurse=False):
@@ -1952,7 +1950,7 @@ def round_weights(model):
     for module in model.modules():
         module.register_forward_pre_hook(round_vectors)
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda module, inputs, rows: as_sent(rows))
+            module.register_forward_hook(round_rows)
 
 
 # -------------------------------------------------------- micro-batches, gradients, learning rates
@@ -2185,14 +2183,14 @@ def check_draws(logprobs, entropies, mask):
 
     All are (episodes, length); responses of zeros do not count. A drawn token's log-probability and
     the policy's entropy add up to 0 on average. RuntimeError: their mean over 30 responses or more
-    is six standard errors below 0. (Above is no sign: rare tokens may be missing by chance.)
+    is nine standard errors below 0. (Above is no sign: rare tokens may be missing by chance.)
     """
     sums = ((logprobs + entropies) * mask).sum(1)
     sums = sums[sums != 0]
     if len(sums) < 30:
         return
     mean, error = sums.mean().item(), sums.std().item() / math.sqrt(len(sums))
-    if 0 < 6 * error < -mean:  # without spread nothing tells how far below 0 a mean is
+    if 0 < 9 * error < -mean:  # without spread nothing tells how far below 0 a mean is
         raise RuntimeError(
             "vLLM did not draw its tokens by its policy: log-probability and entropy add up to "
             f"{mean:.2g} a response, where 0 is expected with a standard error of {error:.2g}"
@@ -2854,7 +2852,10 @@ checkpoint_wishes = []  # SIGUSR1s; no threading.Event, whose lock a handler mus
 
 
 def heed_sigusr1():
-    """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint."""
+    """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint.
+
+    Processes that were started before, such as a tracker's, ignore it.
+    """
     signal.signal(signal.SIGUSR1, lambda *_: checkpoint_wishes.append(True))
 
 
@@ -3031,7 +3032,7 @@ def end_with_launcher():
         with contextlib.suppress(PermissionError):  # process 1 is another user's
             is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
-        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)
+        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr)
         os._exit(1)
 
 
@@ -3054,7 +3055,7 @@ def end_with_script(folder=""):
     # vLLM may write while it is removed: the second time little is left
     end = 'read line; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'
     watch = f"exec 3<&0; {{ trap '' INT TERM HUP; {end}; }} <&3 &"
-    subprocess.run(["sh", "-c", watch, folder], stdin=mp.parent_process().sentinel)
+    subprocess.run(["sh", "-c", watch, folder], stdin=mp.parent_process().sentinel, check=True)
 
 
 process_groups = []  # vLLM's and the reward workers'

@@ -693,7 +693,7 @@ def end_with_launcher():
         with contextlib.suppress(PermissionError):  # process 1 is another user's
             is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
     if is_gone:
-        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr, flush=True)
+        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr)
         os._exit(1)
 
 

@@ -7,10 +7,12 @@ what ranks make together in test_fsdp2.py.
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
@@ -282,6 +284,19 @@ def system(request, tmp_path_factory):
         yield SimpleNamespace(model=model, args=args, vllm=vllm)
         script.end_children()
     assert files_of(folder) == before
+
+
+@pytest.mark.parametrize(("kl", "ends"), [(0.019, False), (0.021, True)])
+def test_adapter_of_noise_may_be_off_by_its_rounding(kl, ends, monkeypatch):
+    """In bfloat16: three times the largest of 200 right ones; half of lora_alpha makes 0.05."""
+    prompt = script.Prompt("row 0", "", [5, 6], None, None, None)
+    off = np.array([1.0, -1.0]) * (2 * kl) ** 0.5
+    responses = [script.Response(prompt, np.array([7, 8]), off - 1.0, stopped=True)] * 8
+    engine = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: responses))
+    model = SimpleNamespace(named_parameters=lambda: [], device="cpu")
+    monkeypatch.setattr(script, "sync_weights", lambda *_: None)
+    with pytest.raises(RuntimeError, match=LOST) if ends else nullcontext():
+        script.check_adapter(engine, lambda ids, mask: (-mask, None), model, prompt, script.Args())
 
 
 def is_close(system):

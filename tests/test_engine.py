@@ -83,7 +83,7 @@ def test_flashinfer_gets_the_compiler_of_torchs_cuda_where_it_would_find_another
 @pytest.mark.parametrize(
     ("dtype", "temperature", "limit"),
     # Dividing by a low temperature makes rounding larger
-    [("float32", 0.1, 1e-4), ("bfloat16", 2.0, 0.015), ("bfloat16", 0.25, 0.06)],
+    [("float32", 0.5, 2e-4), ("bfloat16", 2.0, 0.015), ("bfloat16", 0.7, 0.0214)],
 )
 def test_rounding_is_no_lost_weight(dtype, temperature, limit, capsys):
     args = vllm_args(dtype=dtype, temperature=temperature)
@@ -95,13 +95,14 @@ def test_rounding_is_no_lost_weight(dtype, temperature, limit, capsys):
         return logprobs + (2 * kl) ** 0.5 * torch.tensor([[-1.0, 1.0, 9e9]])
 
     script.warn_once.cache_clear()
-    script.check_sampler(logprobs, off_by(0.3 * limit), mask, args)
+    largest = 1e-4 / 3 if dtype == "float32" else 0.005  # of a right run
+    script.check_sampler(logprobs, off_by(0.95 * largest), mask, args)
     script.check_sampler(logprobs, logprobs + math.nan, mask, args)  # which is another error's
     assert not capsys.readouterr().out
-    for _ in range(3):  # it is not of a right run, and of no bug that is known
-        script.check_sampler(logprobs, off_by(0.9 * limit), mask, args)
+    for kl in (1.05 * largest, 0.95 * limit, 0.95 * limit):  # 6.6e-3 at 0.7: a bias of the head
+        script.check_sampler(logprobs, off_by(kl), mask, args)
     assert capsys.readouterr().out.count("Warning") == 1
-    for sampler_logprobs in (off_by(1.1 * limit), logprobs - 1000, logprobs + 1000):
+    for sampler_logprobs in (off_by(1.05 * limit), logprobs - 1000, logprobs + 1000):
         with pytest.raises(RuntimeError, match="at equal weights"):
             script.check_sampler(logprobs, sampler_logprobs, mask, args)
 
@@ -159,13 +160,18 @@ def test_rare_tokens_that_did_not_come_are_no_error():
     script.check_draws(-torch.full((64, 1), 1e-3), torch.zeros(64, 1), torch.ones(64, 1))
 
 
-@pytest.mark.parametrize(("errors", "ends"), [(5, False), (7, True)])
-def test_draws_may_be_six_standard_errors_off(errors, ends):
+@pytest.mark.parametrize(("errors", "ends"), [(8, False), (10, True)])
+def test_draws_may_be_nine_standard_errors_off(errors, ends):
     """Fewer would end right runs: at 3.5 each ends after some thousand steps."""
     spread = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
     logprobs = spread - errors * spread.std() / 8
     with pytest.raises(RuntimeError) if ends else nullcontext():
         script.check_draws(logprobs, torch.zeros(64, 1), torch.ones(64, 1))
+
+
+def test_programs_that_draw_do_not_hear_what_a_cluster_sends_to_all():
+    blocked = script.drawing.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+    assert signal.SIGUSR1 in blocked
 
 
 # ------------------------------------------------------------------------------------------ an end

@@ -34,7 +34,7 @@ KINDS = {
 def tiny_model(kind, **changes):
     """A model all of whose parameters are drawn with deviation 1: initial biases are 0."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **TOKENS, **KINDS[kind][0] | changes)
+    config = AutoConfig.for_model(kind, **SIZES | TOKENS | KINDS[kind][0] | changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -106,11 +106,12 @@ def gradients_of(policy, input_ids, mask):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox"])
 def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpointing, monkeypatch):
     """In bfloat16: to the bit as the same model does whose weights are rounded in place."""
     monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * SIZES["vocab_size"])
-    model = tiny_model(kind, tie_word_embeddings=tied).train()
+    # Of that size embeddings of Gemma's are multiplied by what bfloat16 has not
+    model = tiny_model(kind, tie_word_embeddings=tied, hidden_size=96).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     rounded, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
@@ -136,6 +137,16 @@ def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpoi
         one.data += 0.01
         other.data = one.data.bfloat16().float()
     assert torch.equal(policy(input_ids, mask)[0], expected(input_ids, mask)[0])
+
+
+def test_frozen_policy_is_read_as_it_is(monkeypatch):
+    """A reference policy, or the base of adapters: it is in bfloat16 already."""
+    model = tiny_model("llama").bfloat16().requires_grad_(False)
+    input_ids, mask = torch.arange(3, 12)[None], torch.tensor([[0.0, 0.0] + [1.0] * 7])
+    args = script.Args(dtype="bfloat16")
+    found, _ = script.PolicyModel(copy.deepcopy(model), args)(input_ids, mask)
+    monkeypatch.setattr(script, "round_weights", lambda model: None)
+    assert torch.equal(found, script.PolicyModel(model, args)(input_ids, mask)[0])
 
 
 def test_rounded_copy_of_the_head_is_not_kept_for_the_backward_pass():

@@ -7,7 +7,7 @@ The commands of scripts/train/debug run with --no-async_mode, so that both check
 but those of GRPO's first updates; and GRPO with --beta 0.001, without which check_draws is not
 called. A line is a run: the largest KL, which check_sampler limits to 1e-4 in float32, the lowest
 mean of log-probability and entropy over responses in standard errors, which check_draws limits to
--6, over how many steps, and the rate of right answers at the end.
+-9, over how many steps, and the rate of right answers at the end.
 """
 
 import argparse

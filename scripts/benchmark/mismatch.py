@@ -13,7 +13,7 @@ learner lacks (normal, of a deviation of 0.1; no model is changed). The last is 
 learner reads other responses to the prompts, drawn at twice the temperature, and takes its own
 log-probabilities for the sampler's. A line each: the mean difference, its largest, the KL, which
 check_sampler limits; and log-probability and entropy, their mean over responses in standard errors,
-which check_draws limits to -6.
+which check_draws limits to -9.
 
 With --adapters each line is of check_adapter, with a prompt, an A and a B of its own: the KL of a
 right engine, of one that has half of lora_alpha, and of one that serves the adapter before.

@@ -212,7 +212,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         patch.setattr(sys, "argv", [name, *flags_of(options)])
         try:
             script.main(tyro.cli(script.Args))
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             seen.error = error
     seen.vllm = stub.made[0] if stub.made else None
     if (seen.run_dir / "metrics.jsonl").exists():

@@ -164,6 +164,12 @@ def interrupt_group(script):
     in_update(lambda _: os.killpg(os.getpgrp(), signal.SIGINT), script)
 
 
+def terminate(script):
+    """Where what started the script ignores it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    in_update(kill_self(signal.SIGTERM), script)
+
+
 def fill_disk(script):
     """For the second checkpoint, no file may become larger. The first is asked for by a signal."""
 
@@ -212,7 +218,7 @@ FAULTS = {
     "gradient is not finite": spoil_gradients,
     "killed in a checkpoint": kill_in_checkpoint,
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
-    "SIGTERM": partial(in_update, kill_self(signal.SIGTERM)),
+    "SIGTERM": terminate,
     "SIGINT to the group": interrupt_group,
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
