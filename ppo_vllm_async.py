@@ -657,7 +657,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        if args.dtype == "bfloat16":  # as vLLM's weights; those that are trained stay float32
+        # vLLM gets bfloat16; what is trained stays float32
+        if args.dtype == "bfloat16" and model.dtype == torch.float32:
             round_weights(model)
 
     def forward(self, input_ids, mask):
@@ -2884,8 +2885,9 @@ def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
             shutil.rmtree(unfinished, ignore_errors=True)
             print(f"Warning: no checkpoint of step {step} ({free:.2f} GiB were free): {error}")
     else:
-        path = run_dir / f"checkpoints/step_{step}"
-        accelerator.print(f"To go on from step {step}: --resume_from_checkpoint {path}")
+        accelerator.print(
+            f"To go on from step {step}: --resume_from_checkpoint {run_dir}/checkpoints/step_{step}"
+        )
 
 
 def checkpoint_parts(trained_models, folder):
@@ -2982,7 +2984,7 @@ def is_rank_0():
 @cache
 def warn_once(text):
     if is_rank_0():
-        print(f"Warning: {text}", flush=True)
+        print(f"Warning: {text}")
 
 
 def stable_hash(*parts):

@@ -139,9 +139,10 @@ def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpoi
     assert torch.equal(policy(input_ids, mask)[0], expected(input_ids, mask)[0])
 
 
-def test_frozen_policy_is_read_as_it_is(monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_frozen_policy_is_read_as_it_is(kind, monkeypatch):
     """A reference policy, or the base of adapters: it is in bfloat16 already."""
-    model = tiny_model("llama").bfloat16().requires_grad_(False)
+    model = tiny_model(kind, hidden_size=96).bfloat16().requires_grad_(False)
     input_ids, mask = torch.arange(3, 12)[None], torch.tensor([[0.0, 0.0] + [1.0] * 7])
     args = script.Args(dtype="bfloat16")
     found, _ = script.PolicyModel(copy.deepcopy(model), args)(input_ids, mask)
