@@ -97,9 +97,9 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
         told = len(re.findall(f"^{re.escape(cause)}", run.output, re.MULTILINE))
         assert told == {BURNT: 2, NOT_FINITE: told or 1}.get(cause, 1)
     # How to go on was told when it began
-    (command,) = re.findall(r"^To go on from the newest .*:\n(.*)$", run.stdout, re.MULTILINE)
+    (command,) = re.findall(r"^To go on later:\n(.*)$", run.stdout, re.MULTILINE)
     words = shlex.split(command)
-    assert words[-4:] == ["--run_name", "run", "--resume_from_checkpoint", "auto"]
+    assert words[-4:] == ["--run_name", "run", "--resume_from_checkpoint", "latest"]
     assert words[-6:-4] == ["--output_dir", str(run.run_dir.parent)] and shutil.which(words[0])
     assert ("accelerate.commands.launch" in words) == ("launched" in vllm)
     if cause == NOT_FINITE:
