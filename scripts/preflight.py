@@ -560,7 +560,7 @@ def check_policy(run):
         if not is_decoder:
             raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
         if any("expert" in name for name, _ in model.named_parameters()):
-            raise Mistake("it is a mixture of experts, whose weights do not reach vLLM")
+            raise Mistake("it is a mixture of experts, whose syncs failed (docs/scaling.md)")
         with contextlib.suppress(OSError):  # a model may come without one
             model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
     run.model = model
