@@ -145,7 +145,7 @@ def process():
     with pytest.MonkeyPatch.context() as patch:
         faked_cuda.add_gpus(patch.setattr, exports=[])
         patch.setattr(f"{pynccl}.PyNcclCommunicator", faked_cuda.Communicator)
-        patch.setattr(script, "ProcessPoolExecutor", lambda workers, context: executor)
+        patch.setattr(script, "ProcessPoolExecutor", lambda workers, context, **_: executor)
         patch.setattr(script, "start_llm", faked_cuda.start_llm)
         patch.setattr(script, "end_at_once", lambda error: None)
         patch.setattr(script, "process_groups", [])
