@@ -217,10 +217,14 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
-    run_dir, checkpoint_dir = find_run(args)
+    # As rank 0 finds them: there may be the time in the name, and other machines may see a folder
+    # late
+    on_rank_0 = find_run(args) if is_rank_0() else None
+    run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
     args.run_name = run_dir.name
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
+        if args.push_to_hub:  # its end may have been cut short
+            run_program("push_to_hub.py", run_dir)
         return
 
     tokenizer = load_tokenizer(args)
@@ -341,8 +345,6 @@ def main(args):
             )
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        if rollout.policy_version == version and args.beta > 0:  # beta 0 skips rows by their score
-            check_draws(batch.logprobs, batch.entropies, batch.mask)
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
@@ -350,15 +352,19 @@ def main(args):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 is_first = update == first_update
-                new_sums, logprobs = accumulate_gradients(
+                new_sums, outputs = accumulate_gradients(
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
                 sums.update(new_sums)
                 if is_first:  # what step 5 has left at 0
-                    batch.logprobs = batch.logprobs + accelerator.reduce(logprobs)
+                    logprobs, entropies = accelerator.reduce(outputs)
+                    batch.logprobs = batch.logprobs + logprobs
+                    batch.entropies = batch.entropies + entropies
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         mask = batch.mask * batch.computed[:, None]
                         check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
+                        if args.beta > 0:  # without it rows are skipped by their scores
+                            check_draws(batch.logprobs, batch.entropies, mask)
                 # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -457,14 +463,14 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     mini_batch: rows of the batch. A loss is divided by the loss_divisor of the whole mini-batch, on
     all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: of the step,
     so its new log-probabilities are the old ones. Returns this rank's sums over tokens, for
-    metrics, and its part of the loss; and its log-probabilities, (episodes, length), 0 in rows that
-    it did not run.
+    metrics, and its part of the loss; and its log-probabilities and entropies,
+    (2, episodes, length), 0 in rows that it did not run.
     """
     normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
     micro_batches = cut_micro_batches(
         accelerator, batch, mini_batch, args.per_device_train_batch_size, args
     )
-    sums, logprobs = Counter(), torch.zeros_like(batch.mask)
+    sums, outputs = Counter(), batch.mask.new_zeros(2, *batch.mask.shape)
     for i, (rows, part) in enumerate(micro_batches):
         # Has DDP, like its no_sync, exchange gradients in the last pass alone. FSDP2 and a single
         # rank ignore it. All ranks make equally many passes
@@ -474,7 +480,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
 
         # The policy. All that follows is (micro_batch, length)
         new_logprobs, entropies = policy(part.input_ids, part.mask)
-        logprobs[rows, : new_logprobs.shape[1]] = new_logprobs.detach()
+        outputs[:, rows, : new_logprobs.shape[1]] = torch.stack([new_logprobs, entropies]).detach()
         old_logprobs = new_logprobs.detach() if is_first else part.logprobs
         tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.loss_mask, args)
         token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask  # of new to old
@@ -521,7 +527,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
         add_sums(sums, per_token, part.loss_mask)
-    return sums, logprobs
+    return sums, outputs
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
@@ -947,7 +953,7 @@ class Args:
     warm_up_steps: int = 0
     """a model's first updates (not steps), in which its learning rate rises"""
     warmup_ratio: float = 0.0
-    """warm_up_steps as a share of all updates"""
+    """warm_up_steps as a share of the policy's updates"""
     eps: float = 1e-8
     """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
     weight_decay: float = 0.0
@@ -1222,12 +1228,10 @@ def find_run(args):
     """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
     checkpoints = list_checkpoints(run_dir)
-    if args.resume_from_checkpoint == "auto":
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if args.resume_from_checkpoint == "latest":
-        if not checkpoints:
+    if args.resume_from_checkpoint in ("auto", "latest"):
+        if args.resume_from_checkpoint == "latest" and not checkpoints:
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
+        return run_dir, checkpoints[-1] if checkpoints else None
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
@@ -1241,16 +1245,13 @@ def find_run(args):
 
 def is_finished(accelerator, run_dir, num_steps, args):
     """Whether `auto` finds a run that has written its last step, after its model."""
-    if args.resume_from_checkpoint != "auto" or count_steps(run_dir) < num_steps:
-        return False
-    accelerator.print(f"{run_dir} is finished")
-    return True
-
-
-def count_steps(run_dir):
-    """How many steps a run has written."""
     path = run_dir / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    has_steps = args.resume_from_checkpoint == "auto" and path.exists()
+    is_over = has_steps and path.read_text().count("\n") >= num_steps
+    is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
+    if is_over:
+        accelerator.print(f"{run_dir} is finished")
+    return is_over
 
 
 @cache  # which keeps the file open
@@ -1357,6 +1358,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     # Those of a run that ended in its first step, or of steps made again
     for path in run_dir.glob("*.jsonl"):
         path.unlink()
+    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     if checkpoint_dir:
         rewind_run(run_dir, checkpoint_dir)
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2631,11 +2633,11 @@ def batch_metrics(batch, args):
     if args.beta > 0:  # to compare with PPO: GRPO's reward has no KL, its loss has
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
-        non_score_reward = (-args.beta * kl).sum(1).mean()
+        non_score_reward = (-args.beta * kl).sum(1)  # (episodes,)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
-        metrics["objective/non_score_reward"] = non_score_reward
-        metrics["objective/rlhf_reward"] = (
-            masked_mean(batch.scores, batch.has_score) + non_score_reward
+        metrics["objective/non_score_reward"] = non_score_reward.mean()
+        metrics["objective/rlhf_reward"] = masked_mean(
+            batch.scores + non_score_reward, batch.has_score
         )
     return metrics
 
@@ -2676,7 +2678,8 @@ def score_metrics(prefix, responses, args):
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
-            parts["verifiable_correct_rate"] = response.verifiable >= 1
+            right = response.reward_metrics.get("right", response.verifiable)
+            parts["verifiable_correct_rate"] = right >= 1
         for name, value in parts.items():
             if value is not None:
                 collected[f"{prefix}/{name}"].append(value)
@@ -2722,6 +2725,8 @@ def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir,
             for name, tensor in vars(batch).items():
                 if name not in NOT_LOGGED and tensor is not None and tensor.dim() == 2:
                     line[name] = [round(value, 4) for value in tensor[row][is_response].tolist()]
+            if not batch.computed[row]:  # the policy has skipped it
+                line |= {"logprobs": None, "entropies": None}
         append_line(run_dir / "rollouts.jsonl", line)
     if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
         log_samples(accelerator, samples)
@@ -2959,7 +2964,6 @@ def remove_checkpoints(checkpoints):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     step = step_of(checkpoint_dir)

@@ -216,10 +216,14 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
-    run_dir, checkpoint_dir = find_run(args)
+    # As rank 0 finds them: there may be the time in the name, and other machines may see a folder
+    # late
+    on_rank_0 = find_run(args) if is_rank_0() else None
+    run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
     args.run_name = run_dir.name
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
+        if args.push_to_hub:  # its end may have been cut short
+            run_program("push_to_hub.py", run_dir)
         return
 
     tokenizer = load_tokenizer(args)
@@ -910,7 +914,7 @@ class Args:
     warm_up_steps: int = 0
     """a model's first updates (not steps), in which its learning rate rises"""
     warmup_ratio: float = 0.0
-    """warm_up_steps as a share of all updates"""
+    """warm_up_steps as a share of the policy's updates"""
     eps: float = 1e-8
     """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
     weight_decay: float = 0.0
@@ -1155,11 +1159,11 @@ def fill_in(args, world_size):
     args.num_training_steps = args.total_episodes // args.episodes_per_step
     args.updates_per_step = args.num_epochs * local_episodes // args.local_mini_batch_size
     args.num_updates = args.num_training_steps * args.updates_per_step
-    if args.warm_up_steps == 0:
-        args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     # The policy learns after the value model's warm-up
     warm_up_of_values = args.value_warmup_steps * args.updates_per_step
     args.num_policy_updates = args.num_updates - warm_up_of_values
+    if args.warm_up_steps == 0:
+        args.warm_up_steps = round(args.warmup_ratio * args.num_policy_updates)
     if args.warm_up_steps >= args.num_policy_updates:
         raise ValueError(
             f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
@@ -1188,12 +1192,10 @@ def find_run(args):
     """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
     checkpoints = list_checkpoints(run_dir)
-    if args.resume_from_checkpoint == "auto":
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if args.resume_from_checkpoint == "latest":
-        if not checkpoints:
+    if args.resume_from_checkpoint in ("auto", "latest"):
+        if args.resume_from_checkpoint == "latest" and not checkpoints:
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
+        return run_dir, checkpoints[-1] if checkpoints else None
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
@@ -1207,16 +1209,13 @@ def find_run(args):
 
 def is_finished(accelerator, run_dir, num_steps, args):
     """Whether `auto` finds a run that has written its last step, after its model."""
-    if args.resume_from_checkpoint != "auto" or count_steps(run_dir) < num_steps:
-        return False
-    accelerator.print(f"{run_dir} is finished")
-    return True
-
-
-def count_steps(run_dir):
-    """How many steps a run has written."""
     path = run_dir / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    has_steps = args.resume_from_checkpoint == "auto" and path.exists()
+    is_over = has_steps and path.read_text().count("\n") >= num_steps
+    is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
+    if is_over:
+        accelerator.print(f"{run_dir} is finished")
+    return is_over
 
 
 @cache  # which keeps the file open
@@ -1322,6 +1321,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     # Those of a run that ended in its first step, or of steps made again
     for path in run_dir.glob("*.jsonl"):
         path.unlink()
+    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     if checkpoint_dir:
         rewind_run(run_dir, checkpoint_dir)
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
@@ -2589,11 +2589,11 @@ def batch_metrics(batch, args):
     if args.beta > 0:
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
-        non_score_reward = (-args.beta * kl).sum(1).mean()
+        non_score_reward = (-args.beta * kl).sum(1)  # (episodes,)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
-        metrics["objective/non_score_reward"] = non_score_reward
-        metrics["objective/rlhf_reward"] = (
-            masked_mean(batch.scores, batch.has_score) + non_score_reward
+        metrics["objective/non_score_reward"] = non_score_reward.mean()
+        metrics["objective/rlhf_reward"] = masked_mean(
+            batch.scores + non_score_reward, batch.has_score
         )
     return metrics
 
@@ -2634,7 +2634,8 @@ def score_metrics(prefix, responses, args):
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
-            parts["verifiable_correct_rate"] = response.verifiable >= 1
+            right = response.reward_metrics.get("right", response.verifiable)
+            parts["verifiable_correct_rate"] = right >= 1
         for name, value in parts.items():
             if value is not None:
                 collected[f"{prefix}/{name}"].append(value)
@@ -2896,7 +2897,6 @@ def remove_checkpoints(checkpoints):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     step = step_of(checkpoint_dir)

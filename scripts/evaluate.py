@@ -11,15 +11,16 @@ with intervals, and compares models.
     python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
 Prompts, lengths, stop tokens and rewards are those of the run, by its
-args.json. Paths there that are not absolute count from where you stand, so
-start it where the run was started. vLLM has one GPU, or the CPU where there is
-none.
+args.json and the script that made it: where that has changed, or is gone, a
+line says what grades. Paths there that are not absolute count from where you
+stand, so start it where the run was started. vLLM has one GPU, or the CPU where
+there is none.
 
-"Right" means a verifiable score of 1 or more, as in the run's metrics. pass@k
-is the share of prompts of which one of k answers is right, by the unbiased
-estimator of arXiv 2107.03374. A response whose reward failed has no score, and
-a prompt with fewer than k scores no pass@k: such a figure says of how many
-prompts it is.
+"Right" is as in the run's metrics: a verifiable score of 1 or more, or what the
+reward returned as `right`. pass@k is the share of prompts of which one of k
+answers is right, by the unbiased estimator of arXiv 2107.03374. A response
+whose reward failed has no score, and a prompt with fewer than k scores no
+pass@k: such a figure says of how many prompts it is.
 
 An interval is of 95%, and says how far other prompts of the same kind might
 have moved the figure; what another seed of training would have given is not in
@@ -28,9 +29,9 @@ the same tokens and the same ground truth are one prompt. Fewer than 30 prompts
 are too few.
 
 Two models are compared prompt by prompt, which tells smaller differences than
-two intervals do: the mean difference, and on how many prompts the one was
-better, worse, or equal. Other models that were asked the same are in
-RUN/evaluations, or where --compare says.
+two intervals do: the mean difference, of a run's trained model less any other,
+and on how many prompts the one was better, worse, or equal. Other models that
+were asked the same are in RUN/evaluations, or where --compare says.
 
 It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
 evaluation.json. NAME says what was asked, how many prompts and how many answers
@@ -43,6 +44,8 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import importlib
+import inspect
 import json
 import math
 import os
@@ -57,6 +60,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("grpo_vllm_async", "ppo_vllm_async", "ppo_sync")
 # Flags of the scripts that this program may replace
 REPLACED = (
     "eval_dataset",
@@ -189,7 +194,11 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
     add("score", known("score"), *((0.0, worth) if verifiable else ()))
     add("verifiable_score", verifiable, 0.0, 1.0)
     add("reward_model_score", known("reward_model_score"))
-    right = {prompt: [score >= 1 for score in scores] for prompt, scores in verifiable.items()}
+    right = defaultdict(list)
+    for row in rows:
+        if row.get("verifiable_score") is not None:
+            says = row["reward_metrics"].get("right", row["verifiable_score"])
+            right[row["problem"]].append(says >= 1)
     # As many answers as most prompts have: a few prompts may be there twice
     most = statistics.median_low(Counter(row["problem"] for row in rows).values())
     for k in (2**i for i in range(most.bit_length())):
@@ -273,13 +282,14 @@ def show(evaluation: dict):
 
 
 def show_comparison(folder: Path, other: Path, worth: float):
-    """Prints how the responses in an evaluation's folder compare with those in another's."""
-    rows, other_rows = (read_lines(each / "responses.jsonl") for each in (folder, other))
-    models = [
-        json.loads((each / "evaluation.json").read_text())["model"] for each in (folder, other)
-    ]
+    """Prints how the responses in two evaluations' folders compare: the trained model's first."""
+    named = [json.loads((each / "evaluation.json").read_text()) for each in (folder, other)]
+    is_after = [each["settings"]["model"] == "trained" for each in named]
+    pair = [other, folder] if is_after == [False, True] else [folder, other]
+    models = named[::-1] if is_after == [False, True] else named
+    rows, other_rows = (read_lines(each / "responses.jsonl") for each in pair)
     differences = compare(rows, other_rows, worth)
-    print(f"\n{models[0]} less {models[1]}, prompt by prompt ({other.name})")
+    print(f"\n{models[0]['model']} less {models[1]['model']}, prompt by prompt ({other.name})")
     print(f"{'':<18}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
     for name, figure in differences.items():
         if name == "pass@1" and figure == differences.get("score"):
@@ -341,6 +351,36 @@ def files_of_reward(path: Path) -> list[Path]:
 
 
 # ---------------------------------------------------------------------------------------- answers
+
+
+def load_script(run_dir):
+    """The script that made a run, as a module.
+
+    Where it has changed since, that one; where it is gone, or asks vLLM otherwise than we do here,
+    one of ours. Either is said.
+    """
+    made = json.loads((run_dir / "args.json").read_text()).get("provenance", {})
+    named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
+    paths = [*named, *(ROOT / path.name for path in named), *(ROOT / f"{name}.py" for name in OURS)]
+    paths = [path.resolve() for path in paths if path.is_file()]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    digest = made.get("script_sha256")
+    path = paths[digests.index(digest)] if digest in digests else paths[0]
+    sys.path[:0] = [str(path.parent), str(ROOT)]
+    script, ours = map(importlib.import_module, (path.stem, OURS[0]))
+
+    def signatures(module):
+        functions = [getattr(module.VLLM, "sample", print), module.grade_responses]
+        return [inspect.signature(each) for each in (*functions, module.score_responses)]
+
+    trouble = "" if digest in digests else "is not here as it was"
+    if signatures(script) != signatures(ours):
+        script, trouble = ours, "asks vLLM otherwise"
+    if trouble:
+        print(
+            f"Warning: the script that made {run_dir} {trouble}; {script.__file__} takes its place"
+        )
+    return script
 
 
 def read_arguments(script, options):
@@ -564,9 +604,7 @@ def evaluate(options, fail):
     fail: parser.error, which ends this program with a line.
     """
     # Not before the command line is known to be right, for it takes seconds
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
-    import grpo_vllm_async as script  # its functions are those of the other scripts, word for word
-
+    script = load_script(options.run)
     script.transformers.utils.logging.set_verbosity_error()
     script.transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's process

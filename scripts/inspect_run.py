@@ -608,6 +608,8 @@ def is_right(row: dict, worth: float) -> bool | None:
     score, least = row["score"], worth
     if "verifiable_score" in row:
         score, least = row["verifiable_score"], 1
+    if score is not None:
+        score = row.get("reward_metrics", {}).get("right", score)
     return None if score is None else score >= least
 
 

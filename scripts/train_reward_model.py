@@ -613,12 +613,10 @@ def find_run(args):
     """The folder of the run, and the checkpoint to resume, or None."""
     run_dir = Path(args.output_dir, args.run_name)
     checkpoints = list_checkpoints(run_dir)
-    if args.resume_from_checkpoint == "auto":
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if args.resume_from_checkpoint == "latest":
-        if not checkpoints:
+    if args.resume_from_checkpoint in ("auto", "latest"):
+        if args.resume_from_checkpoint == "latest" and not checkpoints:
             raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1]
+        return run_dir, checkpoints[-1] if checkpoints else None
     if args.resume_from_checkpoint:
         checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
         return checkpoint_dir.parents[1], checkpoint_dir
@@ -632,16 +630,13 @@ def find_run(args):
 
 def is_finished(accelerator, run_dir, num_steps, args):
     """Whether `auto` finds a run that has written its last step, after its model."""
-    if args.resume_from_checkpoint != "auto" or count_steps(run_dir) < num_steps:
-        return False
-    accelerator.print(f"{run_dir} is finished")
-    return True
-
-
-def count_steps(run_dir):
-    """How many steps a run has written."""
     path = run_dir / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    has_steps = args.resume_from_checkpoint == "auto" and path.exists()
+    is_over = has_steps and path.read_text().count("\n") >= num_steps
+    is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
+    if is_over:
+        accelerator.print(f"{run_dir} is finished")
+    return is_over
 
 
 @cache  # which keeps the file open
@@ -666,7 +661,6 @@ def lock_run(run_dir):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     step = step_of(checkpoint_dir)
@@ -726,8 +720,10 @@ def main(args):
         raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.run_name is None:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
-    args.run_name = broadcast_object_list([args.run_name])[0]  # it may have the time in it
-    run_dir, checkpoint_dir = find_run(args)
+    # As rank 0 finds them: there may be the time in the name, and other machines may see a folder
+    # late
+    on_rank_0 = find_run(args) if accelerator.is_main_process else None
+    run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
     args.run_name = run_dir.name
 
     # ---- Data and model
@@ -804,6 +800,7 @@ def main(args):
         lock_run(run_dir)
         for path in run_dir.glob("*.jsonl"):
             path.unlink()
+        shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))

@@ -1,5 +1,7 @@
 """scripts/evaluate.py: a saved model's answers to held-out prompts."""
 
+import hashlib
+import importlib
 import json
 import os
 import runpy
@@ -171,6 +173,11 @@ class FakeVLLM:
             script.Response(prompt, script.np.array(ids), script.np.zeros(len(ids)), True)
             for prompt, ids in zip(prompts, answers, strict=True)
         ]
+
+
+@pytest.fixture(autouse=True)
+def the_path_of_imports_stays(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
@@ -386,6 +393,34 @@ def test_reward_is_known_with_what_it_imports_from_its_folder(tmp_path):
     assert sorted(names) == sorted([*texts][:6])
 
 
+def add_provenance(run_dir, path, **changes):
+    """As if the script at this path had made the run."""
+    saved = json.loads((run_dir / "args.json").read_text())
+    made = {"command": ["accelerate", "launch", str(path), "--seed", "1"]}
+    made |= {"script_sha256": hashlib.sha256(path.read_bytes()).hexdigest()} | changes
+    write_text(run_dir / "args.json", json.dumps(saved | {"provenance": made}))
+
+
+def test_copy_s_run_is_graded_by_the_copy(faked_run, call, tmp_path, monkeypatch):
+    """Wherever it is. Where it is gone, changed, or another engine's, that is said."""
+    text, rule = (REPO / "grpo_vllm_async.py").read_text(), "return float(response.strip() =="
+    assert text.count(rule) == 1
+    copy = tmp_path / "elsewhere/my_grpo.py"
+    write_text(copy, text.replace(rule, "return 0.5 * float(response.strip() =="))
+    monkeypatch.syspath_prepend(copy.parent)
+    monkeypatch.setattr(importlib.import_module("my_grpo"), "VLLM", FakeVLLM)
+    add_provenance(faked_run, copy)
+    said = call(faked_run)
+    assert "Warning" not in said and "pass@1                    0 " in said
+    add_provenance(faked_run, copy, script_sha256="another")
+    assert f"is not here as it was; {copy} takes its place" in call(faked_run)
+    add_provenance(faked_run, copy)
+    copy.unlink()
+    said = call(faked_run)
+    assert f"is not here as it was; {REPO}/grpo_vllm_async.py takes its place" in said
+    assert "pass@1                    1 " in said
+
+
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call, reward, capsys):
     base = REPO / "debug_assets" / "model"
     whole = call(faked_run, "--samples", 2)
@@ -403,7 +438,7 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
     # Beside each other, without a flag; and not where the question is another
     script.VLLM.is_blind = False
     said = call(faked_run, "--samples", 2, "--model", base)
-    assert f"{base} less {faked_run}/model, prompt by prompt" in said
+    assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
     assert "score                     0 " in said
     assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
     for flags, differs in (

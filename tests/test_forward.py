@@ -400,12 +400,13 @@ def test_whitening_and_metrics_leave_out_what_failed(run_main):
         torch.testing.assert_close(batch.returns[inside], returns[inside], rtol=1e-4, atol=1e-5)
 
         scores = batch.scores[batch.has_score.bool()]
-        penalty = -0.3 * (d**2 / 2).sum() / EPISODES
+        kl = (d**2 / 2).sum(1)
         returns, values = batch.returns[inside], batch.values[inside]
         expected = {
             "objective/kl": d.sum() / EPISODES,
-            "objective/non_score_reward": penalty,
-            "objective/rlhf_reward": scores.mean() + penalty,
+            "objective/non_score_reward": -0.3 * kl.mean(),
+            # Over the responses that have a score
+            "objective/rlhf_reward": scores.mean() - 0.3 * kl[batch.has_score.bool()].mean(),
             "objective/scores_std": scores.std(correction=0),
             "val/explained_variance": 1 - (returns - values).var() / returns.var(),
         }

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import formulas, hooks, rollouts
+from helpers.files import read_json_lines
 from helpers.loops import EPISODES
 from helpers.rollouts import STOP, VOCAB, gradients, grpo_args, one_of_ranks, tiny_policy
 from helpers.runs import sequences_of
@@ -259,13 +260,13 @@ def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, optio
     size, rows = args.per_device_train_batch_size, list(range(8))
     for rank in range(ranks):
         accelerator = one_of_ranks(rank, ranks)
-        expected, _ = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
+        expected = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
         batch.logprobs = torch.zeros_like(batch.mask)  # not known yet
         _, found = grpo.accumulate_gradients(accelerator, policy, batch, rows, True, args)
-        assert expected.any() and torch.equal(found, expected)
+        assert all(map(torch.Tensor.any, expected)) and torch.equal(found, torch.stack(expected))
         first, first_sums = gradients(accelerator, [policy], batch, args, flag=True)
         assert first_sums["val/ratio"] == first_sums["tokens"] > 0
-        batch.logprobs = expected
+        batch.logprobs, _ = expected
         again, sums = gradients(accelerator, [policy], batch, args)
         assert first.any() and torch.equal(first, again) and first_sums == sums
 
@@ -303,7 +304,7 @@ def test_sampler_is_checked_after_the_passes_of_the_first_update(
         return call()
 
     def note_samples(call, given):
-        assert not (given["entropies"][given["logprobs"] == 0]).any()
+        assert (given["entropies"][given["mask"].bool()] > 0).all()
         events.append("samples")
         return call()
 
@@ -318,8 +319,9 @@ def test_sampler_is_checked_after_the_passes_of_the_first_update(
     sizes = {"total_episodes": EPISODES, "local_mini_batch_size": EPISODES // updates}
     with hooks.before_each_optimizer_step(lambda optimizer: events.append("step")):
         run_main("grpo_vllm_async.py", lambda *_: 1.0, beta=beta, non_stop_penalty=False, **sizes)
-    of_beta = ["1 passes", "samples"] if beta else []  # the reference policy's passes
-    assert events == [f"{updates - 1} passes", *of_beta, "check", *["step"] * updates]
+    # With beta the reference policy makes passes, and how vLLM drew is checked
+    passes, checks = (["1 passes"], ["check", "samples"]) if beta else ([], ["check"])
+    assert events == [f"{updates - 1} passes", *passes, *checks, *["step"] * updates]
 
 
 # ------------------------------------------------------------------------------------------ main()
@@ -372,6 +374,17 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
         }
         for name, value in expected.items():
             assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-8), name
+    # Of what was not computed nothing is written down, and of all else what it is
+    lines = read_json_lines(run.run_dir / "rollouts.jsonl")
+    for i, line in enumerate(lines):
+        batch, row = run.batches[i // 8], i % 8
+        for name in ("logprobs", "entropies"):
+            known = getattr(batch, name)[row][batch.mask[row].bool()]
+            assert (line[name] is not None) == batch.computed[row]
+            if line[name]:
+                assert known.all()
+                torch.testing.assert_close(torch.tensor(line[name]), known, atol=6e-5, rtol=0)
+    assert 0 < sum(line["entropies"] is None for line in lines) < len(lines)
 
 
 @pytest.mark.parametrize(("beta", "correct"), [(0.0, ("",)), (0.1, ("6", "7"))])

@@ -219,13 +219,16 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
         weights = ratio.clamp(max=cap) * (means.abs() <= math.log(limit))
         kl = flat["logprobs"] - flat["ref_logprobs"]
         kl_of_response = kl.sum() / EPISODES
+        of_rows = ((batch.logprobs - batch.ref_logprobs) * inside).double().sum(1)
+        kl_of_scored = of_rows[batch.has_score.bool()].mean()
         expected = {
             "training_step": step,
             "episode": step * EPISODES,
             "epoch": step * EPISODES / 4 / 64,
             "objective/kl": kl_of_response,
             "objective/non_score_reward": -0.3 * kl_of_response,
-            "objective/rlhf_reward": scores.mean() - 0.3 * kl_of_response,
+            # Of the very responses that have a score
+            "objective/rlhf_reward": scores.mean() - 0.3 * kl_of_scored,
             "objective/scores": scores.mean(),
             "objective/scores_std": scores.std(correction=0),
             "objective/entropy": -flat["logprobs"].sum() / EPISODES,
@@ -470,7 +473,12 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
 ):
     """What it left would be taken for the new run's. A name with the time differs between ranks."""
     script = importlib.import_module(name.removesuffix(".py"))
-    monkeypatch.setattr(script, "broadcast_object_list", lambda names: ["first"])
+
+    def broadcast(objects):
+        """What the first rank has sent, in place of the folder that this one would find."""
+        return [(tmp_path / "first", None)] if isinstance(objects[0], tuple) else objects
+
+    monkeypatch.setattr(script, "broadcast_object_list", broadcast)
 
     def fail(*_):
         raise RuntimeError("the disk is full")
@@ -482,9 +490,21 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
         run_main(name, **options)
     left = [tmp_path / "first" / f"{kind}.jsonl" for kind in ("rollouts", "samples")]
     assert all(path.stat().st_size for path in left)
+    unfinished = tmp_path / "first/checkpoints/unfinished"  # and it died while it saved
+    (unfinished / "policy_optimizer").mkdir(parents=True)
     run_main(name, **options)
+    assert not unfinished.exists()
     assert [len(read_json_lines(path)) for path in left] == [8, 3]  # two groups; held-out prompts
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_source_that_the_reward_has_no_rule_for_ends_the_run_before_vllm_starts(name, run_main):
+    def score(data_source, response, ground_truth):
+        raise NotImplementedError(f"no rule for {data_source}")
+
+    with pytest.raises(ValueError, match=r"(?s)parquet, row 63: .*no rule for debug"):
+        run_main(name, score)
 
 
 def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer):

@@ -230,9 +230,22 @@ def test_auto_begins_goes_on_and_ends(whole, six_steps, tmp_path):
     run = six_steps(name, **again)
     assert len(run.batches) == 2
     check_equal_to_the_bit(run, whole(name))
+    # As if it had died in its last step, which is the last line
+    metrics = run.run_dir / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    run = six_steps(name, **again)
+    check_equal_to_the_bit(run, whole(name))
     before = {path: path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()}
-    assert six_steps(name, **again).vllm is None
+    run = six_steps(name, push_to_hub=True, **again)  # the upload may have failed
+    assert run.vllm is None and run.programs == [("push_to_hub.py", 6)]
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_ranks_go_by_what_the_first_one_finds(tmp_path, monkeypatch):
+    """A network file system may show a folder late to others."""
+    monkeypatch.setattr(script, "broadcast_object_list", lambda objects: [True])
+    accelerator, args = SimpleNamespace(print=print), Args(resume_from_checkpoint="auto")
+    assert script.is_finished(accelerator, tmp_path, 5, args)
 
 
 @pytest.mark.parametrize("holder", ["process 7 on elsewhere", None])
@@ -302,7 +315,6 @@ def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     run_dir = tmp_path / "run"
     save_fake_checkpoints(run_dir, (8, 9, 10), keep_last_n=keep)
     assert [script.step_of(path) for path in script.list_checkpoints(run_dir)] == kept
-    (run_dir / "checkpoints" / "unfinished").mkdir()
     script.rewind_run(run_dir, run_dir / "checkpoints" / "step_10")
     assert checkpoints_of(run_dir) == sorted(f"step_{step}" for step in kept)
     args = Args(output_dir=str(tmp_path), run_name="run", resume_from_checkpoint="latest")

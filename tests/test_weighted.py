@@ -13,6 +13,8 @@ RESPONSES = {
     "right": ("2 + 2 = 4. #### 4", 64, 1.125, {"right": 1.0, "short": 0.75, "marked": 1.0}),
     "right, and no more": ("It is 4", 999, 1.0, {"right": 1.0, "short": 0.0, "marked": 0.0}),
     "all but right": ("#### 5", 0, 0.15, {"right": 0.0, "short": 1.0, "marked": 1.0}),
+    # A share of the code's tests, or of the constraints
+    "right in part": ("#### 4", 0, 1.05, {"right": 0.9, "short": 1.0, "marked": 1.0}),
 }
 
 
@@ -22,12 +24,16 @@ def respond(text, count, data_source="openai/gsm8k"):
 
 
 @pytest.mark.parametrize("name", RESPONSES)
-def test_score_is_the_weighted_sum_and_each_reward_a_metric(name):
+def test_score_is_the_weighted_sum_and_each_reward_a_metric(name, monkeypatch):
     text, count, score, metrics = RESPONSES[name]
+    rewards = weighted.REWARDS | {"right": (1.0, lambda *_: metrics["right"])}
+    monkeypatch.setattr(weighted, "REWARDS", rewards)
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: weighted.compute_score)
     graded = script.call_reward_fn(REWARD_FN, respond(text, count))
     assert graded.failure is None
     assert (graded.verifiable, graded.reward_metrics) == (pytest.approx(score), metrics)
-    assert (graded.verifiable >= 1) == (metrics["right"] == 1)
+    rate = script.score_metrics("eval", [graded], script.Args())["eval/verifiable_correct_rate"]
+    assert rate == (metrics["right"] == 1)
 
 
 def test_response_of_which_one_reward_fails_has_no_score():

@@ -6,8 +6,8 @@ Copy it and change REWARDS, say by `import judge` and "judge": (0.5, judge.compu
 of 0 shows a reward without training on it. Where one reward fails the score is not known, so the
 response has none.
 
-A score of 1 or more counts as right (objective/verifiable_correct_rate). Here only right answers
-get there: `right` weighs 1, and the others less than 1 together.
+An answer counts as right (objective/verifiable_correct_rate) where `right` is 1, whatever the sum;
+without a reward of that name, where the sum is 1 or more.
 """
 
 import math
