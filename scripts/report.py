@@ -16,11 +16,12 @@ import math
 import re
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from itertools import groupby, pairwise
+from collections.abc import Callable
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 
+import health
 import inspect_run as inspect
 import plot_runs as plots
 
@@ -30,110 +31,24 @@ FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
 # Characters of a text, tokens and evaluations of a response: fewer where too few items fit
 DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
-LEARNS, SAMPLER, RIGHT = "Does it learn?", "Is the sampler the policy?", "verifiable_correct_rate"
-OF_SOLVED = "objective/scores_std", "val/explained_variance"  # without meaning once all is right
-ILL = re.compile(r"`(.+)` ([<>]) (\S+)( x the first)?(?:, (.+))?(?: for (\d+) steps)?$")
-PLACES = {"at the beginning": slice(5), "at the end": slice(-1, None), None: slice(None)}
 
 
-def plain(text: str) -> str:
-    """Without what Markdown marks."""
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "").replace("**", "")
-
-
-def read_page(name: str) -> str:
-    return (DOCS / name).read_text() if (DOCS / name).is_file() else ""
-
-
-def rows_of(page: str, heading: str = "") -> list[list[str]]:
-    """The cells of a page's tables, or of the one that begins with this heading."""
-    text = f"\n\n{read_page(page)}"
-    text = text.partition(f"\n\n{heading}")[2].partition("\n\n")[0] if heading else text
-    rows = re.findall(r"^\| (.*)\|$", text, re.MULTILINE)
-    return [[cell.strip() for cell in row.split("|")] for row in rows]
-
-
-def read_meanings(script: str) -> dict[str, str]:
-    """{metric: what the tables of the docs say of it}"""
-    pages = ["ppo_sync.md", "ppo_vllm_async.md", "grpo_vllm_async.md", "forks.md"]
-    of_script = pages[:1] if script == "ppo_sync" else pages[:2] if "ppo" in script else pages
-    said = defaultdict(str)
-    for keys, *cells in (row for page in of_script for row in rows_of(page)):
-        for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", keys):
-            said[key] += "".join(f"{plain(cell).strip('.')}. " for cell in cells if cell)
-    return said
-
-
-def section_of(failure: str) -> list[str]:
-    """Of a diff of scripts/failures: the link to its section, and what that says up to the diff."""
-    for section in read_page("failures.md").split("\n### "):
-        text, is_there, _ = section.partition(f"- [Diff](../scripts/failures/{failure}.diff)")
-        if is_there:
-            slug = text.partition("\n")[0].lower().replace(" ", "-")
-            return [f"{(DOCS / 'failures.md').resolve().as_uri()}#{slug}", plain(text.strip())]
-    return ["", ""]
-
-
-def longest(values: list[bool]) -> int:
-    """How many in a row are true, at most."""
-    return max((len([*group]) for value, group in groupby(values) if value), default=0)
-
-
-def illnesses(metrics: list[dict], args: dict) -> Iterator[tuple[str, str, str]]:
-    """(row of healthy.md, what is ill, the failure that looks so or ""); a right run has none."""
-    columns, trained = defaultdict(list), [line for line in metrics if line.get("lr") != 0]
-    for name, value in (pair for line in trained for pair in line.items()):
-        columns[name] += [value] if value is not None else []
-    scores, entropies = columns["objective/scores"], columns["policy/entropy_avg"]
-    kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
-    is_first = first["training_step"] == 1 and not first.get("policy/staleness")
-    is_solved = max([0, *columns[f"objective/{RIGHT}"], *columns[f"eval/{RIGHT}"]]) > 0.95
-    rounding, late = 5e-3 / min(1, args.get("temperature", 1)), 0.05
-    if args.get("dtype") == "float32":
-        rounding, late = 1e-4, 0.01
-
-    if is_off := is_first and first.get("mismatch/kl", 0) > rounding:
-        yield SAMPLER, f"mismatch/kl of step 1 is above {rounding:.2g}: no rounding", "temperature"
-        yield SAMPLER, "Or it is this", "retokenized"
-    elif kl and 0.1 > kl[-1] > late and last.get("lr", math.inf) < 0.05 * max(columns["lr"]):
-        yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
-    pairs = zip(scores, scores[2:], entropies, entropies[2:], strict=False)
-    dies = any(old > 0.5 and new < 0.1 * old and now > 0.7 * was for old, new, was, now in pairs)
-    if dies and "objective/reward_model_score" not in first:  # whose 0 is no nothing
-        yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
-    loss, is_zero = first.get("loss/value_avg"), first.get("val/explained_variance") == 0
-    is_zero &= (args.get("gamma", 1), args.get("value_lam", 1)) == (1, 1)
-    squares = [first.get(f"objective/scores{of}", 0) ** 2 for of in ("", "_std")]
-    if is_first and is_zero and loss < sum(squares) / 20:
-        yield LEARNS, f"loss/value_avg of step 1 is {loss:.2g}: rewards get lost", "reward_late"
-    repeats = longest([old == new for old, new in pairwise(columns["eval/scores"])])
-    if repeats >= 3 and not is_solved and any(columns["objective/scores_std"][-3:]):
-        yield LEARNS, "eval/scores repeats to the last digit", "stale_weights"
-
-    for row, rule, failure in rows_of("healthy.md", "| row |"):
-        name, side, limit, is_share, place, steps = ILL.search(rule).groups()
-        limit = float(limit) * (columns[name][0] if is_share and columns[name] else 1)
-        values = columns[name][PLACES.get(place)]
-        ill = [value > limit if side == ">" else value < limit for value in values]
-        is_excused = is_off if row == SAMPLER else is_solved and name in OF_SOLVED
-        is_excused |= bool(is_share) and limit < 0.05  # a share of nearly nothing
-        if longest(ill) >= int(steps or 1) and not is_excused:
-            yield row, plain(rule), failure.strip("`")
-
-
-def verdicts(metrics: list[dict], args: dict) -> list[dict]:
-    """The rows of healthy.md, with a run's figures and what is ill."""
+def verdicts(metrics: list[dict], args: dict, first_rows: list[dict]) -> list[dict]:
+    """The questions of health.py, with a run's figures and what is ill."""
     ill = defaultdict(list)
-    for row, said, failure in illnesses(metrics, args):
-        ill[row].append([said, *section_of(failure)])
+    for ask, said, failure in health.illnesses(metrics, args, first_rows):
+        heading, wrong = health.FAILURES.get(failure, ("", ""))
+        slug = heading.lower().replace(" ", "-")
+        link = f"{(DOCS / 'failures.md').resolve().as_uri()}#{slug}" if heading else ""
+        ill[ask].append([said, link, heading and f"{heading}: {wrong}"])
     shown = []
-    for ask, look, usual, _, then in rows_of("healthy.md", "| ask |"):
+    for question in health.QUESTIONS:
         figures = []
-        for name in re.findall(r"`(\w+/\w+)`", look):
+        for name in question.metrics:
             values = [f"{line[name]:.3g}" for line in metrics if line.get(name) is not None]
             figures += [[name, ", ".join(spread_out(values, 5))]] if values else []
-        row = {"ask": ask, "usual": plain(usual), "then": plain(then), "figures": figures}
-        shown += [row | {"ill": ill[ask]}] if figures else []
+        row = {"ask": question.ask, "usual": question.usual, "then": question.then}
+        shown += [row | {"figures": figures, "ill": ill[question.ask]}] if figures else []
     return shown
 
 
@@ -214,11 +129,8 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
     spans, numbers = row.get("observed", []), {}
     observed = [i for i, place in enumerate(kept) if any(a <= place < b for a, b in spans)]
     for name in {name for name in row if isinstance(row[name], list)} - inspect.NO_NUMBERS:
-        # Zeros are what GRPO leaves in rows that it does not compute
-        is_computed = any(row[name]) or not any(row.get("sampler_logprobs", []))
-        if is_computed or name not in ("logprobs", "entropies"):
-            values = inspect.numbers_of(row, name)
-            numbers[name] = [values[place] for place in kept]
+        values = inspect.numbers_of(row, name)
+        numbers[name] = [values[place] for place in kept]
     said = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
     return said | {"stopped": row["stopped"], "text": ""}
 
@@ -267,13 +179,22 @@ def defaults_of(args: dict) -> dict:
     return defaults
 
 
+def first_rows(run_dir: Path) -> list[dict]:
+    """The lines of rollouts.jsonl of step 1."""
+    path = run_dir / "rollouts.jsonl"
+    lines = islice(path.open("rb"), 8) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [row for row in rows if row["training_step"] == 1]
+
+
 def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     name, metrics, args = run
     sentences = [inspect.describe_progress(run_dir, args, metrics)]
     sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
     sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
     said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
-    return said | {"health": verdicts(metrics, args), "curves": curves_of(run, points)}
+    said |= {"health": verdicts(metrics, args, first_rows(run_dir))}
+    return said | {"curves": curves_of(run, points)}
 
 
 def make_page(run_dirs: list[Path]) -> bytes:
@@ -286,7 +207,8 @@ def make_page(run_dirs: list[Path]) -> bytes:
         "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
         "table": "\n".join(plots.lines_of_table(curves)) if len(runs) > 1 else "",
         "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(curves, "step", [])],
-        "meanings": read_meanings(runs[0].args["exp_name"]),
+        "meanings": health.METRICS,
+        "tried": health.TRIED,
         **answers_of(run_dirs, runs, MOST_ANSWERS),
     }
     style, script = (b"".join((PAGE / each).read_bytes() for each in files) for files in FILES)

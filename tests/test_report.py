@@ -3,14 +3,19 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
 
+import health
 import pytest
 import report
+import torch
 from helpers import REPO
 from helpers.browser import CHROMIUM, browser
 from test_inspect import byte_tokenizer
+
+import ppo_sync as ppo
 
 ARGS = {
     "exp_name": "ppo_vllm_async",
@@ -124,7 +129,7 @@ def test_recorded_failure_is_told_and_a_right_run_is_not_ill(run):
         line = {"training_step": step + 1, "lr": 1 - step / count, "policy/staleness": step > 0}
         values = {name: values[step] for name, values in run["metrics"].items()}
         metrics.append(line | {name: value for name, value in values.items() if value is not None})
-    told = [failure for _, _, failure in report.illnesses(metrics, ARGS)]
+    told = [failure for _, _, failure in health.illnesses(metrics, ARGS)]
     assert (run["diff"] in told) == (run["diff"] not in {None, *NOT_TOLD})
     if run["diff"] is None:
         assert told == []
@@ -134,14 +139,53 @@ RIGHT = "verifiable_correct_rate"
 
 
 def ill(metrics, **arguments):
-    return [(said, failure) for _, said, failure in report.illnesses(metrics, ARGS | arguments)]
+    return [(said, failure) for _, said, failure in health.illnesses(metrics, ARGS | arguments)]
 
 
-@pytest.mark.parametrize(("value", "failures"), [(0.002, ["reward_late"]), (0.1, [])])
-def test_reward_that_never_arrives_is_told_by_the_first_value_loss(value, failures):
+@pytest.mark.parametrize("gamma", [1.0, 0.99])
+@pytest.mark.parametrize("late", [False, True])
+def test_reward_that_never_arrives_is_told_however_long_right_and_wrong_answers_are(late, gamma):
+    """One right answer in ten, of 100 tokens; wrong ones have 2,048."""
+    lengths = torch.tensor([100] + 7 * [2048])
+    scores, mask = (lengths == 100).float(), (torch.arange(2049) < lengths[:, None]).float()
+    rewards = torch.zeros_like(mask)
+    rewards[range(8), lengths - 1 + late] = scores - 0.5  # a wrong one costs something
+    _, returns = ppo.compute_gae(rewards, torch.zeros_like(mask), mask, gamma, 1.0)
+    rows = [
+        {"score": score - 0.5, "returns": row[:length].tolist()}
+        for score, row, length in zip(scores.tolist(), returns, lengths, strict=True)
+    ]
+    (*found,) = health.illnesses(metrics_of(12), ARGS | {"gamma": gamma}, rows)
+    assert [failure for _, _, failure in found] == (["reward_late"] if late else [])
+    whitened = health.illnesses(metrics_of(12), ARGS | {"whiten_rewards": True}, rows)
+    assert not [*whitened]
+
+
+@pytest.mark.parametrize(("lag", "count"), [(1, 2), (4, 0)])
+def test_sampler_that_is_to_be_old_is_not_ill_of_it(lag, count):
     lines = metrics_of(12)
-    lines[0] |= {"loss/value_avg": value, "val/explained_variance": 0.0}
-    assert [failure for _, failure in ill(lines)] == failures
+    for line in lines[1:]:
+        line |= {"policy/staleness": lag, "mismatch/kl": 0.4, "mismatch/ess": 0.3}
+    assert len(ill(lines)) == count
+
+
+def test_rules_of_the_mismatch_hold_on_the_runs_of_the_lag():
+    """Which they were not chosen on. Right: within two points of no lag; harmed: ten below it."""
+    told = defaultdict(list)
+    for line in (REPO / "docs/lag.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        steps = zip(run["kl_of_steps"], run["ess_of_steps"], strict=True)
+        metrics = [
+            {"training_step": i, "lr": 1.0, "policy/staleness": min(i, run["lag"])}
+            | {"mismatch/kl": kl, "mismatch/ess": ess}
+            for i, (kl, ess) in enumerate(steps)
+        ]
+        kind = "right" if run["final"] >= 0.973 else "harmed" if run["final"] < 0.893 else "other"
+        told[kind, run["lag"]].append(bool(ill(metrics)))
+    assert [sum(told["right", lag]) for lag in (0, 1)] == [0, 1]
+    assert len(told["right", 0] + told["right", 1]) == 64
+    assert (sum(told["harmed", 1]), len(told["harmed", 1])) == (13, 14)
+    assert not any(sum(told[key]) for key in told if key[1] > 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +196,7 @@ def test_reward_that_never_arrives_is_told_by_the_first_value_loss(value, failur
         ("val/explained_variance", [-0.1] * 9, None),
         ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
         ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
-        ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-9 for 3 steps"),
+        ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-09 for 3 steps"),
         (f"eval/{RIGHT}", [0.5, 0.7, 0.4], f"eval/{RIGHT} < 0.9 x the first, at the end"),
         (f"eval/{RIGHT}", [0.5, 0.4, 0.7], None),
         (f"eval/{RIGHT}", [0.5, 0.46], None),  # of few prompts
@@ -187,6 +231,7 @@ RIGHT_RUNS = {
         [{"mismatch/kl": 0.001}, *[{"mismatch/kl": 0.02, "lr": 1e-7}] * 11],
         {"dtype": "bfloat16"},
     ),
+    "the most that bfloat16 is off": ([{"mismatch/kl": 0.005}], {"dtype": "bfloat16"}),
     "a reward model's scores cross 0": (
         [
             {"objective/reward_model_score": score, "objective/scores": score}
@@ -194,7 +239,6 @@ RIGHT_RUNS = {
         ],
         {},
     ),
-    "discounted": ([{"loss/value_avg": 0.002, "val/explained_variance": 0.0}], {"gamma": 0.9}),
 }
 
 
@@ -221,7 +265,7 @@ def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_lik
     ((said, link, section),) = row["ill"]
     assert said == "mismatch/kl > 0.1 for 3 steps"
     assert link == (REPO / "docs/failures.md").as_uri() + "#stale-weights"
-    assert section.startswith("Stale weights\n") and "`" not in section and "](" not in section
+    assert section == "Stale weights: vLLM goes on with weights from before training"
     assert [other["ill"] for other in health if other is not row] == [[]] * (len(health) - 1)
 
 
@@ -231,7 +275,7 @@ def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_lik
 def test_tokens_have_their_texts_and_numbers(make_run, make_report):
     rows = [
         response(1, "3ä"),
-        response(1, "12", logprobs=[0.0, 0.0], ref_logprobs=[float("nan")] * 2),
+        response(1, "12", logprobs=None, ref_logprobs=[float("nan")] * 2),
     ]
     first, second = rows_of(make_report(make_run(rollouts=rows)).data["runs"][0]["steps"][0])
     assert first["texts"] == ["3", None, "ä"] and first["ids"] == rows[0]["token_ids"]
@@ -321,13 +365,25 @@ def test_arguments_are_beside_their_script_s_defaults(make_run, make_report):
     assert "num_training_steps" not in defaults  # filled in
 
 
-def test_metrics_have_the_docs_sentences():
-    said = report.read_meanings("grpo_vllm_async")
-    assert said["objective/scores"].startswith("mean score of a response. rises. Flat: ")
-    assert "returned as NAME" in said["objective/reward/NAME"]
-    assert "than the policy that sampled" in said["policy/staleness"]
-    assert "groups whose scores are all equal" in said["val/zero_variance_groups"]
-    assert "val/zero_variance_groups" not in report.read_meanings("ppo_vllm_async")
+def test_every_metric_of_the_docs_has_its_meaning():
+    keys = set()
+    for page in ("ppo_sync", "ppo_vllm_async", "grpo_vllm_async"):
+        rows = re.findall(r"^\| (`[^|]+) \|.*\|$", (REPO / f"docs/{page}.md").read_text(), re.M)
+        keys |= {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
+    assert keys == health.METRICS.keys() and len(keys) > 60
+
+
+def test_docs_quote_the_rules():
+    """And the questions, with what is usual and what to do; links and code marks apart."""
+    text = (REPO / "docs/healthy.md").read_text()
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+    for rule in health.RULES:
+        assert f"| {rule.ask} | {rule} |{rule.failure and f' {rule.failure}'} |" in text
+    for question in health.QUESTIONS:
+        assert question.ask in text and question.usual in text, question.ask
+    headings = re.findall(r"^### (.*)$", (REPO / "docs/failures.md").read_text(), re.M)
+    assert {heading for heading, _ in health.FAILURES.values()} <= {*headings}
+    assert health.TRIED in text
 
 
 def test_folder_that_is_no_run_s_is_one_line(tmp_path, make_report, capsys):
@@ -343,11 +399,8 @@ def test_programs_that_show_runs_stay_short():
     assert (REPO / "scripts/page/page.js").read_text().count("\n") <= 400
 
 
-# ------------------------------------------------------------------------------ in a browser
+# ------------------------------------------------------------------------------ hostile texts
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
-)
 HOSTILE = [
     "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>",
     "</script><script>window.ran = 3</script><!-- <script>",
@@ -356,6 +409,49 @@ HOSTILE = [
     "right \u202eto left\u2066 \u05d0\u05d1 \u0627\u0644\u200f end",
     "<b>" * 33_334,
 ]
+POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; "
+    "script-src 'nonce-{0}'; style-src 'nonce-{0}'"
+)
+
+
+@pytest.fixture
+def hostile_run(make_run):
+    """A run whose texts, names of metrics and run name would be code, if they were not data."""
+    rows = [response(1, "12", response=text, prompt=text) for text in HOSTILE]
+    rows += [response(2, text.replace("\ud800", "")) for text in HOSTILE]
+    samples = [answer(i, 0, False, response=text, prompt=text) for i, text in enumerate(HOSTILE)]
+    samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
+    metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
+    return make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
+
+
+def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(hostile_run, make_report):
+    """What a browser needs for that, on the file."""
+    pages = [make_report(hostile_run) for _ in range(2)]
+    nonces = [re.search(r'<script nonce="(\w{32})">', page.text)[1] for page in pages]
+    assert nonces[0] != nonces[1]  # nobody can guess it
+    for page, nonce in zip(pages, nonces, strict=True):
+        # Nothing in the data can end its element
+        before, _, rest = page.text.partition('<script type="application/json" id="data">')
+        data, _, rest = rest.partition("</script>")
+        assert "<" not in data
+        assert before.count("<script") == 0 and rest.count("<script") == 1
+        policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.text)
+        assert policy == [POLICY.format(nonce)]
+        assert [prompt for prompt, *_ in page.data["answers"]][:3] == HOSTILE[:3]
+    script = (REPO / "scripts/page/page.js").read_text()
+    ways = (
+        r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
+    )
+    assert not re.search(ways, script) and "textContent" in script
+
+
+# ------------------------------------------------------------------------------ in a browser
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
+)
 
 
 @pytest.fixture(scope="module")
@@ -378,14 +474,8 @@ def choose(page, name, value):
 
 
 @needs_chromium
-def test_nothing_of_a_hostile_text_runs(page, make_run, make_report):
-    rows = [response(1, "12", response=text, prompt=text) for text in HOSTILE]
-    rows += [response(2, text.replace("\ud800", "")) for text in HOSTILE]
-    samples = [answer(i, 0, False, response=text, prompt=text) for i, text in enumerate(HOSTILE)]
-    samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
-    metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
-    folder = make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
-    made = make_report(folder)
+def test_nothing_of_a_hostile_text_runs(page, hostile_run, make_report):
+    made = make_report(hostile_run)
     for width in (360, 1920):
         page.open(made.path, width=width)
         page.ask("showStep(0, 1)")
@@ -408,7 +498,7 @@ def test_nothing_of_a_hostile_text_runs(page, make_run, make_report):
 def test_slider_filter_search_order_and_colour_do_what_they_say(page, make_run, make_report):
     samples = [answer(i, v, right=(i + v) % 3 == 0, length=9 - i) for v in (0, 8) for i in range(6)]
     rollouts = [response(step, "123", score=float(step % 2)) for step in range(1, 7) for _ in "ab"]
-    rollouts[-1]["logprobs"] = [0.0] * 3
+    rollouts[-1]["logprobs"] = None
     page.open(make_report(make_run(rollouts=rollouts, samples=samples)).path)
     prompts = "#prompts .prompt"
     assert text_of(page, prompts) == [f"held out {i}" for i in range(6)]
@@ -486,4 +576,4 @@ def test_what_a_metric_means_is_shown_to_who_comes_by_tab(page, make_run, make_r
     assert page.ask(visible) == "none"
     page.ask(f"{button}.focus()")
     assert page.ask(visible) == "block"
-    assert "its deviation over the batch" in page.ask(f"{button}.textContent")
+    assert "deviation of the scores" in page.ask(f"{button}.textContent")

@@ -56,13 +56,10 @@ function showHead() {
   if (data.table) head.append(make("pre", { className: "table", tabIndex: 0 }, data.table));
 }
 
-function finding([said, link, section]) {
-  if (!section) return div("finding", said + ".");
-  const [title, , ...lines] = section.split("\n");
-  const summary = make("summary", {}, `It looks like: ${title}`);
+function finding([said, link, failure]) {
+  if (!failure) return div("finding", said + ".");
   const page = make("a", { href: link }, "docs/failures.md");
-  const details = make("details", {}, summary, textBox(lines.join("\n")), page);
-  return div("finding", said + ".", details);
+  return div("finding", said + ".", div("", `It looks like ${failure}. `, page));
 }
 
 function showHealth() {
@@ -81,6 +78,7 @@ function showHealth() {
     });
     byId("health").append(nameOf(number) ?? "", box);
   });
+  byId("health").append(make("p", { className: "note" }, data.tried));
 }
 
 // ---------------------------------------------------------------------------------------- curves
