@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import ClassVar
 
 import evaluate
+import inspect_run
 import pytest
 from helpers import REPO
 from helpers.files import read_json_lines, write_configurations, write_rows, write_text
@@ -121,6 +122,15 @@ def test_reward_s_own_metrics_are_figures():
     figures = evaluate.summarize([*rows, row(4, None, failure="hangs")])
     assert figures["reward/strict"] == {"mean": 0.5, "low": 0.15, "high": 0.85, "prompts": 4}
     assert figures["reward/lenient"]["mean"] == 1.0
+
+
+def test_reward_may_say_what_is_right():
+    rows = [row(i, 0.95, reward_metrics={"right": float(i > 1)}) for i in range(4)]
+    assert evaluate.summarize(rows)["pass@1"]["mean"] == 0.5
+    assert [inspect_run.is_right(line | {"ground_truth": "4"}, 1.0) for line in rows] == [
+        *[False] * 2,
+        *[True] * 2,
+    ]
 
 
 def test_two_models_are_compared_prompt_by_prompt():

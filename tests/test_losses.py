@@ -70,7 +70,10 @@ def test_learning_rate_of_every_update(warm_up, updates):
         assert rates == pytest.approx(expected) and min(rates) > 0
 
 
-def test_warm_up_as_a_share_of_the_updates():
+@pytest.mark.parametrize(("value_warmup_steps", "warm_up_steps"), [(0, 20), (5, 10)])
+def test_warm_up_as_a_share_of_the_policys_updates(value_warmup_steps, warm_up_steps):
     sizes = {"total_episodes": 640, "local_rollout_batch_size": 64, "local_mini_batch_size": 16}
-    args = script.fill_in(Args(**sizes, num_epochs=2, warmup_ratio=0.25), world_size=1)
-    assert (args.num_training_steps, args.num_updates, args.warm_up_steps) == (10, 80, 20)
+    sizes |= {"num_epochs": 2, "value_warmup_steps": value_warmup_steps}
+    args = script.fill_in(Args(**sizes, warmup_ratio=0.25), world_size=1)
+    assert (args.num_training_steps, args.num_updates) == (10, 80)
+    assert args.warm_up_steps == warm_up_steps
