@@ -82,7 +82,7 @@ import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import date, timedelta
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -221,6 +221,8 @@ def main(args):
     on_rank_0 = find_run(args) if is_rank_0() else None
     run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
     args.run_name = run_dir.name
+    if checkpoint_dir:  # which chat templates may write
+        args.start_day = json.loads((run_dir / "args.json").read_text())["start_day"]
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
         if args.push_to_hub:  # its end may have been cut short
             run_program("push_to_hub.py", run_dir)
@@ -1033,7 +1035,7 @@ class Args:
     # -- Trackers and the hub
     with_tracking: bool = False
     """log to Weights & Biases as well"""
-    wandb_project_name: str = "tandem"
+    wandb_project_name: str = os.environ.get("WANDB_PROJECT", "tandem")
     """project there"""
     wandb_entity: str | None = None
     """its owner (user or team)"""
@@ -1059,6 +1061,7 @@ class Args:
     """responses per step, over all ranks"""
     updates_per_step: FilledIn[int] = 0
     """optimizer updates per step"""
+    start_day: FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
     num_training_steps: FilledIn[int] = 0
     """of the run"""
     num_updates: FilledIn[int] = 0
@@ -1327,7 +1330,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
     run_program("provenance.py", run_dir)  # adds commit and versions to args.json
     wandb_run = {
-        "name": args.run_name,
+        "name": os.environ.get("WANDB_NAME", args.run_name),
         "entity": args.wandb_entity,
         "id": state["wandb_id"],
         "resume": "allow",
@@ -1421,10 +1424,15 @@ def load_prompts(path, config, split, tokenizer, args, is_eval):
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
+    if lost & {" ", "\n"}:
+        raise ValueError(
+            f"{path}: the tokenizer loses spaces, as transformers may load it (its issue 48206); "
+            f"tokenizer_class in its tokenizer_config.json should be TokenizersBackend"
+        )
     if is_rank_0():
         print(
             f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
-            f"characters that the tokenizer loses: {''.join(sorted(lost)).strip() or 'none'}"
+            f"characters that the tokenizer loses: {''.join(sorted(lost)) or 'none'}"
         )
     return prompts
 
@@ -1450,16 +1458,19 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
-    text, token_ids = tokenize_prompt(content, row, tokenizer)
+    # A template may write today's date, which is that of the run's start on resume, too
+    today = {"strftime_now": date.fromisoformat(args.start_day).strftime}
+    text, token_ids = tokenize_prompt(content, row, tokenizer, today)
     return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
 
 
-def tokenize_prompt(prompt, row, tokenizer):
-    """The text of a prompt and its token ids.
+def tokenize_prompt(prompt, row, tokenizer, variables=None):
+    """The text of a prompt and its token ids; none where a user's message is empty.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template writes the same whatever a message says, as of a role that it does not know.
+    `chat_template_kwargs` (or their JSON), and with variables. An answer that ends them is left
+    out. ValueError: no prompt, or the template writes the same whatever a message says, as of a
+    role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -1468,14 +1479,16 @@ def tokenize_prompt(prompt, row, tokenizer):
         messages = messages[:-1]
     if not messages:
         raise ValueError("it has no prompt")
+    if any(message["role"] == "user" and not message.get("content") for message in messages):
+        return "", []
 
     def render(messages):
         return tokenizer.apply_chat_template(
             messages,
-            tools=drop_nulls(row.get("tools")),
+            tools=drop_nulls(read_json(row.get("tools"))),
             tokenize=False,
             add_generation_prompt=True,
-            **drop_nulls(row.get("chat_template_kwargs") or {}),
+            **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
         )
 
     text = render(messages)
@@ -1492,7 +1505,20 @@ def tokenize_prompt(prompt, row, tokenizer):
 
 
 def load_rows(path, config, split):
-    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
+    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
+
+    ValueError: a file has no such split, or a folder has files of several formats, of which
+    datasets would read one.
+    """
+    is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
+    is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
+    if not is_default and (is_saved or path.endswith((".jsonl", ".parquet"))):
+        raise ValueError(f"{path} has no splits, such as {split}")
+    # A folder's own descriptions are .json, too
+    files = [file for file in Path(path).rglob("*") if not file.name.startswith("dataset_")]
+    formats = {file.suffix for file in files} & {".jsonl", ".json", ".parquet", ".csv"}
+    if config is None and len(formats) > 1:
+        raise ValueError(f"{path} has files of {sorted(formats)}; all must be of one format")
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
@@ -1503,7 +1529,7 @@ def load_rows(path, config, split):
         return rows
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
+    if is_saved:
         return datasets.load_from_disk(path).to_list()
     with tempfile.TemporaryDirectory() as cache:
         # datasets knows a folder by its name: it would take the rows of another one, or older ones
@@ -1519,6 +1545,11 @@ def naming_row(path, index):
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+
+
+def read_json(value):
+    """A value, which may be written as JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def drop_nulls(value):
@@ -2315,6 +2346,16 @@ def sample_responses(prompts, seeds, temperature, version, args):
 # ----------------------------------------------------------- graders, reward model, reward workers
 
 
+def response_text(tokenizer, token_ids, args):
+    """What is read of a response: rewards, samples and evaluations get this text.
+
+    Without stop tokens, begin token and padding. Other special tokens stay, such as <tool_call>:
+    they are part of an answer.
+    """
+    left_out = {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    return tokenizer.decode([token_id for token_id in token_ids if token_id not in left_out])
+
+
 def grade_responses(responses, tokenizer, workers, args):
     """Copies of the responses with texts and verifiable rewards.
 
@@ -2323,7 +2364,7 @@ def grade_responses(responses, tokenizer, workers, args):
 
     def grade(response):
         prompt = response.prompt
-        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        text = response_text(tokenizer, response.token_ids, args)
         response = replace(response, text=text)
         if prompt.ground_truth is None:
             return response
@@ -2437,7 +2478,7 @@ def start_fork_server():
     # Long imports are done once, by the fork server
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     server, address = mp.forkserver._forkserver, "multiprocessing.connection.arbitrary_address"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path must be short
         # Where the run starts there may be a random.py, which Python must not take for its own
         with (
             mock.patch.dict(os.environ, PYTHONSAFEPATH="1"),
@@ -2507,8 +2548,8 @@ def call_reward_fn(reward_fn, response):
 def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
     """How a reward function is called: inspect.BoundArguments.
 
-    By keyword where it needs no more than these names (solution_str is verl's for a response), else
-    by position. TypeError, ValueError: neither goes.
+    By keyword, with those of these names that it takes; solution_str is verl's for a response.
+    ValueError: it needs another.
 
     >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
     <BoundArguments (solution_str='#### 4', ground_truth='4')>
@@ -2524,17 +2565,13 @@ def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info)
     }
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {name: value for name, value in values.items() if takes_all or name in parameters}
-    if text in known:
-        with contextlib.suppress(TypeError):  # it needs others, too
-            return signature.bind(**known)
-    known = {"extra_info": extra_info} if "extra_info" in known else {}
-    call = signature.bind(data_source, response, ground_truth, **known)
-    if any(call.arguments.get(name, value) is not value for name, value in values.items()):
+    try:
+        return signature.bind(**known)
+    except TypeError as error:
         raise ValueError(
-            f"it takes {signature}; name all of data_source, solution_str (or response), "
-            f"ground_truth and extra_info that it takes so, or take the first three in this order"
-        )
-    return call
+            f"it takes {signature}, and is given data_source, solution_str (or response), "
+            f"ground_truth and extra_info, by these names: {error}"
+        ) from None
 
 
 def read_score(result):

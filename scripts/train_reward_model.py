@@ -198,7 +198,20 @@ def naming_row(path, index):
 
 
 def load_rows(path, config, split):
-    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries."""
+    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
+
+    ValueError: a file has no such split, or a folder has files of several formats, of which
+    datasets would read one.
+    """
+    is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
+    is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
+    if not is_default and (is_saved or path.endswith((".jsonl", ".parquet"))):
+        raise ValueError(f"{path} has no splits, such as {split}")
+    # A folder's own descriptions are .json, too
+    files = [file for file in Path(path).rglob("*") if not file.name.startswith("dataset_")]
+    formats = {file.suffix for file in files} & {".jsonl", ".json", ".parquet", ".csv"}
+    if config is None and len(formats) > 1:
+        raise ValueError(f"{path} has files of {sorted(formats)}; all must be of one format")
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
@@ -209,12 +222,17 @@ def load_rows(path, config, split):
         return rows
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    if Path(path, "state.json").exists():  # as Dataset.save_to_disk writes it
+    if is_saved:
         return datasets.load_from_disk(path).to_list()
     with tempfile.TemporaryDirectory() as cache:
         # datasets knows a folder by its name: it would take the rows of another one, or older ones
         cache_dir = cache if Path(path).is_dir() else None
         return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
+
+
+def read_json(value):
+    """A value, which may be written as JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def drop_nulls(value):
@@ -230,12 +248,13 @@ def drop_nulls(value):
     return value
 
 
-def tokenize_prompt(prompt, row, tokenizer):
-    """The text of a prompt and its token ids.
+def tokenize_prompt(prompt, row, tokenizer, variables=None):
+    """The text of a prompt and its token ids; none where a user's message is empty.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs`. An answer that ends them is left out. ValueError: no prompt, or the
-    template writes the same whatever a message says, as of a role that it does not know.
+    `chat_template_kwargs` (or their JSON), and with variables. An answer that ends them is left
+    out. ValueError: no prompt, or the template writes the same whatever a message says, as of a
+    role that it does not know.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
@@ -244,14 +263,16 @@ def tokenize_prompt(prompt, row, tokenizer):
         messages = messages[:-1]
     if not messages:
         raise ValueError("it has no prompt")
+    if any(message["role"] == "user" and not message.get("content") for message in messages):
+        return "", []
 
     def render(messages):
         return tokenizer.apply_chat_template(
             messages,
-            tools=drop_nulls(row.get("tools")),
+            tools=drop_nulls(read_json(row.get("tools"))),
             tokenize=False,
             add_generation_prompt=True,
-            **drop_nulls(row.get("chat_template_kwargs") or {}),
+            **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
         )
 
     text = render(messages)

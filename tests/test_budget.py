@@ -8,10 +8,10 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 15_815,
-    "ppo_vllm_async.py": 16_245,
-    "grpo_vllm_async.py": 16_305,
-    "scripts/train_reward_model.py": 4_370,
+    "ppo_sync.py": 16_085,
+    "ppo_vllm_async.py": 16_515,
+    "grpo_vllm_async.py": 16_575,
+    "scripts/train_reward_model.py": 4_535,
     "scripts/preflight.py": 7_460,
     "scripts/odd_data.py": 900,
     "scripts/plan.py": 3_300,

@@ -1,12 +1,14 @@
 """Prompts from files, and which of them a step takes."""
 
 import itertools
+import json
 from collections import Counter
+from datetime import date
 
 import pytest
 from helpers import SCRIPTS
 from helpers.files import read_json_lines, write_configurations, write_rows
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ppo_vllm_async as script
@@ -142,6 +144,9 @@ def render(row, tmp_path, suffix, template=TEMPLATE):
     message = {"role": "user", "content": "a", "name": "me", "tool_calls": [{"id": "1"}]}
     other = {"prompt": [message], "chat_template_kwargs": {"enable_thinking": True, "other": 1}}
     other["tools"] = [{"type": "f", "function": {"name": "g", "parameters": {"y": {"type": "s"}}}}]
+    for name in ("tools", "chat_template_kwargs"):
+        if isinstance(row.get(name), str):  # a column of parquet has one type
+            other[name] = json.dumps(other[name])
     path = write_rows(tmp_path / f"data.{suffix}", [row | RULE, other | RULE])
     prompt, _ = load(path, tokenizer)
     return prompt.text
@@ -161,6 +166,15 @@ RENDERED = {
     ),
     "a switch of the template": (
         {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
+        "<user>5=<assistant><no thinking>",
+    ),
+    "both as JSON text, as TRL has it": (
+        {
+            "prompt": [USER_SAYS],
+            "tools": json.dumps([TOOL]),
+            "chat_template_kwargs": '{"enable_thinking": false}',
+        },
+        '[{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]'
         "<user>5=<assistant><no thinking>",
     ),
     "another row's switch": (
@@ -218,6 +232,71 @@ def test_template_may_change_a_text_but_not_pass_over_it(tmp_path):
         template = WRITES if isinstance(content, list) else "<user>{{ messages | length }}"
         with pytest.raises(ValueError, match=r"row 0: .*leaves out the message of the 'user'"):
             render({"prompt": [{"role": "user", "content": content}]}, tmp_path, "jsonl", template)
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_question_that_is_empty_is_dropped_and_counted(content, tokenizer, tmp_path, capsys):
+    tokenizer.chat_template = TEMPLATE
+    asked = [{"role": "system", "content": "b"}, {"role": "user", "content": content}]
+    rows = [{"prompt": [USER_SAYS]} | RULE, {"prompt": asked} | RULE]
+    assert len(load(write_rows(tmp_path / "data.jsonl", rows), tokenizer)) == 1
+    assert "1 prompts; 1 are empty" in capsys.readouterr().out
+
+
+def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ strftime_now('%Y%m%d') }}" + TEMPLATE
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": [USER_SAYS]} | RULE])
+    (prompt,) = load(path, tokenizer, start_day="2024-07-26")
+    assert prompt.text == "20240726<user>5=<assistant>"
+    (prompt,) = load(path, tokenizer)  # of a new run it is today
+    assert prompt.text.partition("<")[0] == date.today().strftime("%Y%m%d")
+
+
+@pytest.mark.parametrize("lost", [" ", "\n"])
+def test_tokenizer_that_loses_spaces_is_refused(lost, tmp_path):
+    """As transformers 5.19 loads some byte-level ones by SentencePiece's rules."""
+    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter != lost}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": "hello world,\nhow many"} | RULE])
+    with pytest.raises(ValueError, match=r"data.jsonl: .*loses spaces.*TokenizersBackend"):
+        load(path, tokenizer)
+
+
+def test_split_that_a_file_has_not_is_refused(tmp_path):
+    """It would be passed over, and held-out rows would be trained on."""
+    import datasets
+
+    rows = [{"prompt": f"{i}="} for i in range(4)]
+    paths = [write_rows(tmp_path / f"data.{suffix}", rows) for suffix in ("jsonl", "parquet")]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for path in map(str, [*paths, tmp_path / "saved"]):
+        for split in (None, "train", "test"):  # the defaults
+            assert script.load_rows(path, None, split) == rows
+        for split in ("train[:2]", "validation"):
+            with pytest.raises(ValueError, match=r"has no splits, such as \w+"):
+                script.load_rows(path, None, split)
+    folder = write_configurations(tmp_path / "of files", {"main": rows})
+    assert script.load_rows(str(folder), "main", "train[:2]") == rows[:2]
+
+
+@pytest.mark.parametrize("suffixes", [("parquet", "jsonl"), ("csv", "json")])
+def test_folder_of_two_formats_is_refused(suffixes, tmp_path):
+    """datasets reads the files of the one that has most."""
+    texts = {"csv": "prompt\n1=\n", "json": '[{"prompt": "2="}]', "jsonl": '{"prompt": "2="}\n'}
+    for suffix in suffixes:
+        path = tmp_path / f"rows.{suffix}"
+        if suffix == "parquet":
+            write_rows(path, [{"prompt": "1="}])
+        else:
+            path.write_text(texts[suffix])
+    with pytest.raises(ValueError, match=r"files of \['.*', '.*'\]; all must be of one format"):
+        script.load_rows(str(tmp_path), None, "train")
+    # What describes a data set is none of its files
+    (tmp_path / f"rows.{suffixes[0]}").unlink()
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert script.load_rows(str(tmp_path), None, "train") == [{"prompt": "2="}]
 
 
 def test_lines_are_in_utf_8_whatever_the_machine_thinks(tmp_path):

@@ -205,6 +205,7 @@ def converse(fork, tokenizer, monkeypatch):
             )
         args = fork.Args(
             **{"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
+            | {"stop_token_ids": (tokenizer.eos_token_id,)}
             | options
         )
         vllm = ScriptedVLLM(fork, tokenizer, turns)

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -108,7 +109,12 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     saved = json.loads(state.read_text())
     assert 0 < saved["seconds"] < before.metrics[-1]["time/from_scratch"]
     state.write_text(json.dumps(saved | {"seconds": 1000.0}))
+    path = tmp_path / "run/args.json"
+    arguments = json.loads(path.read_text())
+    assert arguments["start_day"] == date.today().isoformat()
+    path.write_text(json.dumps(arguments | {"start_day": "2024-07-26"}))
     resumed = six_steps(name, output_dir=tmp_path, resume_from_checkpoint="latest", **changes)
+    assert json.loads(path.read_text())["start_day"] == "2024-07-26"  # a template may write it
     assert len(resumed.batches) == 3
     assert 1000 < resumed.metrics[3]["time/from_scratch"] < 1100  # they go on
     assert "eval/scores" in resumed.metrics[3]

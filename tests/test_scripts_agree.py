@@ -102,7 +102,7 @@ def test_graders_that_stand_twice_are_one_text():
 
 def test_reward_models_training_has_ppos_functions():
     texts = [functions_of(script) for script in (TRAINER, "ppo_vllm_async.py")]
-    shared = "naming_row drop_nulls load_rows tokenize_prompt hidden_states lr_multiplier"
+    shared = "naming_row drop_nulls read_json load_rows tokenize_prompt hidden_states lr_multiplier"
     shared += " list_checkpoints step_of remove_checkpoints finish_checkpoint find_run rewind_run"
     shared += " is_finished lock_run end_with_launcher"
     # What these do is another thing

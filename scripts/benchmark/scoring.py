@@ -52,8 +52,8 @@ def slow(data_source, response, ground_truth, extra_info):
 
 def measure(script, source, reward_fn, truths, texts, num_workers):
     """The seconds that it takes to grade the texts, and the graded Responses."""
-    # Token ids are texts here
-    tokenizer = SimpleNamespace(decode=lambda text, skip_special_tokens: text)
+    # Token ids are the characters of a text here
+    tokenizer = SimpleNamespace(decode="".join, bos_token_id=None, pad_token_id=None)
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
     responses = []
     for truth, text in zip(truths, texts, strict=True):
