@@ -26,12 +26,99 @@ def messages_of(row):
     return prompt if isinstance(prompt, list) else []
 
 
+# Columns of other formats that hold a part of what the model is to read
+OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_prompt")
+OF_PROMPTS += ("instruction", "input", "history", "context")
+
+
+def wrong_type(row):
+    """What a row has of another type than is due, in words; "": nothing."""
+    prompt, messages = prompt_of(row), messages_of(row)
+    if isinstance(prompt, dict):
+        return "its prompt is a dictionary; write a list of messages, each with role and content"
+    if not isinstance(prompt, str | list | None):
+        return f"its prompt is of type {type(prompt).__name__}; write a text or a list of messages"
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"a message of its prompt has no role: {message!r:.60}"
+    if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
+        return (
+            "the prompt is the text of a list of messages, brackets and all; write the list itself"
+        )
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"its prompt has half a character, {error.object[error.start]!r}, as of a cut text"
+    for name, kind in (("data_source", str), ("dataset", str), ("reward_model", dict)):
+        if not isinstance(row.get(name), kind | None):
+            return f"its {name} is {row[name]!r:.60}, and must be a {kind.__name__}"
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = row.get(name)
+        with contextlib.suppress(json.JSONDecodeError, TypeError):
+            value = json.loads(value)
+        if not isinstance(value, kind | None):
+            return f"its {name} is {value!r:.60}, and must be a {kind.__name__} or the JSON of one"
+    return ""
+
+
+def check_types(path, rows):
+    """ValueError: a row has something of another type than is due."""
+    for index, row in enumerate(rows):
+        wrong = wrong_type(row)
+        if wrong:
+            raise ValueError(f"{path}, row {index}: {wrong}")
+
+
 def notes_on_columns(run, path, rows):
     """Columns that look as if the model would see them."""
-    for name in ("images", "videos"):
+    for name in OF_PROMPTS:
         is_there = any(row.get(name) for row in rows)
         if is_there and f'"{name}"' not in inspect.getsource(run.script):
-            yield f"{path}: nobody reads the column {name}: the model reads text alone"
+            yield f"{path}: nobody reads the column {name}: the model reads the prompt alone"
+    texts = sum(isinstance(prompt_of(row), str) for row in rows)
+    if texts and run.tokenizer.chat_template:
+        yield (
+            f"{path}: {texts:,} of {len(rows):,} prompts are texts, which the chat template does "
+            f"not render: right for texts to go on with; a question is a list of messages"
+        )
+    if "strftime_now" in str(run.tokenizer.chat_template):
+        yield "the chat template writes today's date; a run that is resumed keeps its first day"
+
+
+def notes_on_ends(run, path, rows):
+    """What the tokenizer adds to a text: a second begin token, or one behind it."""
+    tokenizer, twice, ended = run.tokenizer, {}, {}
+    for index, row in enumerate(rows):
+        prompt = prompt_of(row)
+        _, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
+        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            twice[index] = tokenizer.bos_token
+        if isinstance(prompt, str) and ids:
+            plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            if plain and ids[-1] != plain[-1]:
+                ended[index] = tokenizer.convert_ids_to_tokens(ids[-1])
+    for found, where in ((twice, "a second time at its beginning"), (ended, "at its end")):
+        for index, token in [*found.items()][:1]:
+            yield (
+                f"{path}, row {index}, and so {len(found):,} of {len(rows):,}: the tokenizer adds "
+                f"{token!r} {where}; give messages, or a tokenizer that does not"
+            )
+
+
+def notes_on_pairs(run, path, rows):
+    """Texts of pairs that hold the prompt once more; pairs that say nothing, or the contrary."""
+    both = [(prompt_of(row), row.get("chosen"), row.get("rejected")) for row in rows]
+    both = [texts for texts in both if all(isinstance(text, str) for text in texts)]
+    again = [p for p, a, b in both if p.strip() and a.startswith(p) and b.startswith(p) and p != a]
+    if again:
+        yield (
+            f"{path}: {len(again):,} of {len(rows):,} responses begin with their prompt, which is "
+            f"read twice then; the columns are the prompt, and what follows it"
+        )
+    known = set(both)
+    turned = sum((p, b, a) in known for p, a, b in both if a != b)
+    if turned:
+        yield f"{path}: {turned:,} pairs are there in both orders, which teaches nothing"
 
 
 def notes_on_messages(run, path, rows):
@@ -41,11 +128,6 @@ def notes_on_messages(run, path, rows):
     rendered, prefills = [], 0
     for index, row in enumerate(rows):
         prompt, messages = prompt_of(row), messages_of(row)
-        if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
-            raise ValueError(
-                f"{path}, row {index}: the prompt is the text of a list of messages, brackets and "
-                f"all; write the list itself"
-            )
         prefills += bool(messages) and messages[-1]["role"] == "assistant"
         contents = [message.get("content") for message in messages]
         for content in contents:
@@ -73,6 +155,16 @@ def notes_on_messages(run, path, rows):
             f"message has the special token {token}; was it rendered already? Then it is a turn "
             f"within a turn"
         )
+
+
+def notes_on_held_out(run, prompts):
+    """Held-out prompts that are trained on."""
+    if run.trains_reward_model():
+        return
+    trained = {tuple(prompt.token_ids) for prompt in run.train_rows}
+    count = sum(tuple(prompt.token_ids) in trained for prompt in prompts)
+    if count:
+        yield f"{count:,} of the {len(prompts):,} held-out prompts are trained on"
 
 
 def notes_on_repeats(run, path, prompts):

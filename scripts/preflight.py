@@ -39,7 +39,9 @@ import queue
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -50,6 +52,7 @@ from unittest import mock
 import datasets
 import huggingface_hub
 import odd_data
+import paths
 import plan
 import torch
 import transformers
@@ -183,8 +186,8 @@ def loading(flag, path):
     try:
         yield
     except Exception as error:
-        text = describe(error)
-        if not is_local(path) and not isinstance(error, Mistake):
+        text = paths.trouble_with_model(path) or describe(error)
+        if paths.may_be_on_the_hub(path) and not isinstance(error, Mistake):
             text = f"no such folder, and no model of the hub that you may read ({text})"
         raise Mistake(f"--{flag} {path}: {text}") from error
 
@@ -194,7 +197,7 @@ def loading(flag, path):
 
 def forget_neighbours():
     """Of this file: a script, or a reward, imports its own, which may have the same names."""
-    for name in ("odd_data", "plan", "preprocessing", "provenance"):
+    for name in ("odd_data", "paths", "plan", "preprocessing", "provenance"):
         del sys.modules[name]
     del sys.path[0]  # the folder of this file
 
@@ -238,6 +241,14 @@ def parse_flags(script, words):
     )
     if not unknown:
         return args, None
+    if not unknown[0].startswith("-"):
+        before = words[: words.index(unknown[0])]
+        flag = next((word for word in before[::-1] if word.startswith("--")), "the script")
+        value, advice = unknown[0], "takes one value; give a folder of several files"
+        if value.lower() in ("true", "false"):
+            name = flag.lstrip("-").removeprefix("no-")
+            advice = f"takes no value: it is --{name} or --no-{name}"
+        return args, Mistake(f"{value!r} behind {flag} is no flag: {flag} {advice}")
     flag = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
     advice = "--help lists all"
     for similar in difflib.get_close_matches(flag, vars(args), n=1):
@@ -401,6 +412,17 @@ def check_tokenizers(run):
                 "the tokenizer turns text into nothing; are its files there, such as "
                 "tokenizer.json? Or give a --tokenizer_name_or_path"
             )
+    if flag == "tokenizer_name_or_path":
+        own = None
+        with contextlib.suppress(Exception):  # the model may come without one
+            model = args.model_name_or_path
+            own = AutoTokenizer.from_pretrained(model, revision=revision_of(run, model)).get_vocab()
+        other = [t for t, i in tokenizer.get_vocab().items() if (own or {}).get(t, i) != i]
+        if other:
+            raise Mistake(
+                f"--{flag} {path}: {len(other):,} of its tokens have other ids than in the model's "
+                f"own tokenizer, such as {other[0]!r}: the model would read another text"
+            )
     if not run.trains_reward_model():
         run.tokenizer = run.script.load_tokenizer(args)
         if args.reward_model_path:
@@ -431,9 +453,15 @@ def load_rows(run, path, config, split, is_eval):
     read = getattr(script, "load_rows", None)
 
     def reading(*words, **options):
-        """The script's load_rows, whose rows are kept."""
-        raw_rows.append(read(*words, **options))
-        return raw_rows[-1]
+        """The script's load_rows, whose rows are kept, and looked at."""
+        rows = read(*words, **options)
+        raw_rows.append(rows)
+        try:
+            odd_data.check_types(path, rows)
+            run.notes += odd_data.notes_on_messages(run, path, rows)
+        except ValueError as error:
+            raise Mistake(str(error)) from error
+        return rows
 
     try:
         with (
@@ -446,13 +474,17 @@ def load_rows(run, path, config, split, is_eval):
                 loaded = script.load_pairs(accelerator, *given, run.tokenizer, run.args)
             else:
                 loaded = script.load_prompts(*given, run.tokenizer, run.args, is_eval)
+    except Mistake:
+        raise
     except Exception as error:
         raise Mistake(what_is_wrong_with_data(run, path, raw_rows, error)) from error
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for rows in raw_rows:
         run.raw_rows += rows
         run.notes += odd_data.notes_on_columns(run, path, rows)
-        run.notes += odd_data.notes_on_messages(run, path, rows)
+        run.notes += odd_data.notes_on_ends(run, path, rows)
+        if run.trains_reward_model():
+            run.notes += odd_data.notes_on_pairs(run, path, rows)
     if not run.trains_reward_model():
         run.notes += odd_data.notes_on_repeats(run, path, loaded)
         texts = {prompt.origin: prompt.text for prompt in loaded}
@@ -474,8 +506,14 @@ def what_is_wrong_with_data(run, path, raw_rows, error):
     text, cause = describe(error).replace("NotImplementedError: ", ""), error.__cause__
     if isinstance(cause, json.JSONDecodeError):
         return f"{text} in {cause.doc[:60]!r}"
+    if not raw_rows and type(error) is ValueError and text.startswith(path):
+        return text  # the script's own words
     if not raw_rows:
         advice = "is it a .parquet, a .jsonl, or a dataset on the hub?"
+        if re.search(r"[*,\[]", path):
+            advice = "several files: put them into a folder, and give that"
+        elif os.path.isfile(path):
+            advice = "a file must be a .parquet, or a .jsonl with a row a line"
         if "onfig name" in text:  # as datasets says it
             advice = "name one by --dataset_config, or --eval_dataset_config"
         return f"{path}: {text.removeprefix(f'{path}: ')}; {advice}"
@@ -496,6 +534,7 @@ def check_data(run):
     if args.eval_dataset:
         given = args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split
         rows = load_rows(run, *given, is_eval=True)
+        run.notes += odd_data.notes_on_held_out(run, rows)
     if 0 < getattr(args, "num_eval_prompts", 0) < len(rows):  # as the script draws them
         drawn = run.script.draw_prompts(len(rows), 0, args.num_eval_prompts, seed=0)
         rows = [rows[index] for index in drawn]
@@ -585,6 +624,39 @@ def shrunk(config):
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = 2
     return config
+
+
+# What the engine does first: it reads the config, and finds and imports the model's file
+ASK_VLLM = """
+import sys
+from vllm.config import ModelConfig
+config = ModelConfig(model=sys.argv[1], skip_tokenizer_init=True, dtype=sys.argv[2])
+sys.exit(config.runner_type != "generate" and "it would run as " + config.runner_type)
+"""
+
+
+def ask_vllm(config, dtype):
+    """Why vLLM cannot serve a model, by its own words; "": it can. In a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
+        asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode == 0:
+        return ""
+    lines = asked.stderr.splitlines()
+    told = [line for line in lines if re.match(r"\w*(Error|Exception): |  Value error", line)]
+    causes = [line for line in told if line.startswith(("ModuleNotFound", "ImportError"))]
+    return (causes or told[-1:] or lines[-1:])[0].strip()
+
+
+def check_engine(run):
+    """Refuses a model that vLLM does not serve."""
+    answer = ask_vllm(run.model.config, run.args.dtype)
+    if "No module named 'vllm'" in answer:
+        run.notes.append("vLLM is not installed here, so it was not asked whether it has the model")
+    elif answer:
+        name = type(run.model).__name__
+        raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
 
 
 @torch.no_grad()
@@ -728,8 +800,8 @@ def start_worker(run, workers):
             workers.put(run.script.start_reward_worker(*given.values()))
     except (Exception, SystemExit) as error:
         text = describe(error)
-        if "in reward_arguments" in str(error.__cause__):
-            text += "; it is called with data_source, solution_str, ground_truth, extra_info"
+        if "completions" in text:
+            text += "; functions of TRL's form: docs/coming_from.md"
         words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
         raise Mistake(f"{words}: {text}") from error
 
@@ -762,7 +834,8 @@ def try_reward(run, workers, prompts):
 
     Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
     """
-    start, poor, count, truths = time.perf_counter(), [], 0, {}
+    start, count, truths = time.perf_counter(), 0, {}
+    poor, partial, respelled = [], {}, {}  # by origin, what is said of them
     for prompt in prompts:  # the texts of each source
         truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
     chosen = rows_to_try(run, prompts)
@@ -773,8 +846,13 @@ def try_reward(run, workers, prompts):
         source, truth = prompt.data_source, str(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
         answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        bare, boxed, wrong, empty = (score(run, workers, prompt, answer) for answer in answers)
+        graded = [score(run, workers, prompt, answer) for answer in answers]
+        bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
+        if graded[0].text != truth:  # the tokenizer has made another text of it
+            as_it_stands = score(run, workers, prompt, truth, is_read=False).verifiable
+            if bare < as_it_stands:
+                respelled[prompt.origin] = graded[0].text, truth, bare, as_it_stands
         if odd_data.is_rule(prompt.ground_truth):
             continue
         scores = max(bare, boxed), wrong, empty
@@ -784,8 +862,22 @@ def try_reward(run, workers, prompts):
                 f"{prompt.origin}: the ground truth is empty, and any answer is right: "
                 f"{answers[2][:60]!r} scores {wrong:g}"
             )
-        if scores[0] <= max(wrong, empty):
+        if scores[0] <= max(wrong, empty) and prompt.origin not in respelled:
             poor.append(prompt.origin)
+        elif not any(is_right(each) for each in graded[:2]):
+            partial[prompt.origin] = scores[0]
+    for origin, (text, truth, bare, as_it_stands) in [*respelled.items()][:1]:
+        run.notes.append(
+            f"{origin}, and so {len(respelled):,} of {count:,} that were tried: no response can "
+            f"have the ground truth {truth[:60]!r}; as tokens it reads {text[:60]!r} and scores "
+            f"{bare:g}, not {as_it_stands:g}"
+        )
+    for origin, most in [*partial.items()][:1]:
+        run.notes.append(
+            f"{origin}, and so {len(partial):,} of {count:,} that were tried: the ground truth "
+            f"scores {most:g}, and 1 counts as right: the share of right answers will say 0, "
+            f"unless the reward returns `right` as well (docs/rewards.md)"
+        )
     if poor:
         run.notes.append(
             f"{poor[0]}, and so {len(poor):,} of {count:,} that were tried: the ground truth as an "
@@ -799,27 +891,38 @@ def try_reward(run, workers, prompts):
 SLOW_CALLS = "load what takes long when the file is imported, or raise --reward_timeout"
 
 
-def score(run, workers, prompt, answer):
-    """The score of an answer. Mistake: the reward fails on it."""
+def is_right(response):
+    """Whether an answer counts as right, as in the run's metrics."""
+    return response.reward_metrics.get("right", response.verifiable) >= 1
+
+
+def score(run, workers, prompt, answer, is_read=True):
+    """An answer as a Response with its score. Mistake: the reward fails on it.
+
+    is_read: the reward gets what the run would read of it, as tokens; else its text as it stands.
+    """
     script, args = run.script, run.args
     start = time.perf_counter()
     try:
-        if not args.reward_fn:
-            return script.compute_score(prompt.data_source, answer, prompt.ground_truth)
+        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        text = script.response_text(run.tokenizer, token_ids, args) if is_read else answer
         response = script.Response(
             prompt=prompt,
-            token_ids=[*run.tokenizer(answer)["input_ids"], 0],  # with a stop token
+            token_ids=[*token_ids, 0],  # with a stop token
             logprobs=None,
             stopped=True,
-            text=answer,
+            text=text,
         )
+        if not args.reward_fn:
+            value = script.compute_score(prompt.data_source, text, prompt.ground_truth)
+            return replace(response, verifiable=value)
         response = script.call_worker(workers, response, args)
         failure = response.failure
     except Exception as error:
         failure = describe(error)
     if not failure:
         run.longest_call = max(run.longest_call, time.perf_counter() - start)
-        return response.verifiable
+        return response
     cause = "but a model may answer anything"
     # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
     if answer == str(prompt.ground_truth) or re.search(r"extra_info[\[.']", failure):
@@ -860,6 +963,9 @@ def check_run_folder(run):
     if not (can_write or run.options.is_elsewhere()):
         raise Mistake(f"--output_dir {args.output_dir}: {folder} is no folder to write to")
     run.run_dir, run.checkpoint_dir = run_dir, checkpoint_dir
+    if checkpoint_dir is not None:  # prompts may have the day in them
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            run.args.start_day = json.loads((run_dir / "args.json").read_text("utf-8"))["start_day"]
 
 
 MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash", "num_sources"}
@@ -902,6 +1008,23 @@ def check_checkpoint(run):
     ]
     if differences:
         raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
+    if not run.trains_reward_model():
+        prompts = [vars(prompt) | {"origin": None} for prompt in run.train_rows + run.eval_rows]
+        if saved["data_hash"] != run.script.stable_hash(prompts):
+            raise Mistake(f"{given} is of a run with other data: {other_data(run)}")
+
+
+def other_data(run):
+    """What tells the prompts of a run from those that it would have now: the first one."""
+    path = run.run_dir / "rollouts.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    first = run.script.make_request(1, run.train_rows, [], run.args).prompts[0]
+    if lines:
+        was = json.loads(lines[0])
+        for name, now in (("prompt", first.text), ("ground_truth", str(first.ground_truth))):
+            if was[name] != now:
+                return f"its first {name} was {was[name][:80]!r}, and is {now[:80]!r}"
+    return "other rows, or other held-out prompts"
 
 
 def check_disk(run):
@@ -1054,7 +1177,11 @@ def plan_of_memory(run):
     number, size = plan.checkpoints_on_disk(run)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
-    if not number:
+    if not number and getattr(args, "save_freq", 0):
+        steps = getattr(args, "num_training_steps", args.num_updates)
+        yield "", f"no checkpoint is ever due: --save_freq {args.save_freq} of {steps:,} steps; "
+        yield "", "lower it: a run that ends early has to begin again"
+    elif not number:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
 
 
@@ -1159,16 +1286,17 @@ def check(run):
     attempt(check_sharding)
     attempt(check_arguments)
     attempt(check_tokenizers)
+    attempt(check_run_folder)
     attempt(check_data, run.tokenizer)
     attempt(check_updates, run.args.mini_batch_size > 0, not is_trainer or run.train_rows)
     if not is_trainer:
         attempt(check_policy)
+        attempt(check_engine, run.model)
         attempt(check_head, run.model)
         attempt(check_adapters)
         attempt(check_reward, run.train_rows)
     attempt(check_classifiers, run.model or is_trainer)
     attempt(check_tokens, run.tokenizer, run.model)
-    attempt(check_run_folder)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)
     attempt(check_disk, run.run_dir, run.knows_sizes())
     attempt(check_shared_memory, not is_trainer, run.knows_sizes())

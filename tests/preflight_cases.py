@@ -91,8 +91,9 @@ def reward(text, function=":f"):
 
 def call(line):
     """A reward function of one line, below its head."""
-    head = "def f(source, text, truth, extra_info):"
-    return reward(f"import ctypes, sys, time\n{head}\n    {line}\n")
+    head = "def f(data_source, response, ground_truth, extra_info):"
+    short = "text, truth = response, ground_truth"
+    return reward(f"import ctypes, sys, time\n{head}\n    {short}; {line}\n")
 
 
 def together(*makes):
@@ -321,8 +322,8 @@ REWARDS = {
         together(IS_IN, rows(ROW, truth(5))),
         "row 1: | whose ground truth is 5 and | TypeError",
     ),
-    "of lists, as TRL's": (
-        reward("def f(prompts, completions, answer, **more): return [1.0]\n"),
+    "of a list": (
+        reward("def f(data_source, response, **more): return [1.0]\n"),
         f"{OF_ROW} | {TAKES}: | 'list'",
     ),
     "no number": (call("return float('nan')"), f"{OF_ROW} | {TAKES}: | the reward is nan"),
@@ -340,7 +341,7 @@ IN_PROCESS = {
     "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
     "takes something else": (
         reward("def f(completions, **more): return 0\n"),
-        "--reward_fn | r.py:f: | it is called with data_source, solution_str, ground_truth",
+        "--reward_fn | r.py:f: | is given data_source, solution_str | 'completions' | coming_from",
     ),
     "hangs": (
         together(call("time.sleep(99)"), given(reward_timeout=0.5)),

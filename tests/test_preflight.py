@@ -58,6 +58,7 @@ def folder(assets, tmp_path_factory, monkeypatch):
     """Where preflight is called. Its name has no word of a case in it, as tmp_path's would."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "")  # it takes seconds
     with modules.put_back(["__mp_main__", "neighbour", "r"]):
         yield folder
 
