@@ -1,19 +1,19 @@
-"""docs/coming_from.md: the lines that take over a dataset and rewards of TRL."""
+"""Rewards of TRL, as scripts/rewards/trl_rewards.py calls them."""
 
-import re
-import runpy
+import queue
 
 import pytest
 from helpers import REPO, modules
-from helpers.files import write_rows, write_text
-from transformers import AutoTokenizer
+from helpers.files import write_text
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, Response
+from ppo_vllm_async import Args, Prompt, Response
 
-PAGE = (REPO / "docs" / "coming_from.md").read_text()
+REWARD_FN = f"{REPO}/scripts/rewards/trl_rewards.py"
 # In TRL's form: lists in, a list out, a column of the dataset by its name
 REWARDS = """
+import asyncio
+
 def texts_of(prompts, completions):
     if isinstance(prompts[0], str):
         return completions
@@ -28,7 +28,47 @@ def accuracy(prompts, completions, answer, **kwargs):
 
 def brevity(completions, task, num_tokens, **kwargs):
     return [None if of == "essay" else 1 / size for of, size in zip(task, num_tokens, strict=True)]
+
+def hinted(hints, **kwargs):
+    return [sum(hint["text"] == "sort" for hint in of) for of in hints]
+
+def overlong(longest):
+    def soft_overlong(completion_ids, **kwargs):
+        return [min(0.0, (longest - len(ids)) / longest) for ids in completion_ids]
+    return soft_overlong
+
+overlong_from_2 = overlong(2)
+
+def last_token(completion_ids, **kwargs):
+    return [ids[-1] == 9 for ids in completion_ids]
+
+def telling(completions, log_extra, log_metric, trainer_state=None, **kwargs):
+    log_extra("text", completions)
+    log_metric(name="length", value=len(completions[0]))
+    return [0.5 if trainer_state is None else 1.0]
+
+def by_step(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / 100]
+
+class Judge:
+    client = None
+
+    async def __call__(self, completions, **kwargs):
+        loop = asyncio.get_running_loop()
+        self.client = self.client or loop  # as a client's session, which is for one loop alone
+        await asyncio.sleep(0)
+        assert self.client is loop
+        return [0.75 for _ in completions]
+
+judge = Judge()
+
+def starts_a_loop(completions, **kwargs):
+    return asyncio.run(Judge()(completions))
+
+def one_for_all(completions, **kwargs):
+    return 1.0
 """
+BOTH = "my_rewards.accuracy,my_rewards.brevity=0.1"
 QUESTION = "12="
 CHAT = [{"role": "user", "content": QUESTION}]
 ROW = {"prompt": QUESTION, "answer": "21", "task": "sort", "hints": [{"text": "sort"}]}
@@ -40,55 +80,101 @@ ROWS = {
     "a reward that does not apply": (ROW | {"task": "essay"}, 1.0, {"accuracy": 1.0}),
     "with a completion": (ROW | {"completion": "21"}, 1.025, {"accuracy": 1.0, "brevity": 0.25}),
 }
+# What is named after the colon: the score of that response, and metrics
+NAMED = {
+    "accuracy": (1.0, {"accuracy": 1.0}),
+    "accuracy=2,brevity=0,hinted=-1": (1.0, {"accuracy": 1.0, "brevity": 0.25, "hinted": 1.0}),
+    "overlong_from_2": (-1.0, {"overlong_from_2": -1.0}),
+    "telling": (0.5, {"telling": 0.5, "length": 8.0}),
+    "judge,starts_a_loop,judge": (2.25, {"judge": 0.75, "starts_a_loop": 0.75}),
+}
+# And what is said of it
+REFUSED = {
+    "my_rewards.nothing": "module 'my_rewards' has no attribute 'nothing'",
+    "not_there.accuracy": "No module named 'not_there'",
+    "accuracy": "'accuracy' is no import path",
+    "my_rewards.accuracy=much": "could not convert string to float: 'much'",
+    "my_rewards.by_step": "'NoneType' object has no attribute 'global_step'",
+    "my_rewards.last_token": "'TokenIds' object is not subscriptable",
+    "my_rewards.one_for_all": "cannot unpack non-iterable float",
+}
 
 
-def block(name):
-    """A program that the page shows."""
-    pattern = rf"^    # {re.escape(name)}\n((?:    .*\n|\n(?=    ))+)"
-    (lines,) = re.findall(pattern, PAGE, re.MULTILINE)
-    return re.sub("^    ", "", lines, flags=re.MULTILINE)
-
-
-@pytest.fixture
-def convert(tmp_path, assets, monkeypatch):
-    """convert(row of TRL's): a Prompt of the script's, by the page's first program."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    program = write_text(tmp_path / "convert.py", block("convert.py"))
+@pytest.fixture(autouse=True)
+def my_rewards(tmp_path, monkeypatch):
+    """The run starts where TRL's rewards lie."""
     monkeypatch.chdir(tmp_path)
-
-    def convert(row):
-        write_rows(tmp_path / "trl.jsonl", [row, row])
-        runpy.run_path(str(program), run_name="__main__")
-        args = Args(reward_fn="trl_reward.py:score")
-        prompts = script.load_prompts("train.parquet", None, "train", tokenizer, args, False)
-        assert len(prompts) == 2
-        return prompts[1]
-
-    return convert
+    write_text(tmp_path / "my_rewards.py", REWARDS)
+    script.load_reward_fn.cache_clear()
+    with modules.put_back(["my_rewards", "trl_rewards"]):
+        yield
 
 
-def grade(prompt, text, folder, rewards=REWARDS):
-    """A response with its reward, by the page's second program, in a file beside TRL's rewards."""
-    write_text(folder / "my_rewards.py", rewards)
-    path = write_text(folder / "trl_reward.py", block("trl_reward.py"))
-    response = Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text=text)
-    with modules.put_back(["my_rewards", "trl_reward"]):
-        return script.call_reward_fn(f"{path}:score", response)
+def respond(row, text="It is 21"):
+    prompt = Prompt("row 0", QUESTION, [5], "trl", row["answer"], row)
+    return Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text=text)
+
+
+def grade(row, names=BOTH):
+    return script.call_reward_fn(f"{REWARD_FN}:{names}", respond(row))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_and_rewards_of_trl_work_in_the_lines_of_the_page(name, convert, tmp_path):
+def test_rewards_of_trl_work_as_they_are(name):
     row, score, metrics = ROWS[name]
-    prompt = convert(row)
-    assert QUESTION in prompt.text and prompt.ground_truth == row["answer"]
-    assert prompt.extra_info == row
-    graded = grade(prompt, "It is 21", tmp_path)
+    graded = grade(row)
     assert graded.failure is None
     assert graded.verifiable == pytest.approx(score)
-    assert graded.reward_metrics == metrics
+    assert graded.reward_metrics == metrics | {"right": metrics["accuracy"]}
 
 
-def test_response_to_which_no_reward_of_trl_applies_has_no_score(convert, tmp_path):
-    prompt = convert(ROW | {"task": "essay"})
-    graded = grade(prompt, "It is 21", tmp_path, REWARDS + "\naccuracy = brevity\n")
+@pytest.mark.parametrize("names", NAMED)
+def test_functions_are_named_as_in_trl_with_their_weights(names):
+    score, metrics = NAMED[names]
+    paths = ",".join(f"my_rewards.{name}" for name in names.split(","))
+    for _ in range(2):
+        graded = grade(ROW, paths)
+        assert graded.failure is None
+        assert graded.verifiable == pytest.approx(score)
+        first = next(iter(metrics.values()))
+        assert graded.reward_metrics == metrics | {"right": first}
+
+
+@pytest.mark.parametrize("names", REFUSED)
+def test_what_does_not_work_is_said(names):
+    graded = grade(ROW, names)
+    assert graded.verifiable is None and REFUSED[names] in graded.failure
+
+
+def test_response_to_which_no_reward_of_trl_applies_has_no_score():
+    graded = grade(ROW | {"task": "essay"}, "my_rewards.brevity")
     assert graded.verifiable is None and "all rewards are None" in graded.failure
+
+
+@pytest.mark.parametrize(
+    ("names", "row", "is_right"),
+    [
+        ("my_rewards.accuracy=0.5", ROW, True),  # the first says it, whatever the score is
+        ("my_rewards.accuracy,my_rewards.hinted=2", ROW | {"answer": "12"}, False),
+        # It does not apply; so the score says it
+        ("my_rewards.brevity,my_rewards.accuracy", ROW | {"task": "essay"}, True),
+        ("my_rewards.brevity,my_rewards.judge", ROW | {"task": "essay"}, False),
+    ],
+)
+def test_first_reward_says_what_is_right(names, row, is_right):
+    metrics = script.score_metrics("eval", [grade(row, names)], Args())
+    assert metrics["eval/verifiable_correct_rate"] == is_right
+
+
+@pytest.mark.slow
+def test_worker_finds_rewards_where_the_run_starts_before_others(tmp_path):
+    """Of a name that scripts/rewards has, too."""
+    write_text(tmp_path / "judge.py", REWARDS)
+    workers = queue.Queue()
+    args = Args(reward_fn=f"{REWARD_FN}:judge.accuracy", reward_timeout=30)
+    try:
+        workers.put(script.start_reward_worker(args.reward_fn))
+        graded = script.call_worker(workers, respond(ROW), args)
+    finally:
+        script.end_children()
+    assert (graded.verifiable, graded.failure) == (1.0, None)

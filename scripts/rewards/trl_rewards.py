@@ -1,0 +1,128 @@
+"""Rewards that were written for TRL's GRPOTrainer, as they are.
+
+    grpo_vllm_async.py --dataset data/mine/train.parquet \\
+        --reward_fn scripts/rewards/trl_rewards.py:my_rewards.accuracy,my_rewards.brevity=0.1 ...
+
+After the colon stand TRL's reward_funcs and reward_weights: import paths, from where the run starts
+or of a package (trl.rewards.accuracy_reward), with commas between them; "=" and a weight follow
+where that is not 1. What a factory makes needs a name: in my_rewards.py, say
+`overlong = get_soft_overlong_punishment(1024, 256)`.
+
+Functions are called as TRL calls them, `async def` too, each time with lists of one response:
+prompts, completions, the row's columns (its extra_info; scripts/data_preprocess/trl.py writes such
+rows), and num_tokens and stopped besides. What differs:
+
+    completion_ids      they have a length, and no ids
+    trainer_state       None
+    log_metric          makes a metric of the response, objective/reward/NAME
+    log_extra           does nothing
+
+The score is the weighted sum, and each reward is a metric. None means that a reward does not apply;
+where none applies there is no score. What the first function gives says whether an answer is right,
+which is 1 or more, in objective/verifiable_correct_rate; where it does not apply, the score does.
+"""
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# One for all calls, as in TRL: functions keep clients, which belong to a loop
+LOOP = asyncio.new_event_loop()
+
+
+@dataclass
+class TokenIds:
+    """In place of a response's token ids, which a reward is not told."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def __getattr__(names: str) -> Callable:
+    """The function that --reward_fn names, of which Python finds none in this file."""
+    return combine(load_rewards(names))
+
+
+def load_rewards(names: str) -> list[tuple[str, float, Callable]]:
+    """(name, weight, function) for each of several import paths, such as "a.b.f,a.b.g=0.1".
+
+    >>> load_rewards("math.cos,cmath.exp=0.1")
+    [('cos', 1.0, <built-in function cos>), ('exp', 0.1, <built-in function exp>)]
+    """
+    sys.path.insert(0, os.getcwd())  # as TRL's program does
+    rewards = []
+    for path in names.split(","):
+        path, _, weight = path.partition("=")
+        module, _, name = path.rpartition(".")
+        if not module:
+            raise AttributeError(f"{path!r} is no import path, as my_rewards.accuracy of a file")
+        function = getattr(importlib.import_module(module), name)
+        rewards.append((name, float(weight or 1), function))
+    return rewards
+
+
+def combine(rewards: list[tuple[str, float, Callable]]) -> Callable:
+    """A function for --reward_fn, of what load_rewards returns.
+
+    >>> def brevity(prompts, completions, longest, **kwargs):
+    ...     return [1 - len(text) / longest for text, longest in zip(completions, longest)]
+    >>> score = combine([("brevity", 0.5, brevity)])
+    >>> score("trl", "4", "4", {"prompt": "2 + 2 = ", "longest": 4, "num_tokens": 2})
+    {'right': 0.75, 'brevity': 0.75, 'score': 0.375}
+    """
+
+    def score(data_source: str, response: str, ground_truth: Any, extra_info: dict) -> dict:
+        given, metrics = arguments_of(response, extra_info)
+        values = [call(function, given) for _, _, function in rewards]
+        applied = [
+            (name, weight, float(value))
+            for (name, weight, _), value in zip(rewards, values, strict=True)
+            if value is not None
+        ]
+        if not applied:
+            raise ValueError("all rewards are None")
+        if values[0] is not None:
+            metrics["right"] = float(values[0])
+        metrics |= {name: value for name, _, value in applied}
+        # Of 0.7, 0.2 and 0.1 sum() would make less than 1
+        return metrics | {"score": math.fsum(weight * value for _, weight, value in applied)}
+
+    return score
+
+
+def arguments_of(response: str, extra_info: dict) -> tuple[dict, dict]:
+    """What TRL passes to a function, and a dictionary for what that logs."""
+    columns = {name: [value] for name, value in extra_info.items()}
+    prompts, _ = columns.pop("prompt"), columns.pop("completion", None)
+    is_text = isinstance(prompts[0], str)
+    logged = {}
+
+    def log_metric(name: str, value: float) -> None:
+        logged[name] = float(value)
+
+    given = {
+        "prompts": prompts,
+        "completions": [response if is_text else [{"role": "assistant", "content": response}]],
+        "completion_ids": [TokenIds(extra_info["num_tokens"])],
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": log_metric,
+    }
+    return columns | given, logged
+
+
+def call(function: Callable, given: dict) -> float | None:
+    """The one reward in the list that a function of TRL's returns."""
+    rewards = function(**given)
+    if inspect.isawaitable(rewards):
+        rewards = LOOP.run_until_complete(rewards)
+    (reward,) = rewards
+    return reward
