@@ -25,7 +25,7 @@ Which file.
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
     test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
-    test_coming_from                    the docs' lines for who comes from TRL
+    test_coming_from                    data and rewards of TRL
     test_launch                         accelerate's launcher; paths that begin with ~
     test_heads          architectures whose log-probabilities are right, or which are refused
     test_seeds          what the two documents name that the project began with

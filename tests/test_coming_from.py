@@ -1,14 +1,18 @@
-"""Rewards of TRL, as scripts/rewards/trl_rewards.py calls them."""
+"""What takes over a dataset and rewards of TRL: trl.py of data_preprocess, trl_rewards.py."""
 
+import importlib.util
 import queue
+import sys
 
 import pytest
 from helpers import REPO, modules
-from helpers.files import write_text
+from helpers.files import write_rows, write_text
+from transformers import AutoTokenizer
 
 import ppo_vllm_async as script
 from ppo_vllm_async import Args, Prompt, Response
 
+PROGRAM = REPO / "scripts" / "data_preprocess" / "trl.py"
 REWARD_FN = f"{REPO}/scripts/rewards/trl_rewards.py"
 # In TRL's form: lists in, a list out, a column of the dataset by its name
 REWARDS = """
@@ -110,6 +114,29 @@ def my_rewards(tmp_path, monkeypatch):
         yield
 
 
+@pytest.fixture
+def convert(tmp_path, assets, monkeypatch):
+    """convert(row of TRL's): a Prompt of the script's, from what the program writes."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    spec = importlib.util.spec_from_file_location("preprocess_trl", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, program)  # tyro reads its source
+    spec.loader.exec_module(program)
+
+    def convert(row, answer="answer"):
+        write_rows(tmp_path / "train.jsonl", [row, row])
+        command = ["trl.py", "--local_dataset_path", "train.jsonl", "--local_save_dir", "out"]
+        command += ["--answer", answer]
+        monkeypatch.setattr(sys, "argv", command)
+        program.main()
+        args = Args(reward_fn=f"{REWARD_FN}:{BOTH}")
+        prompts = script.load_prompts("out/train.parquet", None, "train", tokenizer, args, False)
+        assert len(prompts) == 2
+        return prompts[1]
+
+    return convert
+
+
 def respond(row, text="It is 21"):
     prompt = Prompt("row 0", QUESTION, [5], "trl", row["answer"], row)
     return Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text=text)
@@ -120,9 +147,12 @@ def grade(row, names=BOTH):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rewards_of_trl_work_as_they_are(name):
+def test_rows_and_rewards_of_trl_work_as_they_are(name, convert):
     row, score, metrics = ROWS[name]
-    graded = grade(row)
+    prompt = convert(row)
+    assert QUESTION in prompt.text and prompt.ground_truth == row["answer"]
+    assert prompt.extra_info == row
+    graded = grade(prompt.extra_info)
     assert graded.failure is None
     assert graded.verifiable == pytest.approx(score)
     assert graded.reward_metrics == metrics | {"right": metrics["accuracy"]}
@@ -178,3 +208,20 @@ def test_worker_finds_rewards_where_the_run_starts_before_others(tmp_path):
     finally:
         script.end_children()
     assert (graded.verifiable, graded.failure) == (1.0, None)
+
+
+def test_column_with_the_answer_is_named(convert, capsys):
+    row = {"prompt": CHAT, "answer": None, "solution": ["3", "3.0"]}
+    assert convert(row, "solution").ground_truth == ["3", "3.0"]
+    for answer, said in {"answer": "2: nothing in `answer`", "label": "no column `label`"}.items():
+        with pytest.raises(SystemExit):
+            convert(row, answer)
+        assert said in "".join(capsys.readouterr())
+
+
+def test_keys_for_the_chat_template_stay_where_they_are_read(convert, tmp_path):
+    keys = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False}}
+    convert(ROW | {"prompt": CHAT} | keys)
+    (row, _) = script.load_rows(str(tmp_path / "out" / "train.parquet"), None, "train")
+    assert {name: row[name] for name in keys} == {name: row["extra_info"][name] for name in keys}
+    assert row | keys == row

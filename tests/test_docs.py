@@ -25,7 +25,7 @@ OTHER_FLAGS = """
     compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
     find_rate rates lags noises corrections task run exclude tensorboard dry_run logdir
     nnodes node_rank master_addr master_port network init nodes job-name signal batch rungs training
-    arms adapters temperatures
+    arms adapters temperatures answer
 """
 
 
