@@ -177,9 +177,9 @@ FAILURES = {
 }
 TRIED = (
     "A mark is a hint, no proof. On twelve right runs that the rules were not chosen on (debug "
-    "task and SmolLM2, 2026-11-26) none was called ill. Of the runs of docs/lag.jsonl whose sampler was "
-    "a step old at most, those of mismatch/kl and mismatch/ess call ill one of 64 right ones, and "
-    "13 of 14 that the lag harmed."
+    "task and SmolLM2, 2026-11-26) none was called ill. Of the runs of docs/lag.jsonl whose "
+    "sampler was a step old at most, those of mismatch/kl and mismatch/ess call ill one of 64 "
+    "right ones, and 13 of 14 that the lag harmed."
 )
 
 
