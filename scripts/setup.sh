@@ -23,12 +23,12 @@ fi
 python=${PYTHON:-}
 for candidate in python3.12 python3.11 python3.13 python3; do
   [ -n "$python" ] && break
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+  if "$candidate" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' 2>/dev/null; then
     python=$candidate
   fi
 done
-[ -n "$python" ] || fail "no Python 3.11 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || fail "$python is not Python 3.11 to 3.13"
+[ -n "$python" ] || fail "no Python 3.11.2 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
+"$python" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' || fail "$python is not Python 3.11.2 to 3.13"
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
 if [ "$(uname -s)" = Linux ]; then
   glibc=$("$python" -c 'import os; print(os.confstr("CS_GNU_LIBC_VERSION"))' 2>/dev/null || true)

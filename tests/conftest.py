@@ -29,7 +29,7 @@ Which file.
     test_launch                         accelerate's launcher; paths that begin with ~
     test_heads          architectures whose log-probabilities are right, or which are refused
     test_seeds          what the two documents name that the project began with
-    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork    texts
+    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork, test_sources    texts
     test_setup, test_fresh_machine      what machines lack
 The others are about a program of scripts/ each.
 

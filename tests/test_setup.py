@@ -44,9 +44,11 @@ case "$1" in
 esac"""
 # In place of what the Python would say of its machine
 SITE = """
-import os, sysconfig
+import os, sys, sysconfig
 os.confstr = lambda name: os.environ["GLIBC"]
 sysconfig.get_path = lambda name: os.environ["INCLUDE"]
+if os.environ.get("VERSION"):
+    sys.version_info = tuple(map(int, os.environ["VERSION"].split(".")))
 """
 
 
@@ -110,6 +112,8 @@ REFUSED = [
     (False, {"GLIBC": "glibc 2.28"}, None, "needs glibc 2.31"),
     (False, {"GLIBC": "glibc 2.4"}, None, "needs glibc 2.31"),
     (False, {"GLIBC": ""}, None, "needs glibc 2.31"),
+    (False, {"VERSION": "3.11.1"}, None, "python is not Python 3.11.2 to 3.13"),
+    (False, {"VERSION": "3.14.0"}, None, "python is not Python 3.11.2 to 3.13"),
     (False, {"FREE": "7"}, None, "7 GB free here, 8 GB are needed"),
     (True, {"GPUS": "570.172.08, 9.0"}, None, "is 570.172.08, and CUDA 13 needs 580 or newer"),
     (True, {"GPUS": "99.1, 9.0"}, None, "is 99.1, and CUDA 13 needs 580 or newer"),
@@ -139,6 +143,7 @@ def test_machine_that_lacks_something_is_told_what(has_gpus, environment, lackin
     ("has_gpus", "environment"),
     [
         (False, {"INCLUDE": "/nowhere", "GLIBC": "glibc 2.31"}),  # a CPU needs no compiler
+        (False, {"VERSION": "3.11.2"}),
         (True, {"GPUS": "1000.1, 10.0", "CC": "cc"}),
         (True, {"GPUS": "580.1, 8.0\n580.1, 7.5", "CUDA_VISIBLE_DEVICES": "0", "CC": "cc"}),
     ],

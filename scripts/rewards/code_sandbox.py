@@ -156,13 +156,22 @@ class Fence:
     def closes(self, opening: "Fence") -> bool:
         """It stands alone, but for tags such as </answer>, and is as long as the opening one."""
         is_alone = not (self.margin.strip(" \t>") or self.words)
-        says_nothing = re.fullmatch(r"(?:\s|</\w+>)*+", self.info)
+        says_nothing = re.fullmatch(r"(?:\s|</\w+>)*", self.info)
         return is_alone and says_nothing and self.marks.startswith(opening.marks)
 
 
-FENCE = re.compile(
-    r"((?:[ \t>]|[-*+][ \t]|\d+[.)][ \t])*+)((?:(?!```|~~~).)*+)(`{3,}+|~{3,}+)([^`]*)"
-)
+MARGIN = re.compile(r"(?:[ \t>]|[-+*][ \t]|\d+[.)][ \t])*")
+MARKS = re.compile(r"`{3,}|~{3,}")
+
+
+def read_fence(number: int, line: str) -> Fence | None:
+    """Margin and marks are looked for one after the other: a line of 100,000 marks is read once."""
+    line = line.rstrip()
+    start = MARGIN.match(line).end()
+    marks = MARKS.search(line, start)
+    if not marks or "`" in line[marks.end() :]:
+        return None
+    return Fence(number, line[:start], line[start : marks.start()], marks[0], line[marks.end() :])
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -176,8 +185,8 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     [('python', 'if x:\n    y()\n'), ('', '1')]
     """
     lines = text.splitlines(keepends=True)
-    found = [FENCE.fullmatch(line.rstrip()) for line in lines]
-    fences = [Fence(number, *match.groups()) for number, match in enumerate(found) if match]
+    found = [read_fence(number, line) for number, line in enumerate(lines)]
+    fences = [fence for fence in found if fence]
     blocks, after = [], 0
     for index, fence in enumerate(fences):
         language = fence.language()
