@@ -106,6 +106,7 @@ def hub_answers() -> bool:
 
 def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     """The command line's options; one whose default is tyro.MISSING has to be given."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     return tyro.cli(type(defaults), default=defaults, description=description, use_underscores=True)
 
 
@@ -220,7 +221,7 @@ def read_json_lines(path: Path) -> list[dict]:
     Not by datasets.load_dataset, which makes a date of a text that looks like one.
     """
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # Windows may put a mark before the first line
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -266,7 +267,11 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
     dropped = Counter()
     for index, row in enumerate(rows):
         try:
-            converted.append(convert(row, split, index))
+            made = convert(row, split, index)
+            json.dumps(made, ensure_ascii=False, default=str).encode()
+            converted.append(made)
+        except UnicodeEncodeError:
+            dropped["half a character, which no file can hold"] += 1
         except ValueError as reason:
             dropped[str(reason)] += 1
     return converted, dropped

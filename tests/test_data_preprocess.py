@@ -3,6 +3,7 @@
 import doctest
 import errno
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -339,3 +340,14 @@ def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_pa
     truth = script.ground_truth(12)
     for response, score in (("a tower with a lamp for ships", 1.0), ("by the sea", 0.75)):
         assert if_constraints.compute_score("instructions", response, truth) == score
+
+
+def test_half_an_emoji_costs_its_row_and_windows_mark_none(convert, preprocess, tmp_path):
+    half, whole = ({"question": f"How {sad}?", "answer": "#### 4"} for sad in ("\ud83d", "😞é"))
+    rows, said = convert("gsm8k", [half, whole])
+    assert said.endswith("1 dropped (1: half a character, which no file can hold)")
+    assert rows[0]["prompt"][0]["content"].startswith("How 😞é?")
+    path = tmp_path / "marked" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps(whole), encoding="utf-8-sig")
+    assert preprocess("gsm8k", path)[1][0] == "train: 1 rows, 1 kept, 0 dropped"
