@@ -283,7 +283,7 @@ def show(evaluation: dict):
 
 def show_comparison(folder: Path, other: Path, worth: float):
     """Prints how the responses in two evaluations' folders compare: the trained model's first."""
-    named = [json.loads((each / "evaluation.json").read_text()) for each in (folder, other)]
+    named = [json.loads((each / "evaluation.json").read_bytes()) for each in (folder, other)]
     is_after = [each["settings"]["model"] == "trained" for each in named]
     pair = [other, folder] if is_after == [False, True] else [folder, other]
     models = named[::-1] if is_after == [False, True] else named
@@ -313,7 +313,7 @@ def show_share(part, whole):
 
 
 def read_lines(path: Path) -> list[dict]:
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
@@ -321,7 +321,7 @@ def write(path: Path, text: str):
     """Writes a file that is whole as soon as it has its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_text(text, "utf-8")
     os.replace(unfinished, path)
 
 
@@ -388,7 +388,7 @@ def read_arguments(script, options):
 
     Flags that only another of the scripts has are left out. All else on one process and one GPU.
     """
-    saved = json.loads((options.run / "args.json").read_text())
+    saved = json.loads((options.run / "args.json").read_bytes())
     names = {field.name for field in fields(script.Args)}
     args = script.Args(**{name: saved[name] for name in names & set(saved)})
     args = replace(
@@ -586,7 +586,7 @@ def find_others(run_dir, settings, compared, fail):
         paths = [compared / "evaluation.json"]
     found, differing = [], []
     for path in paths:
-        others = json.loads(path.read_text())["settings"]
+        others = json.loads(path.read_bytes())["settings"]
         names = {name for name, value in settings.items() if others.get(name, ...) != value}
         differing.append(sorted(names - OF_A_MODEL))
         if names <= OF_A_MODEL and names & {"model", "model_saved"}:
@@ -641,7 +641,7 @@ def evaluate(options, fail):
             "seconds": round(time.time() - started_at, 1),
         }
         write(path, json.dumps(evaluation, indent=2))
-    evaluation = json.loads(path.read_text())
+    evaluation = json.loads(path.read_bytes())
     show(evaluation)
     for other in others:
         show_comparison(folder, other, args.verification_reward)

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,14 +43,14 @@ def write_base(diff, output):
     """Writes the file that a diff is against."""
     base = base_of(diff)
     for name, path in find_diffs().items():
-        if f"\n+++ b/{base}\n" in path.read_text():
+        if f"\n+++ b/{base}\n" in path.read_text("utf-8"):
             return write_fork(name, output)
     shutil.copy(REPO / base, output)
 
 
 def write_fork(name, output):
     """Writes a fork to a file, which must not exist yet."""
-    diff = find_diffs()[name].read_text()
+    diff = find_diffs()[name].read_text("utf-8")
     if output.exists():
         raise SystemExit(f"{output} exists; move it away, or choose another name")
     if not shutil.which("git"):
@@ -66,7 +67,7 @@ def write_fork(name, output):
             cwd=folder,
             env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)},
             input=diff,
-            text=True,
+            encoding="utf-8",
             capture_output=True,
         )
         if result.returncode:
@@ -75,6 +76,7 @@ def write_fork(name, output):
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

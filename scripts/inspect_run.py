@@ -371,7 +371,7 @@ def advise_workers(metrics: list[dict], args: dict, cpu_seconds: float) -> str |
 def print_advice(run_dir: Path, metrics: list[dict]):
     """What a script asks for after its first batches."""
     workers = reward_workers_of(os.getppid())
-    args = json.loads((run_dir / "args.json").read_text())
+    args = json.loads((run_dir / "args.json").read_bytes())
     advice = advise_workers(metrics, args, sum(sum(w.cpu_times()[:4]) for w in workers))
     if workers and advice:
         print(advice, flush=True)
@@ -450,11 +450,11 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     """
     for folder in (run_dir / "model", Path(name)):
         if (folder / "tokenizer.json").is_file():
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
     with contextlib.suppress(HFValidationError):  # a path
         path = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
         if isinstance(path, str):
-            return Tokenizer.from_file(path)
+            return Tokenizer.from_buffer(Path(path).read_bytes())
     return None
 
 
@@ -828,7 +828,7 @@ def main():
     if options.advice:
         print_advice(run_dir, read_metrics(run_dir))
         return
-    args = json.loads((run_dir / "args.json").read_text())
+    args = json.loads((run_dir / "args.json").read_bytes())
     console = Console(markup=False, emoji=False, highlight=False)
     if options.wrong:
         console.print(show_wrong(run_dir, args, options))

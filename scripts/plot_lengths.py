@@ -21,11 +21,11 @@ import matplotlib.pyplot as plt
 
 def draw(run_dir):
     """Writes the picture, or says why there is none."""
-    lengths = json.loads((run_dir / "prompt_lengths.json").read_text())
+    lengths = json.loads((run_dir / "prompt_lengths.json").read_bytes())
     if min(lengths) == max(lengths):
         print(f"All {len(lengths):,} prompts have {lengths[0]} tokens")
         return
-    limit = json.loads((run_dir / "args.json").read_text())["max_prompt_token_length"]
+    limit = json.loads((run_dir / "args.json").read_bytes())["max_prompt_token_length"]
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     # At most 50 bars, each of as many lengths as the others
     width = math.ceil((max(lengths) - min(lengths) + 1) / 50)

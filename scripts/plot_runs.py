@@ -126,10 +126,10 @@ def lines_of(curves: list[Curve]) -> list[dict]:
 def read_lines(path):
     """The lines of a .jsonl file as a list of dicts, without one that is half written."""
     lines = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             lines.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return lines
 
@@ -184,8 +184,9 @@ def read_runs(run_dirs: list[Path]) -> list[Run]:
     runs = []
     for run_dir in run_dirs:
         args_file = run_dir / "args.json"
-        args = json.loads(args_file.read_text()) if args_file.is_file() else {}
-        name = str(run_dir) if len(run_dirs) > 1 else run_dir.resolve().name
+        args = json.loads(args_file.read_bytes()) if args_file.is_file() else {}
+        name = run_dir if len(run_dirs) > 1 else run_dir.resolve().name
+        name = os.fsencode(name).decode(errors="replace")  # fonts have no halves of characters
         runs.append(Run(name, read_metrics(run_dir), args))
     return runs
 
@@ -514,6 +515,7 @@ def check(args, parser):
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

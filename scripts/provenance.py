@@ -76,7 +76,7 @@ def find_command(process: psutil.Process) -> list[str]:
 def ask(*command: str) -> str | None:
     """What a program prints; None: it is not there, fails, or takes longer than ten seconds."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
@@ -156,7 +156,7 @@ def find_place(args: dict) -> dict:
 def write_whole(path: Path, args: dict) -> None:
     """Replaces a file at once: whoever reads it sees the old one or the new one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(args, indent=2))
+    unfinished.write_text(json.dumps(args, indent=2), "utf-8")
     os.replace(unfinished, path)
 
 
@@ -178,7 +178,7 @@ def main():
     script = find_script(process)
     if script is None:
         parser.error("a training script calls this; by hand there is no command to write down")
-    args = json.loads(path.read_text())
+    args = json.loads(path.read_bytes())
     args["provenance"] = describe(process, script)
     write_whole(path, args)
     if not args.get("push_to_hub"):

@@ -183,7 +183,7 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     metrics, method = read_metrics(run_dir), method_of(args)
-    config = json.loads((run_dir / "model/config.json").read_text())
+    config = json.loads((run_dir / "model/config.json").read_bytes())
     data = ModelCardData(
         base_model=args["model_name_or_path"] if is_hub_id(args["model_name_or_path"]) else None,
         datasets=[args["dataset"]] if is_hub_id(args["dataset"]) else None,
@@ -227,7 +227,7 @@ def gather(run_dir: Path, folder: Path, card: str) -> None:
         if path.is_file() and name != Path("README.md"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(path.resolve())
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_bytes(card.encode(errors="replace"))
 
 
 def show(run_dir: Path, args: dict, repo: str, revision: str, private: bool | None) -> None:
@@ -271,6 +271,7 @@ def upload(
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -286,7 +287,7 @@ def main():
     for name in ("args.json", "metrics.jsonl", "model/config.json"):
         if not (run_dir / name).is_file():
             parser.error(f"{run_dir} has no {name}: it is no finished run")
-    args = json.loads((run_dir / "args.json").read_text())
+    args = json.loads((run_dir / "args.json").read_bytes())
     repo = options.repo_id or repo_of(args, args.get("hf_entity"))
     revision = options.revision or args.get("hf_repo_revision") or args["run_name"]
     given = (run_dir, args, repo, revision, options.private or None)

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import secrets
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import groupby, islice
@@ -171,7 +172,7 @@ def defaults_of(args: dict) -> dict:
     words = args.get("provenance", {"command": []})["command"]
     script = next((word for word in words if word.endswith(".py")), f"{args['exp_name']}.py")
     paths = [path for path in (Path(script), DOCS.parent / script) if path.is_file()]
-    text = paths[0].read_text().partition("\nclass Args:")[2] if paths else ""
+    text = paths[0].read_text("utf-8").partition("\nclass Args:")[2] if paths else ""
     defaults = {}
     for name, value in re.findall(r"^    (\w+): (?!FilledIn).* = (.*)$", text, re.MULTILINE):
         with contextlib.suppress(ValueError, SyntaxError):  # a computed one
@@ -221,6 +222,7 @@ def make_page(run_dirs: list[Path]) -> bytes:
 
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="in place of these")

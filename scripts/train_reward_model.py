@@ -788,9 +788,9 @@ def main(args):
     state = {"seconds": 0.0, "wandb_id": uuid.uuid4().hex}
     if checkpoint_dir is not None:
         first_step = step_of(checkpoint_dir) + 1
-        state = json.loads((checkpoint_dir / "state.json").read_text())
+        state = json.loads((checkpoint_dir / "state.json").read_bytes())
         # Under other arguments or data the steps until the checkpoint would have been others
-        saved_args = json.loads((run_dir / "args.json").read_text())
+        saved_args = json.loads((run_dir / "args.json").read_bytes())
         for name in ("seed", "mini_batch_size", "num_updates", "data_hash"):
             if saved_args[name] != getattr(args, name):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
@@ -824,7 +824,7 @@ def main(args):
         shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
         if checkpoint_dir is not None:
             rewind_run(run_dir, checkpoint_dir)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2), "utf-8")
     wandb_run = {
         "name": args.run_name,
         "entity": args.wandb_entity,
@@ -887,7 +887,7 @@ def main(args):
         metrics["time/from_scratch"] = time.time() - start_time
         accelerator.log(metrics, step=training_step)
         if is_main:
-            with open(run_dir / "metrics.jsonl", "a") as file:
+            with open(run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
             if training_step % max(1, args.num_updates // 20) == 0:
                 tqdm.write(

@@ -30,7 +30,7 @@ Which file.
     test_heads          architectures whose log-probabilities are right, or which are refused
     test_seeds          what the two documents name that the project began with
     test_scripts_agree, test_doctests, test_budget, test_docs, test_fork, test_sources    texts
-    test_setup, test_fresh_machine      what machines lack
+    test_setup, test_fresh_machine, test_locales    what machines lack
 The others are about a program of scripts/ each.
 
 Helpers, in tests/helpers; each says more in its first lines.

@@ -60,10 +60,10 @@ def start(name, seed):
     with tempfile.TemporaryDirectory() as folder:
         flags += [*OPTIONS[name], "--no-async_mode", "--seed", str(seed), "--output_dir", folder]
         command = [sys.executable, __file__, "--run", script, *flags, "--run_name", "run"]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=REPO)
         if result.returncode:
             raise RuntimeError(f"{name}, seed {seed}:\n{result.stdout}\n{result.stderr}")
-        last = Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1]
+        last = Path(folder, "run", "metrics.jsonl").read_text("utf-8").splitlines()[-1]
         rate = json.loads(last)["eval/verifiable_correct_rate"]
     seen = json.loads(re.search(r"^seen: (.*)$", result.stdout, re.MULTILINE)[1])
     return {"name": name, "seed": seed} | seen | {"rate": rate}

@@ -42,7 +42,7 @@ def lengths(seed, lam, learning_rate, steps):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", seed)
-        (folder / "reward.py").write_text(REWARD)
+        (folder / "reward.py").write_text(REWARD, "utf-8")
         flags = {
             "dataset": REPO / "debug_assets/train.parquet",
             "model_name_or_path": folder / "model",
@@ -66,12 +66,12 @@ def lengths(seed, lam, learning_rate, steps):
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             env=os.environ | {"OMP_NUM_THREADS": "1"},  # as `accelerate launch` sets it
         )
         if run.returncode:
             sys.exit(run.stdout)
-        lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+        lines = (folder / "run/metrics.jsonl").read_text("utf-8").splitlines()
         return [json.loads(line)["objective/sequence_lengths"] for line in lines]
 
 

@@ -93,7 +93,7 @@ class Run:
         self.mark = uuid.uuid4().hex
         words, ranks = LAUNCHERS[launcher]
         self.temporary.mkdir(exist_ok=True)
-        (folder / "reward.py").write_text(REWARD)
+        (folder / "reward.py").write_text(REWARD, "utf-8")
         options = {
             "output_dir": folder,
             "run_name": "run",
@@ -119,7 +119,7 @@ class Run:
         environment = {"ENDINGS_MARK": self.mark, "TMPDIR": str(self.temporary)}
         environment["ACCELERATE_USE_CPU"] = "true"
         self.inodes, self.looked_at = set(), 0.0
-        with open(self.output, "a") as output:
+        with open(self.output, "a", encoding="utf-8") as output:
             self.launcher = subprocess.Popen(
                 [sys.executable, *words, script, *flags_of(options), *flags],
                 cwd=REPO,
@@ -135,7 +135,7 @@ class Run:
     def steps(self):
         """How many steps are written."""
         path = self.run_dir / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        return path.read_text("utf-8").count("\n") if path.exists() else 0
 
     @property
     def checkpoints(self):
@@ -205,7 +205,7 @@ class Run:
         """Waits for one of the MOMENTS, and then for some seconds."""
         conditions = {
             "start": lambda: True,
-            "vLLM": lambda: "Starting vLLM" in self.output.read_text(),
+            "vLLM": lambda: "Starting vLLM" in self.output.read_text("utf-8"),
             "step": lambda: self.steps >= step - 1,
             "checkpoint": lambda: self.is_saving and self.steps >= step - 1,
             "model": lambda: (self.run_dir / "model").exists(),
@@ -281,7 +281,7 @@ def inodes_in_shm(process):
     """
     found = set()
     with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
-        maps = Path("/proc", str(process.pid), "maps").read_text()
+        maps = Path("/proc", str(process.pid), "maps").read_text("utf-8")
         found |= {int(inode) for inode in re.findall(r" (\d+) +/dev/shm/", maps)}
         for folder in (process.cwd(), process.environ().get("TMPDIR", "")):
             if folder.startswith("/dev/shm/"):
@@ -291,7 +291,7 @@ def inodes_in_shm(process):
 
 def is_locked(run_dir):
     try:
-        with open(run_dir / "lock") as file:
+        with open(run_dir / "lock", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -314,21 +314,21 @@ def checkpoint_problems(run):
     if {"policy", "policy_optimizer"} - {path.name for path in parts}:
         problems.append(f"{folder} has {[path.name for path in parts]} alone")
     problems += [f"{path} is not whole" for path in parts if not (path / ".metadata").exists()]
-    json.loads((folder / "state.json").read_text())
-    if (folder / "metrics.jsonl").read_text().count("\n") != newest:
+    json.loads((folder / "state.json").read_bytes())
+    if (folder / "metrics.jsonl").read_text("utf-8").count("\n") != newest:
         problems.append(f"{folder} has other metrics")
     return problems
 
 
 def begin_again(script, launcher, folder):
     """Resumes or begins anew, to the end; what it did, and problems."""
-    was_finished = (folder / "output.txt").read_text().count("is finished")
+    was_finished = (folder / "output.txt").read_text("utf-8").count("is finished")
     run = Run(script, launcher, folder, "--resume_from_checkpoint", "auto")
     newest = max(run.checkpoints, default=0)
     run.wait_for_exit(300)
     _, _, problems = wait_for_end(run)
     problems = [f"begun again: {problem}" for problem in problems]
-    text = run.output.read_text()
+    text = run.output.read_text("utf-8")
     if run.launcher.returncode or run.steps != STEPS or not (run.run_dir / "model").exists():
         problems.append(f"begun again, it ended in step {run.steps + 1}: {text[-2000:]}")
     if text.count("is finished") > was_finished:
@@ -353,7 +353,7 @@ def try_ending(case, is_begun_again, folder):
     if status == 0 and run.steps < STEPS:
         problems.append("status 0")
     problems += checkpoint_problems(run)
-    text = run.output.read_text()
+    text = run.output.read_text("utf-8")
     line = case | seen | {"over": not was_ended, "status": status, "exit": exit_seconds}
     line |= {"gone": gone_seconds, "checkpoint": max(run.checkpoints, default=0)}
     line["again"] = ""
@@ -432,7 +432,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="endings_") as folder:
             lines.append(try_ending(case, number % 3 == 0, Path(folder)))
         print_row(row_of(lines[-1]))
-        with open(results, "a") as file:
+        with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps(lines[-1]) + "\n")
     hangs = sum("hangs" in problem for line in lines for problem in line["problems"])
     left = sum("left: " in problem for line in lines for problem in line["problems"])

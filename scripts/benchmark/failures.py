@@ -251,7 +251,9 @@ class Run:
 
 
 def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
 
 
 def metrics_to_keep():
@@ -282,7 +284,7 @@ def start(run):
             env=os.environ | {"OMP_NUM_THREADS": "1"},  # as the debug commands have it
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         )
         metrics = read_lines(folder / "run/metrics.jsonl")
     error = None
@@ -319,7 +321,7 @@ class Results:
             started = time.monotonic()
             line = start(run)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.lines.append(line)
             ended = line["error"] or f"{line['completed_steps']} steps"
@@ -346,7 +348,7 @@ def runs_of(name, seed):
 
 def hash_of(names):
     """A hash of some files of scripts/failures; of diffs the lines that they change."""
-    texts = [(REPO / "scripts/failures" / name).read_text() for name in names]
+    texts = [(REPO / "scripts/failures" / name).read_text("utf-8") for name in names]
     for i, text in enumerate(texts):
         if text.startswith("diff "):
             texts[i] = re.findall(r"^[-+](?![-+]{2} ).*", text, re.MULTILINE)

@@ -122,7 +122,7 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
         script, *flags = command
         words = [sys.executable, str(REPO / script), *flags]
         words += ["--output_dir", folder, "--run_name", "run"]
-        with open(output, "w") as file:
+        with open(output, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 words,
                 cwd=REPO,
@@ -142,10 +142,10 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
         finally:
             process.kill()  # after a Ctrl-C
         if reason is not None:
-            end = output.read_text(errors="replace")[-ERROR_LENGTH:]
+            end = output.read_text(errors="replace", encoding="utf-8")[-ERROR_LENGTH:]
             raise RuntimeError(f"{reason}\n{shlex.join(command)}\n{end}")
-        told = output.read_text(errors="replace")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        told = output.read_text(errors="replace", encoding="utf-8")
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", told)
     of_vllm = {
         "vllm/model_runner": 2 if "Using V2 Model Runner" in told else 1,
@@ -190,7 +190,7 @@ def debug_command(name: str) -> list[str]:
 
     So a debug command can run where .venv is not what it would set up.
     """
-    text = (REPO / "scripts" / "train" / "debug" / f"{name}.sh").read_text()
+    text = (REPO / "scripts" / "train" / "debug" / f"{name}.sh").read_text("utf-8")
     last_command = text.partition("\nexec ")[2].replace("\\\n", " ")
     last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
     words = shlex.split(last_command)
@@ -223,7 +223,7 @@ def make_random_model(size: str, folder: str) -> None:
 def run_program(name: str) -> dict:
     """Figures of one of PROGRAMS, in a process of its own: memory that this one had would count."""
     command = [sys.executable, __file__, "--program", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_LIMIT)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PROGRAM_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-ERROR_LENGTH:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -238,7 +238,7 @@ def plan(command: list[str]) -> dict:
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
     try:
         done = subprocess.run(
-            words, cwd=REPO, capture_output=True, text=True, timeout=PROGRAM_LIMIT
+            words, cwd=REPO, capture_output=True, encoding="utf-8", timeout=PROGRAM_LIMIT
         )
     except subprocess.TimeoutExpired:
         return {"plan_gib": None}
@@ -257,7 +257,9 @@ def plan(command: list[str]) -> dict:
 def ask(*command: str) -> list[str]:
     """The lines that a command prints; none where it does not work."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines()
@@ -439,10 +441,10 @@ def check_sync(script: str, dtype: str, **options) -> dict:
 
 def check_rounded_head(script: str, dtype: str) -> dict:
     """As check_sync, by a copy of a script that leaves vLLM's head in the model's dtype."""
-    text = (REPO / script).read_text()
+    text = (REPO / script).read_text("utf-8")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / script
-        copy.write_text(text.replace(FLOAT32_HEAD, ROUNDED_HEAD))
+        copy.write_text(text.replace(FLOAT32_HEAD, ROUNDED_HEAD), "utf-8")
         return check_sync(str(copy), dtype)
 
 

@@ -112,7 +112,7 @@ def main():
                 command = [sys.executable, __file__, "--side", side, "--script", args.script]
                 command += ["--positions", str(positions), "--dtype", args.dtype]
                 command += ["--tied"] * args.tied
-                run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+                run = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
                 if run.returncode:
                     sys.exit(f"{side}, {positions} positions: status {run.returncode}")
                 found[side].append(json.loads(run.stdout))

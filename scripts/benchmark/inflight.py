@@ -71,13 +71,13 @@ STEPS = """
 
 def stretch(path, old, new):
     """Changes how long a script's responses are (old, new), and what a step of vLLM's takes."""
-    text = path.read_text()
+    text = path.read_text("utf-8")
     start = "    llm = LLM(**options)\n"
     assert text.count(start) == 1
     text = text.replace(start, start + STEPS)
     assert text.count(old) == 1, f"{path.name} has no {old}"
     before = '\n\nif __name__ == "__main__":'
-    path.write_text(text.replace(old, new).replace(before, LENGTHS + before.lstrip("\n")))
+    path.write_text(text.replace(old, new).replace(before, LENGTHS + before.lstrip("\n")), "utf-8")
 
 
 def prepare(folder):
@@ -94,13 +94,13 @@ def prepare(folder):
         "max_tokens=args.response_length - ",
         "max_tokens=drawn_length(response.seed, args) - ",
     )
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD, "utf-8")
     shutil.copytree(REPO / "debug_assets/model", folder / "model")
     # The tokenizer's end token stops a response, too
     for name in ("config", "generation_config", "tokenizer_config"):
         path = folder / "model" / f"{name}.json"
         end = {"eos_token": "<|unknown|>"} if name == "tokenizer_config" else {"eos_token_id": 5}
-        path.write_text(json.dumps(json.loads(path.read_text()) | end))
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | end), "utf-8")
 
 
 def run(folder, script, spread, args, flags):
@@ -118,11 +118,11 @@ def run(folder, script, spread, args, flags):
     environment = os.environ | {"LENGTH_SPREAD": str(spread), "STEP_MS": str(args.step_ms)}
     environment["OMP_NUM_THREADS"] = "1"
     result = subprocess.run(
-        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, encoding="utf-8"
     )
     if result.returncode:
         sys.exit(result.stderr)
-    text = (folder / "output/run/metrics.jsonl").read_text()
+    text = (folder / "output/run/metrics.jsonl").read_text("utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     lines = lines[WARM_UP - 1 : -1]  # the last step has nothing to overlap with
     first, last = lines[0]["time/from_scratch"], lines[-1]["time/from_scratch"]

@@ -52,7 +52,7 @@ def start(script, folder, steps, flags):
     command = [sys.executable, script]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    with open(folder / "output.txt", "a") as output:
+    with open(folder / "output.txt", "a", encoding="utf-8") as output:
         return subprocess.Popen([*command, *flags], cwd=REPO, stdout=output, stderr=output)
 
 
@@ -80,7 +80,7 @@ def is_saving(folder, steps=1):
 def lines_of(folder):
     """The lines of metrics.jsonl that are whole."""
     path = folder / "run" / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text("utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -120,11 +120,11 @@ def resume(script, folder, steps, flags, newest, whole):
     """Resumes a run to its end; returns what is wrong with what it leaves, or an empty list."""
     process = start(script, folder, steps, [*flags, "--resume_from_checkpoint", "latest"])
     if process.wait() != 0:
-        output = (folder / "output.txt").read_text()
+        output = (folder / "output.txt").read_text("utf-8")
         return [f"it ended with status {process.returncode}: {output[-2000:]}"]
     files = files_of(folder)
     problems = [f"{name} differs" for name, content in whole.items() if files[name] != content]
-    text = (folder / "output.txt").read_text()
+    text = (folder / "output.txt").read_text("utf-8")
     if not re.search(rf"^Resumed after step {newest};", text, re.MULTILINE):
         problems.append(f"it did not resume step {newest}")
     return problems
@@ -154,7 +154,7 @@ def main():
         wait_for(lambda: complete_checkpoints(peace), process, "the first checkpoint")
         first_checkpoint = time.monotonic()
         if process.wait() != 0:
-            sys.exit((peace / "output.txt").read_text())
+            sys.exit((peace / "output.txt").read_text("utf-8"))
         seconds = time.monotonic() - first_checkpoint
         whole = files_of(peace)
         checkpoint_seconds = min(line["time/checkpoint"] for line in lines_of(peace)[1:])

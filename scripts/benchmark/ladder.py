@@ -85,10 +85,12 @@ def prepare_all(folder):
     for name in ("script", "fork", "refill"):
         path = folder / f"{name}.py"
         before = 'if __name__ == "__main__":'
-        path.write_text(path.read_text().replace(before, LEARNER.lstrip("\n") + "\n" + before))
-    text = (folder / "script.py").read_text()
+        path.write_text(
+            path.read_text("utf-8").replace(before, LEARNER.lstrip("\n") + "\n" + before), "utf-8"
+        )
+    text = (folder / "script.py").read_text("utf-8")
     assert text.count(FORWARD) == 1
-    (folder / "old_pass.py").write_text(text.replace(FORWARD, FORWARD + EXTRA))
+    (folder / "old_pass.py").write_text(text.replace(FORWARD, FORWARD + EXTRA), "utf-8")
 
 
 def run(folder, rung, spread, training, run_name, args):
@@ -109,12 +111,14 @@ def run(folder, rung, spread, training, run_name, args):
     settings["OMP_NUM_THREADS"] = 1
     environment = os.environ | {name: str(value) for name, value in settings.items()}
     result = subprocess.run(
-        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, encoding="utf-8"
     )
     if result.returncode:
         raise RuntimeError(f"{rung}, spread {spread}: {result.stdout}\n{result.stderr}")
     run_dir = folder / "output" / values["run_name"]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     shutil.rmtree(run_dir)
     lines = lines[WARM_UP - 1 : -1]  # the last step has nothing to overlap with
     seconds = lines[-1]["time/from_scratch"] - lines[0]["time/from_scratch"]
@@ -232,7 +236,7 @@ def main():
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="of the lines that are there")
     parser.add_argument("--table", action="store_true", help="of the lines that are there")
     args = parser.parse_args()
-    text = args.results.read_text() if args.results.exists() else ""
+    text = args.results.read_text("utf-8") if args.results.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     cells = {(line["training"], line["spread"]) for line in lines}
     if (args.table or args.draw) and len(fastest(lines)) < len(cells) * len(RUNGS):
@@ -260,7 +264,7 @@ def main():
             for job in jobs:
                 line = json.dumps(job.result())
                 print(line, flush=True)
-                with args.results.open("a") as file:
+                with args.results.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
         finally:
             pool.shutdown(cancel_futures=True)  # after a failure none begins

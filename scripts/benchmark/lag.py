@@ -201,14 +201,14 @@ def cell_of(line):
 
 
 def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def command_of(task, model):
     """Script and flags of a task, but for the settings of a cell."""
     if task != "smollm2":
         return [*debug_command(task), *flags_of(DEBUG)]
-    text = (REPO / "scripts/train/smollm2/grpo.sh").read_text()
+    text = (REPO / "scripts/train/smollm2/grpo.sh").read_text("utf-8")
     flags = shlex.split(re.search(r"^flags=\(\n(.*?)^\)", text, re.S | re.M)[1], comments=True)
     return ["grpo_vllm_async.py", "--model_name_or_path", model, *flags]
 
@@ -286,13 +286,13 @@ def run(cell, model):
             env={"OMP_NUM_THREADS": str(threads), **os.environ},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         )
         if result.returncode:
             raise RuntimeError(f"{result.stdout}\n{result.stderr}")
         run_dir = Path(folder, "run")
         metrics = read_lines(run_dir / "metrics.jsonl")
-        commit = json.loads((run_dir / "args.json").read_text())["provenance"]["commit"]
+        commit = json.loads((run_dir / "args.json").read_bytes())["provenance"]["commit"]
     for version, line in enumerate(metrics):
         assert line["policy/staleness"] == min(cell.lag, version), f"version {version}"
     seconds = round(time.monotonic() - start)
@@ -316,7 +316,7 @@ def run_all(cells, path, model):
         except RuntimeError as error:
             print(f"FAILED\n{error}", flush=True)
             continue
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         lines[cell] = line
         left = (time.monotonic() - start) / number * (len(to_do) - number)

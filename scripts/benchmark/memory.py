@@ -35,7 +35,7 @@ def pss(process):
 
 def peak_rss(pid):
     """The most that a process has held since its peak was reset, in bytes."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
@@ -51,8 +51,8 @@ def note_before(module, name, prepare):
         path = Path(os.environ["NOTES"], str(os.getpid()))
         if not path.exists():
             prepare()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            path.write_text(f"{pss(psutil.Process())} {peak_rss('self')}")
+            Path("/proc/self/clear_refs").write_text("5", "utf-8")  # resets the peak
+            path.write_text(f"{pss(psutil.Process())} {peak_rss('self')}", "utf-8")
         return function(*args, **kwargs)
 
     setattr(module, name, noted)
@@ -94,7 +94,7 @@ def look_on(process, notes):
         sizes = {}
         for each in [process, *process.children(recursive=True)]:
             note = notes / str(each.pid)
-            if note.exists() and len(before := note.read_text().split()) == 2:
+            if note.exists() and len(before := note.read_text("utf-8").split()) == 2:
                 sizes[each.pid] = pss(each) - int(before[0])
                 with contextlib.suppress(OSError, IndexError):  # it has just ended
                     peaks[each.pid] = peak_rss(each.pid) - int(before[1])

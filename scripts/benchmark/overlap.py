@@ -124,7 +124,7 @@ def run_with_rewards(async_mode, seconds):
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slow_reward.py"
-        path.write_text(SLOW_REWARD)
+        path.write_text(SLOW_REWARD, "utf-8")
         durations = [seconds if i % 10 == 0 else 0.0 for i in range(128)]
         prompts = [script.Prompt("", "", [], "any", str(time), None) for time in durations]
         _, *others = run_toy(
@@ -155,8 +155,8 @@ def run_real(async_mode, threads, steps, flags):
         # response_length tokens.
         shutil.copytree(REPO / "debug_assets" / "model", Path(folder) / "model")
         for name in ("config.json", "generation_config.json"):
-            config = json.loads((Path(folder) / "model" / name).read_text()) | {"eos_token_id": 5}
-            (Path(folder) / "model" / name).write_text(json.dumps(config))
+            config = json.loads((Path(folder) / "model" / name).read_bytes()) | {"eos_token_id": 5}
+            (Path(folder) / "model" / name).write_text(json.dumps(config), "utf-8")
         command += [
             "--dataset",
             "debug_assets/train.parquet",
@@ -182,12 +182,14 @@ def run_real(async_mode, threads, steps, flags):
         for name, value in sizes.items():
             command += [f"--{name}", str(value)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            command, cwd=REPO, env=environment, capture_output=True, encoding="utf-8"
+        )
         if result.returncode:
             sys.exit(result.stderr)
         lines = [
             json.loads(line)
-            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
         ]
     # The last async step has nothing to overlap with: it is left out in both modes.
     lines = lines[WARM_UP:-1]

@@ -50,14 +50,14 @@ def three_of_four(data_source, response, ground_truth):
 
 def write_arm(arm, path):
     """Writes the script that an arm runs, to where no programs are that draw pictures."""
-    text = (REPO / "grpo_vllm_async.py").read_text()
+    text = (REPO / "grpo_vllm_async.py").read_text("utf-8")
     if arm == "variable":
         before, after = text.split(DIVISOR)  # it is there once
         text = before + VARIABLE + after
     if arm in ("inflight", "refill"):
         write_fork(arm, path)
     else:
-        path.write_text(text)
+        path.write_text(text, "utf-8")
 
 
 def run(task, arm, seed, folder, flags):
@@ -76,12 +76,12 @@ def run(task, arm, seed, folder, flags):
         env=os.environ | {"SCRIPT": str(script)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
     )
     if result.returncode and OUT_OF_GROUPS not in result.stdout:
         sys.exit(result.stdout)
     path = folder / name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()], result.stdout
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()], result.stdout
 
 
 def tokens_of(metrics):

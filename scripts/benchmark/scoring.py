@@ -87,7 +87,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slow.py"
-        path.write_text(SLOW)
+        path.write_text(SLOW, "utf-8")
         for num_workers in (2, 8):
             texts = ["fast"] * 512
             fast, _ = measure(script, "any", f"{path}:slow", texts, texts, num_workers)

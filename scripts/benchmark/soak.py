@@ -122,7 +122,7 @@ def role_of(process, learner):
 
 def memory_of(process):
     """{"own", "pss", "uss", "rss": bytes} of a process; own: see above."""
-    text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    text = Path(f"/proc/{process.pid}/smaps_rollup").read_text("utf-8")
     kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
     sizes = {
         "own": kib["Pss_Anon"] + kib["Pss_Shmem"] + kib["SwapPss"],
@@ -135,7 +135,7 @@ def memory_of(process):
 
 def files_in_shm(process):
     """Those that a process has open or mapped; of deleted ones, too."""
-    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    maps = Path(f"/proc/{process.pid}/maps").read_text("utf-8")
     found = set(re.findall(r"/dev/shm/.*$", maps, re.M))
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         try:
@@ -203,12 +203,15 @@ def run(args, flags, folder):
     RuntimeError: it failed; with its output.
     """
     (folder / "tmp").mkdir()
-    (folder / "reward.py").write_text(REWARD.replace("LAST_CALL", str(args.worker_calls)))
+    (folder / "reward.py").write_text(REWARD.replace("LAST_CALL", str(args.worker_calls)), "utf-8")
     options = FLAGS | {"total_episodes": (args.steps + MORE) * EPISODES, "output_dir": folder}
     options["reward_fn"] = f"{folder}/reward.py:score"
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **os.environ}
     environment["TMPDIR"] = str(folder / "tmp")
-    with open(folder / "output.txt", "w") as output, open(args.results, "w") as results:
+    with (
+        open(folder / "output.txt", "w", encoding="utf-8") as output,
+        open(args.results, "w", encoding="utf-8") as results,
+    ):
         learner = psutil.Popen(
             [sys.executable, args.script, *flags_of(options), *flags],
             cwd=REPO,
@@ -222,7 +225,7 @@ def run(args, flags, folder):
                 line = look(learner, step, folder / "tmp")
                 for role in set(LASTING) - {"reward workers"}:  # which may be being replaced
                     if line["roles"][role]["processes"] != 1:
-                        printed = (folder / "output.txt").read_text()
+                        printed = (folder / "output.txt").read_text("utf-8")
                         raise RuntimeError(f"{describe(line)}: not one {role}\n{printed}")
                 results.write(json.dumps(line) + "\n")
                 print(describe(line), flush=True)
@@ -232,7 +235,7 @@ def run(args, flags, folder):
                 learner.kill()  # the others end with it
             learner.wait()
     if learner.returncode:
-        raise RuntimeError((folder / "output.txt").read_text())
+        raise RuntimeError((folder / "output.txt").read_text("utf-8"))
     metrics = read_lines(folder / "run/metrics.jsonl")
     for name in ("time/training", "time/checkpoint"):
         if any(name in line for line in metrics):  # flags may turn checkpoints off
@@ -250,7 +253,7 @@ def medians_of(metrics, name):
 
 
 def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def describe(line):

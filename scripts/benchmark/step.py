@@ -147,11 +147,15 @@ def measure(path, folder, updates, given):
         command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
         )
         if done.returncode:
             sys.exit(done.stdout)
-        lines = Path(output_dir, "run/metrics.jsonl").read_text().splitlines()
+        lines = Path(output_dir, "run/metrics.jsonl").read_text("utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     seconds = statistics.mean(step["time/forward"] + step["time/update"] for step in steps)
     return seconds, statistics.mean(step["objective/sequence_lengths"] for step in steps)

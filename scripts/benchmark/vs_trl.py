@@ -127,7 +127,7 @@ def run_trl(folder, settings):
                 self.lines.append(json.dumps(line))
 
         def on_train_end(self, *_, **__):
-            (folder / "metrics.jsonl").write_text("\n".join(self.lines))
+            (folder / "metrics.jsonl").write_text("\n".join(self.lines), "utf-8")
 
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -212,7 +212,7 @@ def make_assets(folder):
     for workload in WORKLOADS:
         tokenizer.save_pretrained(folder / workload / "model")
         Dataset.from_list(rows).to_parquet(str(folder / workload / "train.parquet"))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD, "utf-8")
 
 
 def memory_of(process):
@@ -230,7 +230,7 @@ def run_side(side, settings):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if side == "trl":
-            (folder / "settings.json").write_text(json.dumps(settings))
+            (folder / "settings.json").write_text(json.dumps(settings), "utf-8")
             command, threads = [trl_python(), __file__, "--trl_folder", folder], os.cpu_count()
         else:
             command = [sys.executable, REPO / "grpo_vllm_async.py", *flags_of(settings, folder)]
@@ -238,16 +238,16 @@ def run_side(side, settings):
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         output, peak = folder / "output.txt", 0
         with (
-            output.open("w") as file,
+            output.open("w", encoding="utf-8") as file,
             psutil.Popen(command, stdout=file, stderr=file, env=environment) as process,
         ):
             while process.poll() is None:
                 peak = max(peak, memory_of(process))
                 time.sleep(MEMORY_EVERY)
         if process.returncode:
-            sys.exit(output.read_text())
+            sys.exit(output.read_text("utf-8"))
         path = folder / ("metrics.jsonl" if side == "trl" else "run/metrics.jsonl")
-        return [json.loads(line) for line in path.read_text().splitlines()], peak / 2**20
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()], peak / 2**20
 
 
 def flags_of(settings, folder):
@@ -419,7 +419,7 @@ def main():
     parser.add_argument("--trl_folder", type=Path, help=argparse.SUPPRESS)  # a run of TRL's side
     args = parser.parse_args()
     if args.trl_folder:
-        run_trl(args.trl_folder, json.loads((args.trl_folder / "settings.json").read_text()))
+        run_trl(args.trl_folder, json.loads((args.trl_folder / "settings.json").read_bytes()))
     elif args.what == "learning":
         compare_learning(args)
     else:

@@ -267,7 +267,7 @@ def main():
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = json.dumps({**settings, "script": script}, indent=2)
     settings_path = args.output_dir / "settings.json"
-    if settings_path.is_file() and settings_path.read_text() == stamp:
+    if settings_path.is_file() and settings_path.read_text("utf-8") == stamp:
         print(f"Debug model and data: {args.output_dir} is up to date")
         return
 
@@ -299,7 +299,7 @@ def main():
     rng, pairs = random.Random(settings["seed"]), settings["pairs_per_prompt"]
     write_pairs(args.output_dir / "preference_train.parquet", train_prompts, rng, pairs)
     write_pairs(args.output_dir / "preference_test.parquet", test_prompts, rng, 1)
-    settings_path.write_text(stamp)  # last: a folder without it is made again
+    settings_path.write_text(stamp, "utf-8")  # last: a folder without it is made again
     print(
         f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled "
         f"and {greedy:.0%} greedily after {steps} steps (on training prompts; a run asks others); "

@@ -118,8 +118,8 @@ def write_stub(folder: Path) -> None:
     """The library, and what loads it at Python's start, in a folder of packages."""
     library = shared_library(SONAME, FUNCTIONS, RETURN_MINUS_ONE)
     (folder / "libnuma_stub.so.1").write_bytes(library)
-    (folder / "libnuma_or_stub.py").write_text(LOADER)
-    (folder / "libnuma_or_stub.pth").write_text(PTH)
+    (folder / "libnuma_or_stub.py").write_text(LOADER, "utf-8")
+    (folder / "libnuma_or_stub.pth").write_text(PTH, "utf-8")
 
 
 if __name__ == "__main__":

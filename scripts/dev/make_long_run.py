@@ -31,7 +31,7 @@ def main(folder):
     random.seed(1)
     args = {"exp_name": "ppo_vllm_async", "run_name": folder.name, "num_training_steps": STEPS}
     args |= {"model_name_or_path": "debug_assets/model", "model_revision": None, "dtype": "float32"}
-    (folder / "args.json").write_text(json.dumps(args | {"tokenizer_name_or_path": None}))
+    (folder / "args.json").write_text(json.dumps(args | {"tokenizer_name_or_path": None}), "utf-8")
     lines = {"metrics": [], "rollouts": [], "samples": []}
 
     def write(name, line):
@@ -56,7 +56,7 @@ def main(folder):
                     row[name] = [round(random.gauss(0, 1), 4) for _ in ids]
             write("rollouts", row)
     for name, texts in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(texts))
+        (folder / f"{name}.jsonl").write_text("".join(texts), "utf-8")
 
 
 if __name__ == "__main__":

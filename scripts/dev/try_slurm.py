@@ -93,7 +93,9 @@ class Cluster:
                 each.bind(("127.0.0.1", 0))
             ports = [each.getsockname()[1] for each in sockets]
         host = os.uname().nodename
-        (folder / "slurm.conf").write_text(CONFIG.format(host=host, ports=ports, folder=folder))
+        (folder / "slurm.conf").write_text(
+            CONFIG.format(host=host, ports=ports, folder=folder), "utf-8"
+        )
         for name in ("state", "n1", "n2"):
             (folder / name).mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
@@ -112,7 +114,7 @@ class Cluster:
         return self
 
     def start(self, *command):
-        with open(self.folder / "daemons.log", "a") as output:
+        with open(self.folder / "daemons.log", "a", encoding="utf-8") as output:
             self.daemons.append(
                 subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
             )
@@ -126,7 +128,7 @@ class Cluster:
 
     def ask(self, *command):
         """What one of Slurm's commands prints, or nothing if it fails."""
-        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        ran = subprocess.run(command, env=self.environment, capture_output=True, encoding="utf-8")
         return ran.stdout.strip()
 
     def state(self, job):
@@ -179,7 +181,7 @@ class Job:
             self.variables["CONFIG"] = "scripts/accelerate/ddp.yaml"
         elif args.nodes > 1 and args.launcher == "accelerate":
             path = cluster.folder / "fsdp2.py"
-            path.write_text(FSDP2.format(repo=REPO, script=args.script))
+            path.write_text(FSDP2.format(repo=REPO, script=args.script), "utf-8")
             self.variables["SCRIPT"] = str(path)
         self.variables |= {"OUTPUT_DIR": str(self.run_dir.parent), "OMP_NUM_THREADS": "1"}
 
@@ -187,7 +189,11 @@ class Job:
         command = ["sbatch", "--parsable", *self.options, "scripts/train/slurm.sbatch"]
         environment = self.cluster.environment | self.variables
         ran = subprocess.run(
-            [*command, *self.flags], cwd=REPO, env=environment, capture_output=True, text=True
+            [*command, *self.flags],
+            cwd=REPO,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
         )
         if ran.returncode != 0:
             raise RuntimeError(ran.stderr)
@@ -195,7 +201,7 @@ class Job:
 
     def steps(self):
         path = self.run_dir / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        return path.read_text("utf-8").count("\n") if path.exists() else 0
 
     def processes(self):
         """All that have its environment, whoever started them."""
@@ -221,7 +227,7 @@ class Job:
         paths = set()
         for process in self.processes():
             with contextlib.suppress(psutil.Error, FileNotFoundError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                maps = Path(f"/proc/{process.pid}/maps").read_text("utf-8").splitlines()
                 used = [line.split(maxsplit=5)[-1] for line in maps]
                 used += [process.cwd(), *(file.path for file in process.open_files())]
                 paths |= {path for path in used if path.startswith("/dev/shm/")}
@@ -243,7 +249,7 @@ class Job:
             now = self.cluster.state(self.id)
             if now not in ("RUNNING", "PENDING", "COMPLETING"):
                 raise RuntimeError(f"{self.name} is {now}: {self.log}")
-            lines = self.log.read_text()[self.begun :] if self.log.exists() else ""
+            lines = self.log.read_text("utf-8")[self.begun :] if self.log.exists() else ""
             return now == "RUNNING" and len(re.findall("^step ", lines, re.MULTILINE)) >= steps
 
         wait_until(are_done, 1200, f"{steps} steps of {self.name}")
@@ -285,7 +291,7 @@ def what_is_left(job, used):
 def begin_again(job):
     """As a user would; without the two minutes that Slurm lets a requeued job wait."""
     time.sleep(2)  # what ended and begins in one second is revoked: "Job credential revoked"
-    job.begun = len(job.log.read_text())
+    job.begun = len(job.log.read_text("utf-8"))
     state = job.cluster.state(job.id)
     if state == "CANCELLED":
         job.submit()
@@ -298,7 +304,7 @@ def begin_again(job):
 
 def files_of(run_dir):
     """What a run leaves and another one must leave too, by name."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
     metrics = [
         {name: line[name] for name in line if not name.startswith(OF_A_CLOCK)} for line in lines
     ]
@@ -326,7 +332,7 @@ def main():
     subprocess.run([sys.executable, "scripts/dev/make_debug_assets.py"], cwd=REPO, check=True)
     choice = random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="try_slurm_"))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD, "utf-8")
     problems = []
     try:
         with Cluster(folder) as cluster:
@@ -354,9 +360,11 @@ def main():
             problems += [f"{name} differs" for name in whole if whole[name] != files[name]]
             job.submit()
             job.wait_for_state(("COMPLETED",), 600)
-            if not job.log.read_text().rstrip().endswith("is finished"):
+            if not job.log.read_text("utf-8").rstrip().endswith("is finished"):
                 problems.append("submitted once more, it does not say that it is finished")
-            print("\n".join(re.findall("^Resumed after.*", job.log.read_text(), re.MULTILINE)))
+            print(
+                "\n".join(re.findall("^Resumed after.*", job.log.read_text("utf-8"), re.MULTILINE))
+            )
     finally:
         if args.keep or sys.exc_info()[0]:
             print(f"kept: {folder}")

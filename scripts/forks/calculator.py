@@ -155,7 +155,7 @@ def main():
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = json.dumps({**SETTINGS, "script": script}, indent=2)
     settings_path = folder / "settings.json"
-    if settings_path.is_file() and settings_path.read_text() == stamp:
+    if settings_path.is_file() and settings_path.read_text("utf-8") == stamp:
         print(f"Calculator's model and data: {folder} is up to date")
         return
 
@@ -187,7 +187,7 @@ def main():
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", questions)
     write_rows(folder / "test.parquet", held_out)
-    settings_path.write_text(stamp)  # last: a folder without it is made again
+    settings_path.write_text(stamp, "utf-8")  # last: a folder without it is made again
     print(f"  {model.num_parameters():,} parameters, {time.time() - start:.0f} s")
 
 

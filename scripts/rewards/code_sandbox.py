@@ -408,7 +408,7 @@ def run_cases() -> None:
         else:
             exec(compile(case["setup"], "test.py", "exec"), module.__dict__)
             result = eval(compile(case["call"], "test.py", "eval"), module.__dict__)
-            with open(sink, "w") as file:
+            with open(sink, "w", encoding="utf-8") as file:
                 file.write(canonical(result))
 
     def child(code, case, secret, source, sink):
@@ -427,10 +427,10 @@ def run_cases() -> None:
     def memory_of(process):
         """Bytes of a process, those that n processes share counted as an nth."""
         try:
-            with open(f"/proc/{process}/smaps_rollup") as file:
+            with open(f"/proc/{process}/smaps_rollup", encoding="utf-8") as file:
                 return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
         except PermissionError:  # it has made itself not dumpable: shared ones are counted whole
-            with open(f"/proc/{process}/statm") as file:
+            with open(f"/proc/{process}/statm", encoding="utf-8") as file:
                 return resource.getpagesize() * int(file.read().split()[1])
 
     def memory_of_all():

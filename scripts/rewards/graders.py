@@ -126,7 +126,7 @@ def grade_math_in_helper(response: str, ground_truth: str) -> float:
                 [sys.executable, "-P", str(Path(__file__).resolve())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
             )
         limit = threading.Timer(HELPER_SECONDS, helper.kill)
         limit.start()

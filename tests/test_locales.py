@@ -1,0 +1,95 @@
+"""Programs where the locale knows ASCII alone: they write UTF-8, and print the rest escaped."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import test_hub
+import test_report
+from helpers import REPO
+from helpers.files import write_rows, write_text
+from helpers.processes import environment
+
+pytestmark = pytest.mark.slow
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+NAME = "Größe “ça” 模型"
+
+
+def write_run(folder):
+    """A run whose files hold such texts, escaped by JSON and not, as a fork may write them."""
+    provenance = test_hub.MADE | {"command": ["ppo_sync.py", "--run_name", NAME]}
+    args = test_report.ARGS | test_hub.ARGS | {"run_name": NAME, "provenance": provenance}
+    metrics = [line | {"objective/reward/précis\u2028": 0.5} for line in test_report.metrics_of(12)]
+    rows = [test_report.response(12, "C'est « deux »…", prompt="été\u2028\x85 = ?")]
+    samples = [test_report.answer(1, 0, False, prompt=NAME)]
+    write_text(folder / "args.json", json.dumps(args))
+    write_text(folder / "model/config.json", '{"model_type": "qwen2"}')
+    write_text(folder / "model/tokenizer.json", test_report.byte_tokenizer().to_str())
+    for path, lines in {"metrics": metrics, "rollouts": rows, "samples": samples}.items():
+        texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / f"{path}.jsonl").write_text("".join(texts), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run_program(tmp_path):
+    """run_program(name, *options) -> what it prints, which is ASCII."""
+
+    def run_program(name, *options):
+        result = subprocess.run(
+            [sys.executable, REPO / "scripts" / name, *options],
+            cwd=tmp_path,
+            env=environment(ASCII | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}),
+            capture_output=True,
+        )
+        assert result.returncode == 0, result.stderr.decode()[-2000:]
+        return result.stdout.decode("ascii")
+
+    return run_program
+
+
+def escaped(text):
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+def test_run_is_read_shown_and_drawn(run_program, tmp_path):
+    run = write_run(tmp_path / "été")
+    assert escaped(NAME) in run_program("inspect_run.py", run)
+    assert escaped("« deux »…") in run_program("inspect_run.py", run)
+    assert escaped(NAME) in run_program("inspect_run.py", run, "--wrong")
+    run_program("plot_runs.py", run)
+    assert (run / "curves.png").exists()
+    run_program("report.py", run)
+    page = (run / "report.html").read_text("utf-8")
+    assert NAME in page and "été" in page and "précis" in page
+    assert f"# {escaped(NAME)}\n" in run_program("push_to_hub.py", run, "--dry_run")
+
+
+def test_folders_name_that_is_no_utf_8_is_no_hindrance(run_program, tmp_path):
+    """An old disk's: bytes of Latin-1."""
+    run = write_run(tmp_path / os.fsdecode(b"\xe9t\xe9"))
+    for command in (["inspect_run.py"], ["report.py"], ["plot_runs.py", "--seeds"]):
+        run_program(*command, run)
+    assert (run / "curves.png").exists()
+
+
+def test_rows_are_converted(run_program, tmp_path):
+    import pyarrow.parquet
+
+    rows = [{"question": f"{NAME} ?", "answer": "#### 2"}, {"question": "é", "answer": "é"}]
+    path = write_rows(tmp_path / "données" / "train.jsonl", rows)
+    options = ["--local_dataset_path", path.parent, "--local_save_dir", tmp_path / "prêt"]
+    assert "1 kept" in run_program("data_preprocess/gsm8k.py", *options)
+    (row,) = pyarrow.parquet.read_table(tmp_path / "prêt" / "train.parquet").to_pylist()
+    assert row["prompt"][0]["content"].startswith(NAME)
+
+
+def test_card_has_no_half_of_a_character(tmp_path):
+    """As in a name that was cut: no file can hold it."""
+    import push_to_hub
+
+    push_to_hub.gather(tmp_path, tmp_path, "half \ud83d, été")
+    assert (tmp_path / "README.md").read_text("utf-8") == "half ?, été"
