@@ -180,7 +180,7 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
         """{prompt: the numbers of its answers}, of those that have one."""
         numbers = defaultdict(list)
         for row in rows:
-            if row.get(name) is not None:
+            if row.get(name) is not None and math.isfinite(row[name]):
                 numbers[row["problem"]].append(row[name])
         return numbers
 
@@ -326,7 +326,8 @@ def write(path: Path, text: str):
 
 
 def write_lines(path: Path, rows: list[dict]):
-    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+    """What JSON does not know is text: a truth may be a decimal, a date, bytes."""
+    write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def files_of_reward(path: Path) -> list[Path]:

@@ -1,8 +1,10 @@
 """scripts/evaluate.py: a saved model's answers to held-out prompts."""
 
+import datetime
 import hashlib
 import importlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -10,10 +12,12 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict
+from decimal import Decimal
 from typing import ClassVar
 
 import evaluate
 import inspect_run
+import numpy as np
 import pytest
 from helpers import REPO
 from helpers.files import read_json_lines, write_configurations, write_rows, write_text
@@ -98,6 +102,37 @@ def test_interval_of_scores_without_limits_is_the_normal_one():
     assert figure["high"] == pytest.approx(statistics.fmean(scores) + error, abs=0.05)
     alike = evaluate.summarize([row(i, -3.0, **unlimited) for i in range(2)])
     assert alike["score"] == {"mean": -3.0, "prompts": 2}
+
+
+def test_number_that_is_none_is_no_answer_s():
+    """Of a mean of NaN the interval was from 0 to 0.3."""
+    rows = [row(i, 1.0, reward_metrics={"short": math.nan if i < 2 else 0.5}) for i in range(8)]
+    figures = evaluate.summarize(rows)
+    assert figures["reward/short"]["mean"] == 0.5 and figures["reward/short"]["prompts"] == 6
+    assert figures["score"]["prompts"] == 8
+
+
+TRUTHS = {
+    "2.50": Decimal("2.50"),
+    "2024-01-31": datetime.date(2024, 1, 31),
+    "0.5": np.float32(0.5),
+    "b'\\xff'": b"\xff",
+    "7": np.int64(7),
+    "[1 2]": np.array([1, 2]),
+    "1:02:03": datetime.timedelta(seconds=3723),
+}
+
+
+@pytest.mark.parametrize("text", TRUTHS)
+def test_truth_that_json_does_not_know_is_text(text, tmp_path):
+    """As in samples.jsonl: columns of a .parquet file may be of any type."""
+    for truth in (TRUTHS[text], {"of": [TRUTHS[text], 1]}):
+        prompt = script.Prompt("row 0", "?", [1], datetime.date(2024, 1, 1), truth, None)
+        response = script.Response(prompt, np.array([1]), np.zeros(1), stopped=True)
+        evaluate.write_lines(tmp_path / "rows", [evaluate.describe(script, response, 0, 1)])
+        (line,) = evaluate.read_lines(tmp_path / "rows")
+        assert line["ground_truth"] == ({"of": [text, 1]} if isinstance(truth, dict) else text)
+        assert line["data_source"] == "2024-01-01"
 
 
 def test_sources_are_told_apart_unless_there_are_too_many(capsys):
