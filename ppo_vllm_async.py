@@ -81,6 +81,7 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -225,7 +226,7 @@ def main(args):
     run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
     args.run_name = run_dir.name
     if checkpoint_dir:  # which chat templates may write
-        args.start_day = json.loads((run_dir / "args.json").read_text())["start_day"]
+        args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
         if args.push_to_hub:  # its end may have been cut short
             run_program("push_to_hub.py", run_dir)
@@ -1261,7 +1262,7 @@ def is_finished(accelerator, run_dir, num_steps, args):
     """Whether `auto` finds a run that has written its last step, after its model."""
     path = run_dir / "metrics.jsonl"
     has_steps = args.resume_from_checkpoint == "auto" and path.exists()
-    is_over = has_steps and path.read_text().count("\n") >= num_steps
+    is_over = has_steps and path.read_bytes().count(b"\n") >= num_steps
     is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
     if is_over:
         accelerator.print(f"{run_dir} is finished")
@@ -1323,11 +1324,11 @@ def read_state(run_dir, checkpoint_dir, args):
     step = step_of(checkpoint_dir)
     if is_rank_0():
         print(f"Resumed after step {step}; what came later is made again")
-    saved_args = json.loads((run_dir / "args.json").read_text())
+    saved_args = json.loads((run_dir / "args.json").read_bytes())
     for name in MUST_AGREE:
         if saved_args[name] != getattr(args, name):
             raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    return step + 1, {"seconds": 0.0} | json.loads((checkpoint_dir / "state.json").read_text())
+    return step + 1, {"seconds": 0.0} | json.loads((checkpoint_dir / "state.json").read_bytes())
 
 
 def limit_memory(device, args):
@@ -1385,7 +1386,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
         "id": state["wandb_id"],
         "resume": "allow",
     }
-    config = json.loads((run_dir / "args.json").read_text())
+    config = json.loads((run_dir / "args.json").read_bytes())
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     report_prompt_lengths(accelerator, train_prompts, run_dir)
     if args.save_freq:
@@ -1469,7 +1470,9 @@ def load_prompts(path, config, split, tokenizer, args, is_eval):
             prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
-            lost |= set(prompt.text) - set(tokenizer.decode(prompt.token_ids))
+            # With accents composed, as many tokenizers do it
+            read = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
+            lost |= set(unicodedata.normalize("NFC", prompt.text)) - set(read)
     if not prompts:
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
@@ -2348,7 +2351,10 @@ def start_llm(options, config, folder):
         AutoModelForCausalLM.from_config(config).save_pretrained(".")
     from vllm import LLM
 
-    llm = LLM(**options)
+    try:
+        llm = LLM(**options)
+    except Exception as error:
+        raise RuntimeError(f"vLLM does not start: {error}") from error  # vLLM's may be no pickle
     return os.getpid()
 
 
@@ -2635,7 +2641,7 @@ def read_score(result):
     metrics = {
         name: float(value)
         for name, value in result.items()
-        if name != "score" and isinstance(value, int | float)
+        if name != "score" and isinstance(value, int | float | np.number | np.bool_)
     }
     return float(result["score"]), metrics
 
@@ -2793,7 +2799,7 @@ def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
 def append_line(path, line):
     if is_rank_0():
         with open(path, "a") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            file.write(json.dumps(line, default=str, separators=(",", ":")) + "\n")
 
 
 # One picture at a time, while the loop goes on. Its programs are born with SIGUSR1 blocked, which a
@@ -3026,7 +3032,7 @@ def warn_once(text):
 
 def stable_hash(*parts):
     """A 63-bit integer, the same in every process and on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(ascii(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -3123,6 +3129,7 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     command_line = tyro.cli(Args, use_underscores=True)
     try:
         main(command_line)

@@ -50,6 +50,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import statistics
 import sys
@@ -277,6 +278,8 @@ def show(evaluation: dict):
                 continue
             line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
             print((line + show_share(figure["prompts"], figures["prompts"])).rstrip())
+    if results.get("pass@1", {}).get("mean") == 0 < results["score"]["mean"]:
+        print("\nNo answer counts as right: that takes a score of 1, or a reward's `right`")
     if results["sources"] > MOST_SOURCES:
         print(f"\nThere are {results['sources']:,} data sources, too many for figures of each")
 
@@ -360,7 +363,7 @@ def load_script(run_dir):
     Where it has changed since, that one; where it is gone, or asks vLLM otherwise than we do here,
     one of ours. Either is said.
     """
-    made = json.loads((run_dir / "args.json").read_text()).get("provenance", {})
+    made = json.loads((run_dir / "args.json").read_bytes()).get("provenance", {})
     named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
     paths = [*named, *(ROOT / path.name for path in named), *(ROOT / f"{name}.py" for name in OURS)]
     paths = [path.resolve() for path in paths if path.is_file()]
@@ -433,6 +436,8 @@ def settings_of(script, args, options, prompts):
     }
     path, _, function = (args.reward_fn or "").rpartition(":")
     files = files_of_reward(Path(path)) if function else [Path(script.__file__)]
+    for module in re.findall(r"([\w.]+)\.\w", function):  # which trl_rewards.py imports
+        files += files_of_reward(Path(module.replace(".", "/")).with_suffix(".py"))
     code = b"".join(file.read_bytes() for file in files)
     scored = {
         "prompts": script.stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),

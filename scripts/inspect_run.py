@@ -47,6 +47,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
+NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
 CURVES = ["objective/scores", RATE, "objective/kl", "policy/entropy_avg"]
 CURVES += ["objective/sequence_lengths", "objective/stop_rate", "val/explained_variance"]
 CURVES += ["objective/accuracy", "eval/accuracy"]  # of a reward model
@@ -222,6 +223,8 @@ def describe_evaluations(metrics: list[dict]) -> list[str]:
     'Held-out prompts answered right: 50.0% before training, 75.0% after 40 steps'
     >>> describe_evaluations([last])[1]
     'Mean verifiable score of their answers: 0.800 after 40 steps'
+    >>> describe_evaluations([{RATE: 0.0, SCORE: 0.95, "eval/policy_version": 40}])[0]
+    'Mean verifiable score of the answers to held-out prompts: 0.950 after 40 steps'
     """
 
     def when(line):
@@ -233,12 +236,16 @@ def describe_evaluations(metrics: list[dict]) -> list[str]:
         return []
     shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
     rates = [f"{line[RATE]:.1%} {when(line)}" for line in shown]
-    sentences = [f"Held-out prompts answered right: {', '.join(rates)}"]
+    scores = ", ".join(f"{line.get(SCORE, line[RATE]):.3f} {when(line)}" for line in shown)
     # Rewards that are shares of 1: an answer may be worth something and not be right
-    if any(line.get(SCORE, line[RATE]) != line[RATE] for line in evaluations):
-        scores = [f"{line.get(SCORE, line[RATE]):.3f} {when(line)}" for line in shown]
-        sentences.append(f"Mean verifiable score of their answers: {', '.join(scores)}")
-    return sentences
+    if all(line.get(SCORE, line[RATE]) == line[RATE] for line in evaluations):
+        return [f"Held-out prompts answered right: {', '.join(rates)}"]
+    if not any(line[RATE] for line in evaluations):
+        return [f"Mean verifiable score of the answers to held-out prompts: {scores}", NONE_RIGHT]
+    return [
+        f"Held-out prompts answered right: {', '.join(rates)}",
+        f"Mean verifiable score of their answers: {scores}",
+    ]
 
 
 def describe_troubles(metrics: list[dict]) -> list[str]:

@@ -42,9 +42,7 @@ def wrong_type(row):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"a message of its prompt has no role: {message!r:.60}"
     if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
-        return (
-            "the prompt is the text of a list of messages, brackets and all; write the list itself"
-        )
+        return "the prompt is the text of a list of messages; write the list itself"
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -79,7 +77,7 @@ def notes_on_columns(run, path, rows):
     if texts and run.tokenizer.chat_template:
         yield (
             f"{path}: {texts:,} of {len(rows):,} prompts are texts, which the chat template does "
-            f"not render: right for texts to go on with; a question is a list of messages"
+            f"not render: right for texts to go on with; a question is to be messages"
         )
     if "strftime_now" in str(run.tokenizer.chat_template):
         yield "the chat template writes today's date; a run that is resumed keeps its first day"
@@ -107,14 +105,15 @@ def notes_on_ends(run, path, rows):
 
 def notes_on_pairs(run, path, rows):
     """Texts of pairs that hold the prompt once more; pairs that say nothing, or the contrary."""
-    both = [(prompt_of(row), row.get("chosen"), row.get("rejected")) for row in rows]
-    both = [texts for texts in both if all(isinstance(text, str) for text in texts)]
-    again = [p for p, a, b in both if p.strip() and a.startswith(p) and b.startswith(p) and p != a]
+    both = [(row.get("prompt"), row.get("chosen"), row.get("rejected")) for row in rows]
+    texts = [each for each in both if all(isinstance(text, str) for text in each)]
+    again = [p for p, a, b in texts if p.strip() and a.startswith(p) and b.startswith(p)]
     if again:
         yield (
             f"{path}: {len(again):,} of {len(rows):,} responses begin with their prompt, which is "
             f"read twice then; the columns are the prompt, and what follows it"
         )
+    both = [tuple(map(str, each)) for each in both]
     known = set(both)
     turned = sum((p, b, a) in known for p, a, b in both if a != b)
     if turned:

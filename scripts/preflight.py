@@ -268,7 +268,7 @@ def read_config_file(options):
     path, config = options.config_file, {}
     try:
         if path:
-            config = yaml.safe_load(Path(path).expanduser().read_text())
+            config = yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
             fsdp = {"fsdp_cpu_ram_efficient_loading": True} | (config.get("fsdp_config") or {})
             options.variables |= {name.upper(): value for name, value in fsdp.items()}
             options.variables[f"ACCELERATE_USE_{config['distributed_type']}".upper()] = True
@@ -496,7 +496,7 @@ COLUMNS = (
     "`data_source` chooses the reward, or name a --reward_fn; `prompt` is a text, or messages for "
     "the chat template; "
     '`reward_model` is {"ground_truth": ...}, or use '
-    "--no-apply_verifiable_reward --reward_model_path MODEL"
+    "--no-apply_verifiable_reward --reward_model_path MODEL; TRL's rows: docs/coming_from.md"
 )
 COLUMNS_OF_PAIRS = "`prompt`, `chosen`, `rejected` are texts, or messages for the chat template"
 
@@ -640,7 +640,7 @@ def ask_vllm(config, dtype):
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
-        asked = subprocess.run(command, capture_output=True, text=True)
+        asked = subprocess.run(command, capture_output=True, encoding="utf-8")
     if asked.returncode == 0:
         return ""
     lines = asked.stderr.splitlines()
@@ -849,12 +849,12 @@ def try_reward(run, workers, prompts):
         graded = [score(run, workers, prompt, answer) for answer in answers]
         bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
+        if odd_data.is_rule(prompt.ground_truth):
+            continue
         if graded[0].text != truth:  # the tokenizer has made another text of it
             as_it_stands = score(run, workers, prompt, truth, is_read=False).verifiable
             if bare < as_it_stands:
                 respelled[prompt.origin] = graded[0].text, truth, bare, as_it_stands
-        if odd_data.is_rule(prompt.ground_truth):
-            continue
         scores = max(bare, boxed), wrong, empty
         usual = run.answers.setdefault(source, scores)
         if is_empty(truth) and wrong >= usual[0] > usual[1]:
@@ -902,10 +902,10 @@ def score(run, workers, prompt, answer, is_read=True):
     is_read: the reward gets what the run would read of it, as tokens; else its text as it stands.
     """
     script, args = run.script, run.args
+    token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    text = script.response_text(run.tokenizer, token_ids, args) if is_read else answer
     start = time.perf_counter()
     try:
-        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        text = script.response_text(run.tokenizer, token_ids, args) if is_read else answer
         response = script.Response(
             prompt=prompt,
             token_ids=[*token_ids, 0],  # with a stop token
@@ -936,7 +936,7 @@ def score(run, workers, prompt, answer, is_read=True):
         cause = SLOW_CALLS
     raise Mistake(
         f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
-        f"{answer[:60]!r}, {cause}: {failure}"
+        f"{text[:60]!r}, {cause}: {failure}"
     )
 
 
@@ -986,8 +986,8 @@ def check_checkpoint(run):
     path, must_agree = run.checkpoint_dir, kept_arguments(run.script)
     given = f"--resume_from_checkpoint {path}"
     try:
-        json.loads((path / "state.json").read_text())
-        saved = json.loads((path.parents[1] / "args.json").read_text())
+        json.loads((path / "state.json").read_bytes())
+        saved = json.loads((path.parents[1] / "args.json").read_bytes())
     except (OSError, ValueError) as error:
         raise Mistake(f"{given}: it is damaged; resume an older one ({error})") from error
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list

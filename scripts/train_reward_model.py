@@ -653,7 +653,7 @@ def is_finished(accelerator, run_dir, num_steps, args):
     """Whether `auto` finds a run that has written its last step, after its model."""
     path = run_dir / "metrics.jsonl"
     has_steps = args.resume_from_checkpoint == "auto" and path.exists()
-    is_over = has_steps and path.read_text().count("\n") >= num_steps
+    is_over = has_steps and path.read_bytes().count(b"\n") >= num_steps
     is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
     if is_over:
         accelerator.print(f"{run_dir} is finished")

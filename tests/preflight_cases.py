@@ -180,6 +180,35 @@ OF_TEXT = ": the prompt is the text of a list of messages | write the list itsel
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "53812="}]}]
 
 
+def as_adapter(folder):
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    adapter = {"base_model_name_or_path": "a/base", "peft_type": "LORA"}
+    write_text(folder / "adapter_config.json", json.dumps(adapter))
+
+
+def as_pointer(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1045634\n"
+    write_text(folder / "model.safetensors", pointer)
+
+
+def two_formats(folder):
+    write_rows(folder / "both/a.jsonl", [ROW_AND_PAIR] * 70)
+    write_text(folder / "both/b.csv", "prompt\n1=\n")
+    return {"dataset": folder / "both"}
+
+
+def begins_with_user(tokenizer):
+    """As Llama's tokenizers do with <s>, which their templates write, too."""
+    token = {"id": "<|user|>", "ids": [3], "tokens": ["<|user|>"]}
+    special = {"SpecialToken": {"id": "<|user|>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [special, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<|user|>": token},
+    }
+
+
 def several(folder):
     """A folder as of openai/gsm8k, which has two configurations."""
     names = ("main", "socratic")
@@ -207,7 +236,10 @@ DATA = {
     "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1: 'no/such' is | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
     "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: it has no | {NO_TRUTH}"),
-    "number as a prompt": (rows(ROW | {"prompt": 5}), "row 0 | `prompt` is a text, or messages"),
+    "number as a prompt": (
+        rows(ROW | {"prompt": 5}),
+        "row 0: its prompt is of type int | list",
+    ),
     "held-out, no number": (rows(ROW, NO_NUMBER, flag="eval_dataset"), "row 1 | 'many'"),
     "too long": (given(max_prompt_token_length=3), "good.jsonl | --max_prompt_token_length"),
     "no template": (missing("chat_template", "no.jinja"), "no.jinja", EVERY),
@@ -223,6 +255,23 @@ DATA = {
         "row 1: a content is a list of parts",
         EVERY,
     ),
+    "a dictionary of lists": (
+        rows(ROW, ROW | {"prompt": {"role": ["user"], "content": ["5="]}}),
+        "row 1: its prompt is a dictionary; write a list of messages",
+    ),
+    "no role": (rows(ROW | {"prompt": [{"content": "5="}]}), "row 0: a message | has no role"),
+    "half a character": (rows(ROW | {"prompt": "5\ud83d="}), "row 0: | half a character, | ud83d"),
+    "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | JSON"),
+    "a reward model of text": (rows(ROW | {"reward_model": "rule"}), "row 0: its reward_model is"),
+    "a split of a file": (given(dataset_split="train[:5]"), "good.jsonl has no splits", EVERY),
+    "two formats": (two_formats, "has files of ['.csv', '.jsonl']", EVERY),
+    "a list of files": (
+        given(dataset="['a.parquet','b.parquet']"),
+        "put them into a folder",
+        EVERY,
+    ),
+    "a pattern": (given(dataset="*.parquet"), "put them into a folder", EVERY),
+    "an array": (file("dataset", "x.json", "[]"), "a file must be a .parquet, or a .jsonl", EVERY),
     "several configurations": (several, "Config name | 'socratic' | --dataset_config", EVERY),
     "control characters": (rows(ROW | {"data_source": "\x1b[31mx"}), r"row 0 | \x1b[31mx"),
 }
@@ -264,6 +313,14 @@ MODELS = {
     "no tokenizer": (missing("tokenizer_name_or_path"), "--tokenizer_name_or_path | none", EVERY),
     "empty tokenizer": (EMPTY_TOKENIZER, "into nothing | --tokenizer_name_or_path", EVERY),
     "no chat template": (model(remove("chat_template.jinja")), "row 0 | chat_template"),
+    "an adapter": (model(as_adapter), "is an adapter of a/base; merge it", EVERY),
+    "a pointer": (model(as_pointer), "model.safetensors is a pointer of git-lfs", EVERY),
+    "a file": (given(model_name_or_path=MODEL / "model.safetensors"), "it is a file; give", EVERY),
+    "a folder above": (given(model_name_or_path=MODEL.parent), "its model is in | /model", EVERY),
+    "ids of another": (
+        model(in_json("tokenizer.json", swap_digits), flag="tokenizer_name_or_path"),
+        "--tokenizer_name_or_path | 2 of its tokens have other ids",
+    ),
     "tokenizer of another": (model(NINE), "tokenizer | 17 | 9"),
     "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
     "no end token": (model(*NO_END, NO_EOS), "stop token | --stop_token"),
@@ -316,7 +373,7 @@ REWARDS = {
     "fails": (call("return 1 / 0"), f"{OF_ROW} | '12358', {LOOK} | ZeroDivisionError | line 3"),
     "fails on a wrong answer": (WRONG, f"row 0 | answer '5', {ANYTHING}: | ZeroDivisionError"),
     "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '', {ANYTHING}: | IndexError"),
-    "fails by the row": (BY_ROW, rf"{OF_ROW} | '\\boxed{{12358}}', {LOOK} | KeyError: 'unit'"),
+    "fails by the row": (BY_ROW, f"{OF_ROW} | '', {LOOK} | KeyError: 'unit'"),
     "fails on a later row": (LATER, "row 68: | answer '68', so look at the row | ZeroDivision"),
     "fails on another type": (
         together(IS_IN, rows(ROW, truth(5))),
@@ -502,6 +559,10 @@ def save_run(folder, script):
     else:
         args = module.fill_in(args, 1)
         args.stop_token_ids = (1,)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+        train, held_out = module.load_datasets(tokenizer, args)
+        rows = [vars(prompt) | {"origin": None} for prompt in train + held_out]
+        args.data_hash = module.stable_hash(rows)
     run_dir = folder / "output" / "run"
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
     state = {"seconds": 12.5, "wandb_id": "abc", "beta": getattr(args, "beta", 0)}
@@ -604,6 +665,14 @@ ASKS_RENDERED = ASK | {"content": "<|user|>1="}
 RENDERED = {name: [ASKS_RENDERED, answer] for name, (_, answer) in DIALOGUE.items()}
 HELD_OUT_MAIN = given(eval_dataset="gsm8k", eval_dataset_config="main", eval_dataset_split="train")
 HELD_OUT_MAIN = together(lambda folder: several(folder) and {}, HELD_OUT_MAIN)
+BEGINS = model(
+    in_json("tokenizer.json", begins_with_user),
+    in_json("tokenizer_config.json", lambda settings: settings.update(bos_token="<|user|>")),
+)
+NO_TEMPLATE = together(model(remove("chat_template.jinja")), rows(*[ROW | {"prompt": "1="}] * 70))
+SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"))
+TWICE = {"prompt": "1=", "chosen": "1=1", "rejected": "1=2"}
+TURNED = PAIR | {"chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
 # name: (builder, words of the plan), for the three scripts; or with the scripts that it is for
 ODD = {
     "images": (prompts("1=", "2=", **IMAGE), "nobody reads the column images"),
@@ -618,6 +687,16 @@ ODD = {
     "base model": (BASE, GOES_ON, EVERY),
     "no end": (ENDLESS, "writes nothing after an answer"),
     "text as an end": (TEXT_ENDS, "ends an answer with '7', and '7' is no stop token | see --stop"),
+    "a system column": (prompts("1=", "2=", system="Be brief."), "reads the column system"),
+    "texts of a chat model": (rows(*[ROW | {"prompt": "1="}] * 70), "70 of 70 prompts are texts"),
+    "today": (template(USER + GENERATE + "{{ strftime_now('%d') }}"), "writes today's date"),
+    "a second begin token": (
+        together(BEGINS, rows(*[ROW | {"prompt": "<|user|>1="}] * 70)),
+        "row 0, and so 70 of 70: | adds '<|user|>' a second time",
+    ),
+    "held-out prompts that are trained on": (SEEN, "70 of the 70 held-out prompts are trained on"),
+    "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
+    "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "larger reward model": (classifier(vocab_size=99), "the reward model's score"),
     "larger value model": (classifier(vocab_size=17, flag="value_model_path"), "learners 1", PPO),
     "configuration": (together(several, given(dataset_config="main")), "learners 1", EVERY),
@@ -636,6 +715,9 @@ NOT_ODD = {
     "instructions": (INSTRUCTED, "generation prompt | stop token"),
     "thoughts": (THINKS, "generation prompt | stop token"),
     "tokenizer's end": (model(*NO_END), "stop token"),
+    "texts of a base model": (NO_TEMPLATE, "are texts"),
+    "a begin token": (together(BEGINS, rows(*[ROW | {"prompt": "1="}] * 70)), "a second time"),
+    "columns that are known": (rows(*[ROW | {"input_ids": [1], "level": 3}] * 70), "nobody reads"),
     "base model's flag": (together(BASE, given(stop_token="<|end|>")), "stop token", EVERY),
     "pairs": (given(), "stop token | generation prompt | nobody", TRAINER),
     "texts": (together(BASE, rows(*[ROW | {"prompt": "1="}] * 70)), "stop token"),
@@ -682,6 +764,15 @@ PLANS = {
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),
+    "a truth that is no right answer": (
+        call("return 0.95 * (text == truth)"),
+        "row 0, and so 18 of 18 that were tried: | scores 0.95, and 1 counts as right",
+    ),
+    "or is said to be one": (
+        call("return {'score': 0.95 * (text == truth), 'right': text == truth}"),
+        "scores 0.95, a wrong answer 0",
+    ),
+    "no checkpoint is due": (given(**TEN, save_freq=50), "--save_freq 50 of 10 steps"),
     "few updates": (given(**TEN), "10 optimizer updates are few: raise --total_episodes"),
 }
 

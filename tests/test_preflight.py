@@ -588,7 +588,8 @@ def test_of_sources_for_each_row_some_are_tried():
 def test_rows_are_no_longer_tried_when_a_reward_takes_long(monkeypatch):
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(preflight, "score", lambda *_: 1.0)
+    one = SimpleNamespace(verifiable=1.0, reward_metrics={}, text="")
+    monkeypatch.setattr(preflight, "score", lambda *given, **options: one)
     args = SimpleNamespace(reward_fn="r.py:f", reward_timeout=10.0)
     run = SimpleNamespace(args=args, notes=[], answers={}, longest_call=0)
     preflight.try_reward(run, None, prompts(*"abcdefghijklmno"))
