@@ -61,6 +61,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import paths
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("grpo_vllm_async", "ppo_vllm_async", "ppo_sync")
 # Flags of the scripts that this program may replace
@@ -681,17 +683,21 @@ def main():
     rule = "in place of the run's rule"
     add("--reward_fn", type=os.path.expanduser, metavar="FILE:FUNCTION", help=rule)
     add("--response_length", type=int, help="most tokens; default: the run's")
-    model = "folder of a model with the run's tokens; default: RUN/model"
-    add("--model", type=lambda path: Path(path).expanduser(), help=model)
+    model = "folder of a model with the run's tokens, or its name on the hub; default: RUN/model"
+    add("--model", type=os.path.expanduser, help=model)
     add("--seed", type=int, help="seed of the sampling; default: the run's")
     others = "folder of another run or evaluation, to compare with; default: this run's others"
     add("--compare", type=lambda path: Path(path).expanduser(), metavar="FOLDER", help=others)
     options = parser.parse_args()
 
-    files = {options.run: "args.json", options.model or options.run / "model": "config.json"}
-    for folder, name in files.items():
-        if not (folder / name).is_file():
-            parser.error(f"{folder} holds no {name}: it is not the folder of a run or a model")
+    if not (options.run / "args.json").is_file():
+        parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
+    model = options.model or options.run / "model"
+    is_whole = (Path(model) / "config.json").is_file()
+    if trouble := paths.trouble_with_model(model):
+        parser.error(f"{model}: {trouble}")
+    if not is_whole and not paths.may_be_on_the_hub(model):
+        parser.error(f"{model} holds no config.json: it is not the folder of a model")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")
     evaluate(options, parser.error)

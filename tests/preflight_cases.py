@@ -581,6 +581,10 @@ def cut_state(run_dir):
     (run_dir / "checkpoints/step_3/state.json").write_text('{"seconds": 1')
 
 
+def begin_with_9(run_dir):
+    write_rows(run_dir / "rollouts.jsonl", [{"prompt": "9=", "ground_truth": "9"}])
+
+
 LATEST = given(resume_from_checkpoint="latest")
 OTHER = given(resume_from_checkpoint="latest", run_name="other")
 FOLDER = given(resume_from_checkpoint="output/run")
@@ -597,6 +601,11 @@ CHECKPOINTS = {
     "another model": (nothing, model(), "model_name_or_path was"),
     "another reward model": (nothing, classifier(), "reward_model_path was None", PPO),
     "adapters": (nothing, given(lora_rank=8, learning_rate=1e-5), "lora_rank was 0 and is 8"),
+    "other prompts": (
+        begin_with_9,
+        rows(*[ROW | {"prompt": "8="}] * 70),
+        "other data: its first prompt was '9=', and is '8='",
+    ),
     "pairs": (nothing, given(local_mini_batch_size=16), "num_updates was 8 and is 4", TRAINER),
 }
 

@@ -7,6 +7,7 @@ parallel). Weights by CUDA's ways are in test_weight_sync.py.
 import copy
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -259,6 +260,24 @@ def system(running):
 def path_of_the_model():
     """In vLLM's process, at its start: a sync by file says another `model` to vLLM."""
     return script.llm.llm_engine.model_config.served_model_name
+
+
+def test_error_that_is_no_pickle_is_told_as_what_it_says(monkeypatch, tmp_path):
+    """As pydantic's: the last line would be about pickles."""
+
+    class NoPickle(Exception):
+        def __init__(self, message, of):
+            super().__init__(message)
+
+    def refuse(**options):
+        raise NoPickle("no such architecture", of=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(save_pretrained=lambda folder: None)
+    with pytest.raises(RuntimeError, match="no such architecture") as told:
+        script.start_llm({"load_format": "dummy"}, config, tmp_path)
+    assert "no such" in str(pickle.loads(pickle.dumps(told.value)))
 
 
 def test_vllm_has_an_environment_and_a_folder_of_its_own(system):

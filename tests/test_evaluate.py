@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import ClassVar
 
 import evaluate
@@ -464,6 +465,18 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, call, tmp_path, monkeypatch
     said = call(faked_run)
     assert f"is not here as it was; {REPO}/grpo_vllm_async.py takes its place" in said
     assert "pass@1                    1 " in said
+
+
+def test_rewards_of_trls_form_are_known_with_their_own_file(tmp_path, monkeypatch):
+    """Which trl_rewards.py imports by what stands after the colon."""
+    monkeypatch.chdir(tmp_path)
+    args = script.Args(reward_fn=f"{REPO}/scripts/rewards/trl_rewards.py:mine.short,mine.right=2")
+    options = SimpleNamespace(model=None, run=tmp_path, samples=1)
+    known = set()
+    for text in ("one = 1", "one = 2", "one = 1"):
+        write_text(tmp_path / "mine.py", text)
+        known.add(evaluate.settings_of(script, args, options, [])[1]["reward"])
+    assert len(known) == 2
 
 
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call, reward, capsys):

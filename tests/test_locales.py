@@ -93,3 +93,15 @@ def test_card_has_no_half_of_a_character(tmp_path):
 
     push_to_hub.gather(tmp_path, tmp_path, "half \ud83d, été")
     assert (tmp_path / "README.md").read_text("utf-8") == "half ?, été"
+
+
+def test_script_gets_past_texts_that_a_terminal_does_not_know(assets, tmp_path):
+    """Prompts are counted and shown before a model is loaded, which is not there."""
+    row = {"prompt": "été=", "data_source": "debug/sorting", "ground_truth": "1"}
+    data = write_rows(tmp_path / "data.jsonl", [row])
+    command = [sys.executable, REPO / "ppo_sync.py", "--dataset", data, "--run_name", "a"]
+    command += ["--model_name_or_path", tmp_path / "none", "--output_dir", tmp_path]
+    command += ["--tokenizer_name_or_path", assets / "model"]
+    result = subprocess.run(command, env=environment(ASCII), capture_output=True, cwd=tmp_path)
+    assert rb"loses: t\xe9" in result.stdout, result.stderr[-2000:]
+    assert b"UnicodeEncodeError" not in result.stderr

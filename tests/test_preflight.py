@@ -406,6 +406,27 @@ def test_model_of_the_hub_is_built_from_its_config(script, ask, folder, monkeypa
     check_plan(answer, "learners 1 | AdamW's moments | 0.5 MiB for the final model")
 
 
+ASK_VLLM = preflight.ask_vllm
+
+
+@pytest.mark.slow
+def test_vllm_is_asked_whether_it_has_the_model(assets):
+    """In a process of its own, by the config that the engine would read."""
+    config = transformers.AutoConfig.from_pretrained(assets / "model")
+    assert ASK_VLLM(config, "float32") == ""
+    config.architectures = ["NoSuchForCausalLM"]
+    assert "NoSuchForCausalLM" in ASK_VLLM(config, "float32")
+
+
+def test_model_that_vllm_has_not_is_refused(ask, folder, monkeypatch):
+    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "no such architecture")
+    answer = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py"))
+    check_mistake(answer, "vLLM cannot serve a Qwen2ForCausalLM: no such architecture")
+    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "No module named 'vllm'")
+    answer = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py"))
+    check_plan(answer, "vLLM is not installed here")
+
+
 def test_ground_truth_that_is_a_rule_is_not_shown_as_an_answer(ask, folder):
     options = cases.good_options(folder, "ppo_sync.py") | cases.rows(*[cases.RULE] * 64)(folder)
     assert "scores" not in ask("ppo_sync.py", options)[1]
