@@ -1532,7 +1532,8 @@ def tokenize_prompt(prompt, row, tokenizer, variables=None):
         messages = messages[:-1]
     if not messages:
         raise ValueError("it has no prompt")
-    if any(message["role"] == "user" and not message.get("content") for message in messages):
+    asked = [message.get("content") or "" for message in messages if message["role"] == "user"]
+    if not all(str(content).strip() for content in asked):
         return "", []
 
     def render(messages):

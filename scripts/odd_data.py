@@ -41,6 +41,8 @@ def wrong_type(row):
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"a message of its prompt has no role: {message!r:.60}"
+        if not isinstance(message.get("content"), str | list | None):
+            return f"a message's content is {message['content']!r:.60}, and must be a text"
     if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
         return "the prompt is the text of a list of messages; write the list itself"
     try:

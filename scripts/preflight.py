@@ -242,8 +242,9 @@ def parse_flags(script, words):
     if not unknown:
         return args, None
     if not unknown[0].startswith("-"):
-        before = words[: words.index(unknown[0])]
-        flag = next((word for word in before[::-1] if word.startswith("--")), "the script")
+        place = next(i for i, word in enumerate(words) if word.endswith(unknown[0]))
+        before = [word for word in words[: place + 1] if word.startswith("--")]
+        flag = before[-1].partition("=")[0] if before else "the script"
         value, advice = unknown[0], "takes one value; give a folder of several files"
         if value.lower() in ("true", "false"):
             name = flag.lstrip("-").removeprefix("no-")
@@ -768,6 +769,9 @@ def check_tokens(run):
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
     workers = queue.Queue()
+    if run.model is not None:  # what is read of an answer is without stop tokens
+        found = run.script.find_stop_tokens(run.args, run.tokenizer, run.model)
+        run.args.stop_token_ids = found
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
     for row in prompts:
         if run.args.reward_fn and not isinstance(row.extra_info or {}, dict):

@@ -260,6 +260,10 @@ DATA = {
         "row 1: its prompt is a dictionary; write a list of messages",
     ),
     "no role": (rows(ROW | {"prompt": [{"content": "5="}]}), "row 0: a message | has no role"),
+    "a number as content": (
+        rows(ROW | {"prompt": [{"role": "user", "content": 5}]}),
+        "row 0: a message's content is 5, and must be a text",
+    ),
     "half a character": (rows(ROW | {"prompt": "5\ud83d="}), "row 0: | half a character, | ud83d"),
     "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | JSON"),
     "a reward model of text": (rows(ROW | {"reward_model": "rule"}), "row 0: its reward_model is"),
@@ -773,6 +777,10 @@ PLANS = {
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),
+    "a truth that ends with a stop token": (
+        together(call("return float(text == truth)"), rows(*[truth("5<|end|>")] * 70)),
+        "no response can have the ground truth '5<|end|>'; as tokens it reads '5' and scores 0",
+    ),
     "a truth that is no right answer": (
         call("return 0.95 * (text == truth)"),
         "row 0, and so 18 of 18 that were tried: | scores 0.95, and 1 counts as right",

@@ -234,7 +234,7 @@ def test_template_may_change_a_text_but_not_pass_over_it(tmp_path):
             render({"prompt": [{"role": "user", "content": content}]}, tmp_path, "jsonl", template)
 
 
-@pytest.mark.parametrize("content", ["", None])
+@pytest.mark.parametrize("content", ["", " \n", None])
 def test_question_that_is_empty_is_dropped_and_counted(content, tokenizer, tmp_path, capsys):
     tokenizer.chat_template = TEMPLATE
     asked = [{"role": "system", "content": "b"}, {"role": "user", "content": content}]

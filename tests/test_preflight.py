@@ -214,6 +214,15 @@ def test_fork_that_cannot_be_checked_says_what_it_lacks(name, ask, folder):
         ("--bogus 3", "unknown flag --bogus | --help"),
         ("--learning_rat 1", "unknown flag --learning_rat | did you mean --learning_rate?"),
         ("--num_processes 8", "--num_processes | goes before the script"),
+        (
+            "--gradient_checkpointing True",
+            "'True' behind --gradient_checkpointing is no flag",
+        ),
+        (
+            "--gradient_checkpointing=False",
+            "'False' behind --gradient_checkpointing is no",
+        ),
+        ("--run_name a b", "'b' behind --run_name is no flag: | takes one value"),
     ],
 )
 def test_unknown_flag_is_named(flags, words, ask, folder):
