@@ -218,16 +218,17 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    # As rank 0 finds them: there may be the time in the name, and other machines may see a folder
-    # late
-    on_rank_0 = find_run(args) if is_rank_0() else None
-    run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
+    # Rank 0 decides: a name may hold the time, and other machines may see a folder late
+    places = find_run(args) if is_rank_0() else None
+    run_dir, checkpoint_dir = broadcast_object_list([places])[0]
     args.run_name = run_dir.name
-    if checkpoint_dir:  # which chat templates may write
-        args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
+    # Chat templates may write the date: a resumed run keeps its first day
+    saved = json.loads((run_dir / "args.json").read_bytes()) if checkpoint_dir else {}
+    args.start_day = broadcast_object_list([saved.get("start_day", args.start_day)])[0]
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
-        if args.push_to_hub:  # its end may have been cut short
-            run_program("push_to_hub.py", run_dir)
+        if args.push_to_hub:  # the upload may have been cut short
+            place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
+            run_program("push_to_hub.py", run_dir, *place)
         return
 
     tokenizer = load_tokenizer(args)
@@ -359,14 +360,14 @@ def main(args):
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
                 sums.update(new_sums)
-                if is_first:  # what step 5 has left at 0
+                if is_first:  # step 5 has left these rows at 0
                     logprobs, entropies = accelerator.reduce(outputs)
                     batch.logprobs = batch.logprobs + logprobs
                     batch.entropies = batch.entropies + entropies
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         mask = batch.mask * batch.computed[:, None]
                         check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
-                        if args.beta > 0:  # without it rows are skipped by their scores
+                        if args.beta > 0:  # with beta 0 rows are left by score: no fair draws
                             check_draws(batch.logprobs, batch.entropies, mask)
                 # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
@@ -465,8 +466,8 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
 
     mini_batch: rows of the batch. A loss is divided by the loss_divisor of the whole mini-batch, on
     all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: of the step,
-    so its new log-probabilities are the old ones. Returns this rank's sums over tokens, for
-    metrics, and its part of the loss; and its log-probabilities and entropies,
+    so its new log-probabilities are the old ones. Returns two things of this rank: sums over
+    tokens for metrics, with its part of the loss; and log-probabilities and entropies,
     (2, episodes, length), 0 in rows that it did not run.
     """
     normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
@@ -1102,6 +1103,7 @@ class Args:
     updates_per_step: FilledIn[int] = 0
     """optimizer updates per step"""
     start_day: FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
+    """YYYY-MM-DD on which the run was first started, for chat templates that write the date"""
     num_training_steps: FilledIn[int] = 0
     """of the run"""
     num_updates: FilledIn[int] = 0
@@ -1248,10 +1250,10 @@ def find_run(args):
 
 
 def is_finished(accelerator, run_dir, num_steps, args):
-    """Whether `auto` finds a run that has written its last step, after its model."""
+    """Collective. Whether `auto` finds a run that has written its last step, after its model."""
     path = run_dir / "metrics.jsonl"
-    has_steps = args.resume_from_checkpoint == "auto" and path.exists()
-    is_over = has_steps and path.read_bytes().count(b"\n") >= num_steps
+    is_over = args.resume_from_checkpoint == "auto" and path.exists()
+    is_over = is_over and path.read_bytes().count(b"\n") >= num_steps
     is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
     if is_over:
         accelerator.print(f"{run_dir} is finished")
@@ -1451,28 +1453,31 @@ def load_datasets(tokenizer, args):
 def load_prompts(path, config, split, tokenizer, args, is_eval):
     """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
     rows = load_rows(path, config, split)
-    prompts, lost = [], set()
+    prompts, lost, words, kept_words = [], set(), 0, 0
     for index, row in enumerate(rows):
         with naming_row(path, index):
             prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
-            # With accents composed, as many tokenizers do it
-            read = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
-            lost |= set(unicodedata.normalize("NFC", prompt.text)) - set(read)
+            # Tokenizers may compose accents (NFC), which loses nothing
+            text = unicodedata.normalize("NFC", prompt.text)
+            decoded = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
+            lost |= set(text) - set(decoded)
+            words += len(text.split())
+            kept_words += len(decoded.split())
     if not prompts:
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
-    if lost & {" ", "\n"}:
+    if kept_words < words / 2:
         raise ValueError(
-            f"{path}: the tokenizer loses spaces, as transformers may load it (its issue 48206); "
-            f"tokenizer_class in its tokenizer_config.json should be TokenizersBackend"
+            f"{path}: the tokenizer loses spaces; if transformers issue 48206 is the cause, set "
+            f"tokenizer_class to TokenizersBackend in its tokenizer_config.json"
         )
     if is_rank_0():
         print(
             f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
-            f"characters that the tokenizer loses: {''.join(sorted(lost)) or 'none'}"
+            f"characters that the tokenizer loses: {repr(''.join(sorted(lost)))[1:-1] or 'none'}"
         )
     return prompts
 
@@ -1498,22 +1503,22 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
-    # A template may write today's date, which is that of the run's start on resume, too
-    today = {"strftime_now": date.fromisoformat(args.start_day).strftime}
-    text, token_ids = tokenize_prompt(content, row, tokenizer, today)
+    # For templates it is the run's first day: a resume must make the same prompts
+    variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
+    text, token_ids = tokenize_prompt(content, row, tokenizer, variables)
     return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
 
 
 def tokenize_prompt(prompt, row, tokenizer, variables=None):
-    """The text of a prompt and its token ids; none where a user's message is empty.
+    """The text of a prompt and its token ids; "" and [] if nothing is asked.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs` (or their JSON), and with variables. An answer that ends them is left
+    `chat_template_kwargs` (or their JSON), and further variables. An answer that ends them is left
     out. ValueError: no prompt, or the template writes the same whatever a message says, as of a
     role that it does not know.
     """
     if isinstance(prompt, str):
-        return prompt, tokenizer(prompt)["input_ids"]
+        return prompt, tokenizer(prompt)["input_ids"] if prompt.strip() else []
     messages = drop_nulls(prompt)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -1548,18 +1553,19 @@ def tokenize_prompt(prompt, row, tokenizer, variables=None):
 def load_rows(path, config, split):
     """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
 
-    ValueError: a file has no such split, or a folder has files of several formats, of which
-    datasets would read one.
+    ValueError: of a file a split is asked that is no default; or a folder has files of several
+    formats, of which datasets would read one.
     """
     is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
     is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
-    if not is_default and (is_saved or path.endswith((".jsonl", ".parquet"))):
+    if not is_default and (is_saved or Path(path).is_file()):
         raise ValueError(f"{path} has no splits, such as {split}")
-    # A folder's own descriptions are .json, too
-    files = [file for file in Path(path).rglob("*") if not file.name.startswith("dataset_")]
-    formats = {file.suffix for file in files} & {".jsonl", ".json", ".parquet", ".csv"}
-    if config is None and len(formats) > 1:
-        raise ValueError(f"{path} has files of {sorted(formats)}; all must be of one format")
+    formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
+    if len(formats) > 1 and not (config or is_saved):
+        raise ValueError(
+            f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
+            f"or name a --dataset_config of its README.md"
+        )
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
@@ -1589,8 +1595,8 @@ def naming_row(path, index):
 
 
 def read_json(value):
-    """A value, which may be written as JSON text."""
-    return json.loads(value) if isinstance(value, str) else value
+    """A value; of a text, what it says as JSON (nothing: None)."""
+    return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def drop_nulls(value):
@@ -2343,7 +2349,8 @@ def start_llm(options, config, folder):
     try:
         llm = LLM(**options)
     except Exception as error:
-        raise RuntimeError(f"vLLM does not start: {error}") from error  # vLLM's may be no pickle
+        # vLLM's own may not pickle
+        raise RuntimeError(f"vLLM does not start: {error!r}") from error
     return os.getpid()
 
 
@@ -2392,12 +2399,13 @@ def sample_responses(prompts, seeds, temperature, version, args):
 
 
 def response_text(tokenizer, token_ids, args):
-    """What is read of a response: rewards, samples and evaluations get this text.
+    """The text of a response, for rewards, samples and evaluations.
 
-    Without stop tokens, begin token and padding. Other special tokens stay, such as <tool_call>:
-    they are part of an answer.
+    It leaves out special stop tokens, begin token and padding, and keeps other special tokens, such
+    as <tool_call>: they are part of an answer.
     """
-    left_out = {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    left_out = special & {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
     return tokenizer.decode([token_id for token_id in token_ids if token_id not in left_out])
 
 
@@ -2594,7 +2602,7 @@ def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info)
     """How a reward function is called: inspect.BoundArguments.
 
     By keyword, with those of these names that it takes; solution_str is verl's for a response.
-    ValueError: it needs another.
+    ValueError: it takes no response, or needs an argument of another name.
 
     >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
     <BoundArguments (solution_str='#### 4', ground_truth='4')>
@@ -2610,13 +2618,13 @@ def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info)
     }
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {name: value for name, value in values.items() if takes_all or name in parameters}
-    try:
-        return signature.bind(**known)
-    except TypeError as error:
-        raise ValueError(
-            f"it takes {signature}, and is given data_source, solution_str (or response), "
-            f"ground_truth and extra_info, by these names: {error}"
-        ) from None
+    if text in known:
+        with contextlib.suppress(TypeError):  # it needs others, too
+            return signature.bind(**known)
+    raise ValueError(
+        f"it takes {signature}, and is given data_source, solution_str (or response), "
+        f"ground_truth and extra_info, by these names"
+    )
 
 
 def read_score(result):
@@ -2722,6 +2730,7 @@ def score_metrics(prefix, responses, args):
         }
         parts |= {f"reward/{name}": value for name, value in response.reward_metrics.items()}
         if response.verifiable is not None:
+            # A score may hold bonuses and penalties: a reward can say what is right
             right = response.reward_metrics.get("right", response.verifiable)
             parts["verifiable_correct_rate"] = right >= 1
         for name, value in parts.items():
@@ -2769,7 +2778,7 @@ def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir,
             for name, tensor in vars(batch).items():
                 if name not in NOT_LOGGED and tensor is not None and tensor.dim() == 2:
                     line[name] = [round(value, 4) for value in tensor[row][is_response].tolist()]
-            if not batch.computed[row]:  # the policy has skipped it
+            if not batch.computed[row]:  # zeros would look computed
                 line |= {"logprobs": None, "entropies": None}
         append_line(run_dir / "rollouts.jsonl", line)
     if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
@@ -3029,7 +3038,7 @@ def warn_once(text):
 
 def stable_hash(*parts):
     """A 63-bit integer, the same in every process and on every machine."""
-    digest = hashlib.blake2b(ascii(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -3126,7 +3135,7 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know only ASCII
     command_line = tyro.cli(Args, use_underscores=True)
     try:
         main(command_line)

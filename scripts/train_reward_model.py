@@ -200,18 +200,19 @@ def naming_row(path, index):
 def load_rows(path, config, split):
     """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
 
-    ValueError: a file has no such split, or a folder has files of several formats, of which
-    datasets would read one.
+    ValueError: of a file a split is asked that is no default; or a folder has files of several
+    formats, of which datasets would read one.
     """
     is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
     is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
-    if not is_default and (is_saved or path.endswith((".jsonl", ".parquet"))):
+    if not is_default and (is_saved or Path(path).is_file()):
         raise ValueError(f"{path} has no splits, such as {split}")
-    # A folder's own descriptions are .json, too
-    files = [file for file in Path(path).rglob("*") if not file.name.startswith("dataset_")]
-    formats = {file.suffix for file in files} & {".jsonl", ".json", ".parquet", ".csv"}
-    if config is None and len(formats) > 1:
-        raise ValueError(f"{path} has files of {sorted(formats)}; all must be of one format")
+    formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
+    if len(formats) > 1 and not (config or is_saved):
+        raise ValueError(
+            f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
+            f"or name a --dataset_config of its README.md"
+        )
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
         rows = []
@@ -231,8 +232,8 @@ def load_rows(path, config, split):
 
 
 def read_json(value):
-    """A value, which may be written as JSON text."""
-    return json.loads(value) if isinstance(value, str) else value
+    """A value; of a text, what it says as JSON (nothing: None)."""
+    return json.loads(value or "null") if isinstance(value, str) else value
 
 
 def drop_nulls(value):
@@ -249,15 +250,15 @@ def drop_nulls(value):
 
 
 def tokenize_prompt(prompt, row, tokenizer, variables=None):
-    """The text of a prompt and its token ids; none where a user's message is empty.
+    """The text of a prompt and its token ids; "" and [] if nothing is asked.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs` (or their JSON), and with variables. An answer that ends them is left
+    `chat_template_kwargs` (or their JSON), and further variables. An answer that ends them is left
     out. ValueError: no prompt, or the template writes the same whatever a message says, as of a
     role that it does not know.
     """
     if isinstance(prompt, str):
-        return prompt, tokenizer(prompt)["input_ids"]
+        return prompt, tokenizer(prompt)["input_ids"] if prompt.strip() else []
     messages = drop_nulls(prompt)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -651,10 +652,10 @@ def find_run(args):
 
 
 def is_finished(accelerator, run_dir, num_steps, args):
-    """Whether `auto` finds a run that has written its last step, after its model."""
+    """Collective. Whether `auto` finds a run that has written its last step, after its model."""
     path = run_dir / "metrics.jsonl"
-    has_steps = args.resume_from_checkpoint == "auto" and path.exists()
-    is_over = has_steps and path.read_bytes().count(b"\n") >= num_steps
+    is_over = args.resume_from_checkpoint == "auto" and path.exists()
+    is_over = is_over and path.read_bytes().count(b"\n") >= num_steps
     is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
     if is_over:
         accelerator.print(f"{run_dir} is finished")
@@ -742,10 +743,9 @@ def main(args):
         raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.run_name is None:
         args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
-    # As rank 0 finds them: there may be the time in the name, and other machines may see a folder
-    # late
-    on_rank_0 = find_run(args) if accelerator.is_main_process else None
-    run_dir, checkpoint_dir = broadcast_object_list([on_rank_0])[0]
+    # Rank 0 decides: a name may hold the time, and other machines may see a folder late
+    places = find_run(args) if accelerator.is_main_process else None
+    run_dir, checkpoint_dir = broadcast_object_list([places])[0]
     args.run_name = run_dir.name
 
     # ---- Data and model

@@ -268,7 +268,7 @@ DATA = {
     "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | JSON"),
     "a reward model of text": (rows(ROW | {"reward_model": "rule"}), "row 0: its reward_model is"),
     "a split of a file": (given(dataset_split="train[:5]"), "good.jsonl has no splits", EVERY),
-    "two formats": (two_formats, "has files of ['.csv', '.jsonl']", EVERY),
+    "two formats": (two_formats, "has files of ['.csv', '.jsonl'], of which", EVERY),
     "a list of files": (
         given(dataset="['a.parquet','b.parquet']"),
         "put them into a folder",

@@ -252,16 +252,32 @@ def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_pat
     assert prompt.text.partition("<")[0] == date.today().strftime("%Y%m%d")
 
 
-@pytest.mark.parametrize("lost", [" ", "\n"])
-def test_tokenizer_that_loses_spaces_is_refused(lost, tmp_path):
+def test_tokenizer_that_loses_spaces_is_refused_and_one_that_loses_few_is_not(tmp_path, capsys):
     """As transformers 5.19 loads some byte-level ones by SentencePiece's rules."""
-    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter != lost}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": "hello world,\nhow many"} | RULE])
+
+    def without(lost):
+        letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
+        tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+        tokenizer.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
     with pytest.raises(ValueError, match=r"data.jsonl: .*loses spaces.*TokenizersBackend"):
-        load(path, tokenizer)
+        load(path, without(" \n"))
+    assert len(load(path, without("\n"))) == 1
+    assert "loses: \\n\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompt", ["", " "])
+def test_text_of_nothing_is_dropped_also_where_it_would_get_a_begin_token(prompt, tmp_path):
+    letters = {"<s>": 0, "5": 1, "=": 2}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    rows = [{"prompt": "5="} | RULE, {"prompt": prompt} | RULE]
+    assert len(load(write_rows(tmp_path / "data.jsonl", rows), tokenizer)) == 1
 
 
 def test_split_that_a_file_has_not_is_refused(tmp_path):
@@ -281,22 +297,17 @@ def test_split_that_a_file_has_not_is_refused(tmp_path):
     assert script.load_rows(str(folder), "main", "train[:2]") == rows[:2]
 
 
-@pytest.mark.parametrize("suffixes", [("parquet", "jsonl"), ("csv", "json")])
-def test_folder_of_two_formats_is_refused(suffixes, tmp_path):
+def test_folder_of_two_formats_is_refused(tmp_path):
     """datasets reads the files of the one that has most."""
-    texts = {"csv": "prompt\n1=\n", "json": '[{"prompt": "2="}]', "jsonl": '{"prompt": "2="}\n'}
-    for suffix in suffixes:
-        path = tmp_path / f"rows.{suffix}"
-        if suffix == "parquet":
-            write_rows(path, [{"prompt": "1="}])
-        else:
-            path.write_text(texts[suffix])
-    with pytest.raises(ValueError, match=r"files of \['.*', '.*'\]; all must be of one format"):
-        script.load_rows(str(tmp_path), None, "train")
-    # What describes a data set is none of its files
-    (tmp_path / f"rows.{suffixes[0]}").unlink()
-    (tmp_path / "dataset_infos.json").write_text("{}")
-    assert script.load_rows(str(tmp_path), None, "train") == [{"prompt": "2="}]
+    folder = tmp_path / "folder"
+    write_rows(folder / "rows.jsonl", [{"prompt": "2="}])
+    # What describes a data set is none of its files, whatever it is called
+    (folder / "dataset_infos.json").write_text("{}")
+    (folder / "stats.json").write_text("{}")
+    assert {"prompt": "2="} in script.load_rows(str(folder), None, "train")
+    write_rows(folder / "more.parquet", [{"prompt": "1="}])
+    with pytest.raises(ValueError, match=r"files of \['.jsonl', '.parquet'\], of which one"):
+        script.load_rows(str(folder), None, "train")
 
 
 def test_lines_are_in_utf_8_whatever_the_machine_thinks(tmp_path):

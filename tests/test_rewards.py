@@ -28,7 +28,10 @@ from ppo_vllm_async import Args, Prompt, Response
 
 
 TOKENIZER = SimpleNamespace(
-    decode=lambda ids: " ".join(map(str, ids)), bos_token_id=None, pad_token_id=None
+    decode=lambda ids: " ".join(map(str, ids)),
+    added_tokens_decoder={},
+    bos_token_id=None,
+    pad_token_id=None,
 )
 
 
@@ -161,6 +164,9 @@ def test_text_is_without_stop_tokens_and_padding_but_with_other_special_tokens(a
     ids = numpy.array(tokenizer.convert_tokens_to_ids(tokens), numpy.int32)
     args = Args(stop_token_ids=(tokenizer.eos_token_id,))
     assert script.response_text(tokenizer, ids, args) == "<tool>12<tool>"
+    # A stop token that is plain text is a part of the answer, such as </answer>
+    args = Args(stop_token_ids=(tokenizer.convert_tokens_to_ids("2"),))
+    assert script.response_text(tokenizer, ids[1:4], args) == "<tool>12"
 
 
 def test_own_rules_grade_texts_without_stop_tokens(assets):
@@ -239,6 +245,8 @@ def decorated(*args, **kwargs):
     return other_order(*args, **kwargs)
 
 def mixed(solution_str, truth, data_source=None): ...
+def no_response(answer="", ground_truth=None): ...
+def only_positions(*args): ...
 def swapped(response, truth, data_source): ...
 def two(text, truth): ...
 def trl(prompts, completions, answer, weights, **kwargs): ...
@@ -246,6 +254,7 @@ def trl(prompts, completions, answer, weights, **kwargs): ...
 CALLED = ["verl", "other_order", "verls_grader", "keywords_alone", "anything", "ours"]
 CALLED += ["answer_alone", "instance", "partial", "decorated"]
 NOT_CALLED = ["own_names", "partly_own_names", "by_position", "mixed", "swapped", "two", "trl"]
+NOT_CALLED += ["no_response", "only_positions"]
 
 
 def test_reward_is_called_by_the_names_of_its_parameters_or_refused(tmp_path, monkeypatch):
@@ -287,7 +296,7 @@ RESULTS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_result_of_a_reward_is_a_score_and_metrics_or_a_failure(name, monkeypatch):
     result, *expected, cause = RESULTS[name]
-    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: result)
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda response, extra_info: result)
     found = script.call_reward_fn("", response())
     assert [found.verifiable, found.reward_metrics] == expected
     assert type(found.verifiable) is type(expected[0])
@@ -298,7 +307,7 @@ def test_result_of_a_reward_is_a_score_and_metrics_or_a_failure(name, monkeypatc
 @pytest.mark.parametrize("reward_fn", [None, "of the test"])
 def test_response_keeps_the_metrics_of_its_reward(reward_fn, monkeypatch):
     monkeypatch.setattr(script, "compute_score", lambda *given: 0.5)
-    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda *_, extra_info: VERL)
+    monkeypatch.setattr(script, "load_reward_fn", lambda _: lambda response, extra_info: VERL)
     workers = queue.Queue()
     workers.put((ThreadPoolExecutor(1), None))  # in place of a process
     args = Args(reward_fn=reward_fn, reward_workers=1)
@@ -308,7 +317,7 @@ def test_response_keeps_the_metrics_of_its_reward(reward_fn, monkeypatch):
 
 
 def test_reward_is_told_how_long_a_response_is_and_whether_it_stopped(monkeypatch):
-    def function(*_, extra_info):
+    def function(response, extra_info):
         return {"score": 1} | extra_info  # which come back as metrics
 
     monkeypatch.setattr(script, "load_reward_fn", lambda _: function)

@@ -53,7 +53,9 @@ def slow(data_source, response, ground_truth, extra_info):
 def measure(script, source, reward_fn, truths, texts, num_workers):
     """The seconds that it takes to grade the texts, and the graded Responses."""
     # Token ids are the characters of a text here
-    tokenizer = SimpleNamespace(decode="".join, bos_token_id=None, pad_token_id=None)
+    tokenizer = SimpleNamespace(
+        decode="".join, added_tokens_decoder={}, bos_token_id=None, pad_token_id=None
+    )
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
     responses = []
     for truth, text in zip(truths, texts, strict=True):
