@@ -8,9 +8,9 @@ import pytest
 from helpers import REPO
 
 BUDGETS = {
-    "ppo_sync.py": 16_225,
-    "ppo_vllm_async.py": 16_655,
-    "grpo_vllm_async.py": 16_715,
+    "ppo_sync.py": 16_245,
+    "ppo_vllm_async.py": 16_675,
+    "grpo_vllm_async.py": 16_735,
     "scripts/train_reward_model.py": 4_560,
     "scripts/preflight.py": 8_510,
     "scripts/odd_data.py": 1_610,
