@@ -1522,12 +1522,13 @@ def load_rows(path, config, split):
     is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
     is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
     if not is_default and (is_saved or Path(path).is_file()):
-        raise ValueError(f"{path} has no splits, such as {split}")
+        raise ValueError(f"{path} has no splits, such as {split}; leave it out, or give a folder")
     formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
-    if len(formats) > 1 and not (config or is_saved):
+    is_described = is_saved or Path(path, "README.md").exists()
+    if len(formats) > 1 and not is_described:
         raise ValueError(
             f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
-            f"or name a --dataset_config of its README.md"
+            f"or name the files in a README.md, as on the hub"
         )
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
@@ -2360,14 +2361,19 @@ def sample_responses(prompts, seeds, temperature, version, args):
 # ----------------------------------------------------------- graders, reward model, reward workers
 
 
+@cache
+def special_ids(tokenizer):
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def response_text(tokenizer, token_ids, args):
     """The text of a response, for rewards, samples and evaluations.
 
     It leaves out special stop tokens, begin token and padding, and keeps other special tokens, such
     as <tool_call>: they are part of an answer.
     """
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    left_out = special & {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    left_out = {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    left_out &= special_ids(tokenizer)
     return tokenizer.decode([token_id for token_id in token_ids if token_id not in left_out])
 
 

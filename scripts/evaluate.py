@@ -45,6 +45,7 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -373,6 +374,10 @@ def load_script(run_dir):
     digest = made.get("script_sha256")
     path = paths[digests.index(digest)] if digest in digests else paths[0]
     sys.path[:0] = [str(path.parent), str(ROOT)]
+    if "." in path.stem:  # what no import finds
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path.stem])
     script, ours = map(importlib.import_module, (path.stem, OURS[0]))
 
     def signatures(module):
@@ -408,6 +413,8 @@ def read_arguments(script, options):
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
+    if options.eval_dataset and options.eval_dataset_split is None:  # the run's is of its own data
+        args = replace(args, eval_dataset_split=script.Args.eval_dataset_split)
     given = {name: getattr(options, name) for name in REPLACED}
     args = replace(args, **{name: value for name, value in given.items() if value is not None})
     # Several greedy answers would be one
@@ -696,7 +703,7 @@ def main():
     is_whole = (Path(model) / "config.json").is_file()
     if trouble := paths.trouble_with_model(model):
         parser.error(f"{model}: {trouble}")
-    if not is_whole and not paths.may_be_on_the_hub(model):
+    if not is_whole and not (options.model and paths.may_be_on_the_hub(model)):
         parser.error(f"{model} holds no config.json: it is not the folder of a model")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import json
 import re
+import unicodedata
 
 # A text that is a list of messages, as JSON or as Python writes it
 WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
@@ -31,7 +32,7 @@ OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_p
 OF_PROMPTS += ("instruction", "input", "history", "context")
 
 
-def wrong_type(row):
+def wrong_type(row, is_pair=False):
     """What a row has of another type than is due, in words; "": nothing."""
     prompt, messages = prompt_of(row), messages_of(row)
     if isinstance(prompt, dict):
@@ -41,19 +42,26 @@ def wrong_type(row):
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"a message of its prompt has no role: {message!r:.60}"
-        if not isinstance(message.get("content"), str | list | None):
+        is_asked = message["role"] not in ("tool", "assistant")  # templates may write mappings
+        if is_asked and not isinstance(message.get("content"), str | list | None):
             return f"a message's content is {message['content']!r:.60}, and must be a text"
     if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
         return "the prompt is the text of a list of messages; write the list itself"
     try:
-        json.dumps(prompt, ensure_ascii=False).encode()
+        json.dumps([prompt, row.get("ground_truth")], ensure_ascii=False, default=str).encode()
+        json.dumps(row.get("reward_model"), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        return f"its prompt has half a character, {error.object[error.start]!r}, as of a cut text"
-    for name, kind in (("data_source", str), ("dataset", str), ("reward_model", dict)):
+        return f"its text has half a character, {error.object[error.start]!r}, as of a cut text"
+    # Of two columns the script reads one
+    source = "data_source" if row.get("data_source") else "dataset"
+    kinds = {} if is_pair else {source: str}
+    if not is_pair and row.get("ground_truth") is None:
+        kinds["reward_model"] = dict
+    for name, kind in kinds.items():
         if not isinstance(row.get(name), kind | None):
             return f"its {name} is {row[name]!r:.60}, and must be a {kind.__name__}"
-    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        value = row.get(name)
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)) if messages else ():
+        value = row.get(name) or None
         with contextlib.suppress(json.JSONDecodeError, TypeError):
             value = json.loads(value)
         if not isinstance(value, kind | None):
@@ -61,10 +69,10 @@ def wrong_type(row):
     return ""
 
 
-def check_types(path, rows):
+def check_types(run, path, rows):
     """ValueError: a row has something of another type than is due."""
     for index, row in enumerate(rows):
-        wrong = wrong_type(row)
+        wrong = wrong_type(row, is_pair=run.trains_reward_model())
         if wrong:
             raise ValueError(f"{path}, row {index}: {wrong}")
 
@@ -72,7 +80,7 @@ def check_types(path, rows):
 def notes_on_columns(run, path, rows):
     """Columns that look as if the model would see them."""
     for name in OF_PROMPTS:
-        is_there = any(row.get(name) for row in rows)
+        is_there = any(row.get(name) and str(row[name]) not in str(prompt_of(row)) for row in rows)
         if is_there and f'"{name}"' not in inspect.getsource(run.script):
             yield f"{path}: nobody reads the column {name}: the model reads the prompt alone"
     texts = sum(isinstance(prompt_of(row), str) for row in rows)
@@ -81,15 +89,23 @@ def notes_on_columns(run, path, rows):
             f"{path}: {texts:,} of {len(rows):,} prompts are texts, which the chat template does "
             f"not render: right for texts to go on with; a question is to be messages"
         )
-    if "strftime_now" in str(run.tokenizer.chat_template):
-        yield "the chat template writes today's date; a run that is resumed keeps its first day"
+    row = next(filter(messages_of, rows), None)
+    if row and "strftime_now" in str(run.tokenizer.chat_template):
+        variables = {"strftime_now": lambda form: "SOME DAY"}
+        text, _ = run.script.tokenize_prompt(prompt_of(row), row, run.tokenizer, variables)
+        then = "a run that is resumed keeps its first day"
+        if run.trains_reward_model():
+            then = "a run cannot be resumed on another day"
+        if "SOME DAY" in text:
+            yield f"the chat template writes today's date; {then}"
 
 
 def notes_on_ends(run, path, rows):
     """What the tokenizer adds to a text: a second begin token, or one behind it."""
     tokenizer, twice, ended = run.tokenizer, {}, {}
-    for index, row in enumerate(rows):
-        prompt = prompt_of(row)
+    tried = range(0, len(rows), len(rows) // 200 + 1)  # what is added is added to each
+    for index in tried:
+        row, prompt = rows[index], prompt_of(rows[index])
         _, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             twice[index] = tokenizer.bos_token
@@ -100,8 +116,8 @@ def notes_on_ends(run, path, rows):
     for found, where in ((twice, "a second time at its beginning"), (ended, "at its end")):
         for index, token in [*found.items()][:1]:
             yield (
-                f"{path}, row {index}, and so {len(found):,} of {len(rows):,}: the tokenizer adds "
-                f"{token!r} {where}; give messages, or a tokenizer that does not"
+                f"{path}, row {index}, and so {len(found):,} of {len(tried):,} that were tried: "
+                f"the tokenizer adds {token!r} {where}; give messages, or one that does not"
             )
 
 
@@ -187,6 +203,7 @@ def is_rule(truth):
 
 def notes_on_characters(tokenizer, name, texts):
     """Characters that a tokenizer loses. texts: by file and row, each of a row's `name`."""
+    texts = {origin: unicodedata.normalize("NFC", text) for origin, text in texts.items()}
     alphabet = set().union(*texts.values())
     kept = tokenizer.decode(tokenizer(" ".join(sorted(alphabet)))["input_ids"])
     suspects, lost = alphabet - set(kept), {}  # special tokens are made of others than they are

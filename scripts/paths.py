@@ -14,7 +14,7 @@ def may_be_on_the_hub(path: str | Path) -> bool:
     >>> [may_be_on_the_hub(path) for path in ("Qwen/Qwen3-0.6B", "./a/b", "runs/a/model", "/")]
     [True, False, False, False]
     """
-    return not Path(path).exists() and bool(HUB_NAME.fullmatch(str(path)))
+    return not Path(path).exists() and bool(HUB_NAME.fullmatch(str(path).rstrip("/")))
 
 
 def number_of(folder: Path) -> int:
@@ -34,7 +34,8 @@ def trouble_with_model(path: str | Path) -> str:
         base = json.loads((path / "adapter_config.json").read_text("utf-8"))
         base = base.get("base_model_name_or_path")
         return f"it is an adapter of {base}; merge it into that (peft's merge_and_unload) and save"
-    for file in sorted(path.glob("*.*")):
+    weights = [*path.glob("*.safetensors")] or [*path.glob("*.bin")]
+    for file in [*weights, *path.glob("*.json")]:
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
                 return f"{file.name} is a pointer of git-lfs and not the file; run git lfs pull"

@@ -138,6 +138,7 @@ class Run:
     # Of each data source: scores of a right, a wrong and an empty answer to its first row
     answers: dict = field(default_factory=dict)
     longest_call: float = 0  # seconds of a call of the reward
+    read: dict = field(default_factory=dict)  # of texts that are graded: their tokens, what is read
     run_dir: Path | None = None
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
@@ -417,8 +418,15 @@ def check_tokenizers(run):
         own = None
         with contextlib.suppress(Exception):  # the model may come without one
             model = args.model_name_or_path
-            own = AutoTokenizer.from_pretrained(model, revision=revision_of(run, model)).get_vocab()
-        other = [t for t, i in tokenizer.get_vocab().items() if (own or {}).get(t, i) != i]
+            own = AutoTokenizer.from_pretrained(model, revision=revision_of(run, model))
+        has_own = own is not None and own("1 + 1 = 2, is it not?")["input_ids"]
+        ids = own.get_vocab() if has_own else {}
+        # Added tokens that no text has may differ
+        unused = {token for token in tokenizer.get_added_vocab() if token not in ids}
+        unused |= {t for t in tokenizer.get_added_vocab() if t not in str(tokenizer.chat_template)}
+        unused.discard(tokenizer.eos_token)
+        known = {token: i for token, i in tokenizer.get_vocab().items() if token not in unused}
+        other = [token for token, i in known.items() if ids.get(token, i) != i]
         if other:
             raise Mistake(
                 f"--{flag} {path}: {len(other):,} of its tokens have other ids than in the model's "
@@ -458,10 +466,12 @@ def load_rows(run, path, config, split, is_eval):
         rows = read(*words, **options)
         raw_rows.append(rows)
         try:
-            odd_data.check_types(path, rows)
+            odd_data.check_types(run, path, rows)
             run.notes += odd_data.notes_on_messages(run, path, rows)
         except ValueError as error:
             raise Mistake(str(error)) from error
+        except Exception:  # the script's own reading names the row
+            pass
         return rows
 
     try:
@@ -641,20 +651,23 @@ def ask_vllm(config, dtype):
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
-        asked = subprocess.run(command, capture_output=True, encoding="utf-8")
+        # Where the run starts there may be a random.py, as start_fork_server says
+        safe = os.environ | {"PYTHONSAFEPATH": "1"}
+        asked = subprocess.run(command, capture_output=True, encoding="utf-8", env=safe)
     if asked.returncode == 0:
         return ""
     lines = asked.stderr.splitlines()
     told = [line for line in lines if re.match(r"\w*(Error|Exception): |  Value error", line)]
     causes = [line for line in told if line.startswith(("ModuleNotFound", "ImportError"))]
-    return (causes or told[-1:] or lines[-1:])[0].strip()
+    return (causes or told[-1:] or lines[-1:] or [f"status {asked.returncode}"])[0].strip()
 
 
 def check_engine(run):
     """Refuses a model that vLLM does not serve."""
     answer = ask_vllm(run.model.config, run.args.dtype)
-    if "No module named 'vllm'" in answer:
-        run.notes.append("vLLM is not installed here, so it was not asked whether it has the model")
+    is_missing = "'vllm'" in answer or run.options.is_elsewhere()
+    if is_missing and re.match("ModuleNotFoundError|ImportError", answer):
+        run.notes.append(f"vLLM here was not asked whether it has the model: {answer}")
     elif answer:
         name = type(run.model).__name__
         raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
@@ -868,7 +881,7 @@ def try_reward(run, workers, prompts):
             )
         if scores[0] <= max(wrong, empty) and prompt.origin not in respelled:
             poor.append(prompt.origin)
-        elif not any(is_right(each) for each in graded[:2]):
+        elif prompt.origin not in respelled and not any(map(is_right, graded[:2])):
             partial[prompt.origin] = scores[0]
     for origin, (text, truth, bare, as_it_stands) in [*respelled.items()][:1]:
         run.notes.append(
@@ -879,8 +892,9 @@ def try_reward(run, workers, prompts):
     for origin, most in [*partial.items()][:1]:
         run.notes.append(
             f"{origin}, and so {len(partial):,} of {count:,} that were tried: the ground truth "
-            f"scores {most:g}, and 1 counts as right: the share of right answers will say 0, "
-            f"unless the reward returns `right` as well (docs/rewards.md)"
+            f"scores {most:g}, and 1 counts as right: unless an answer of another form scores "
+            f"more, the share of right answers will say 0; the reward may return `right` as well "
+            f"(docs/rewards.md)"
         )
     if poor:
         run.notes.append(
@@ -906,8 +920,13 @@ def score(run, workers, prompt, answer, is_read=True):
     is_read: the reward gets what the run would read of it, as tokens; else its text as it stands.
     """
     script, args = run.script, run.args
-    token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    text = script.response_text(run.tokenizer, token_ids, args) if is_read else answer
+    if answer not in run.read:
+        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        read = getattr(script, "response_text", None)  # an older copy has none
+        text = read(run.tokenizer, token_ids, args) if read else answer
+        run.read[answer] = token_ids, text
+    token_ids, text = run.read[answer]
+    text = text if is_read else answer
     start = time.perf_counter()
     try:
         response = script.Response(

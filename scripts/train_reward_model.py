@@ -206,12 +206,13 @@ def load_rows(path, config, split):
     is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
     is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
     if not is_default and (is_saved or Path(path).is_file()):
-        raise ValueError(f"{path} has no splits, such as {split}")
+        raise ValueError(f"{path} has no splits, such as {split}; leave it out, or give a folder")
     formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
-    if len(formats) > 1 and not (config or is_saved):
+    is_described = is_saved or Path(path, "README.md").exists()
+    if len(formats) > 1 and not is_described:
         raise ValueError(
             f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
-            f"or name a --dataset_config of its README.md"
+            f"or name the files in a README.md, as on the hub"
         )
     if path.endswith(".jsonl"):
         # datasets would make "01" beside 2 a 1
@@ -359,7 +360,9 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
             response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
         token_ids = [[*prompt_ids, *ids, args.stop_token_id] for ids in response_ids]
         pair = Pair(*token_ids, length=max(map(len, token_ids)))
-        if pair.length > args.max_token_length:
+        if not prompt_ids:
+            notes["dropped for an empty prompt"] += 1
+        elif pair.length > args.max_token_length:
             notes[f"dropped as longer than --max_token_length {args.max_token_length}"] += 1
         elif pair.chosen_ids == pair.rejected_ids:
             notes["dropped for equal responses"] += 1

@@ -259,12 +259,19 @@ DATA = {
         rows(ROW, ROW | {"prompt": {"role": ["user"], "content": ["5="]}}),
         "row 1: its prompt is a dictionary; write a list of messages",
     ),
+    "half a character in a truth": (
+        rows(ROW | {"reward_model": {"ground_truth": "5\ud83d"}}),
+        "row 0: its text has half a character",
+    ),
     "no role": (rows(ROW | {"prompt": [{"content": "5="}]}), "row 0: a message | has no role"),
     "a number as content": (
         rows(ROW | {"prompt": [{"role": "user", "content": 5}]}),
         "row 0: a message's content is 5, and must be a text",
     ),
-    "half a character": (rows(ROW | {"prompt": "5\ud83d="}), "row 0: | half a character, | ud83d"),
+    "half a character": (
+        rows(ROW | {"prompt": "5\ud83d="}),
+        "row 0: | half a character, | ud83d",
+    ),
     "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | JSON"),
     "a reward model of text": (rows(ROW | {"reward_model": "rule"}), "row 0: its reward_model is"),
     "a split of a file": (given(dataset_split="train[:5]"), "good.jsonl has no splits", EVERY),
@@ -637,7 +644,7 @@ HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
 HELD_OUT = together(HELD_OUT, given(**TEN, num_eval_prompts=3, num_evals=2))
 ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 BY_BOTH = together(classifier(), given(verification_reward=2.0, reward_model_multiplier=0.25))
-LENGTH = "def f(*_, extra_info): return extra_info['stopped'] / extra_info['num_tokens']\n"
+LENGTH = "def f(response, extra_info): return extra_info['stopped'] / extra_info['num_tokens']\n"
 RULE = ROW | {"reward_model": {"ground_truth": '{"N": 3}'}}
 
 
@@ -705,7 +712,7 @@ ODD = {
     "today": (template(USER + GENERATE + "{{ strftime_now('%d') }}"), "writes today's date"),
     "a second begin token": (
         together(BEGINS, rows(*[ROW | {"prompt": "<|user|>1="}] * 70)),
-        "row 0, and so 70 of 70: | adds '<|user|>' a second time",
+        "row 0, and so 70 of 70 that were tried: | adds '<|user|>' a second time",
     ),
     "held-out prompts that are trained on": (SEEN, "70 of the 70 held-out prompts are trained on"),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),

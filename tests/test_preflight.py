@@ -416,6 +416,7 @@ def test_model_of_the_hub_is_built_from_its_config(script, ask, folder, monkeypa
 
 
 ASK_VLLM = preflight.ask_vllm
+MISSING = "ModuleNotFoundError: No module named 'vllm'"
 
 
 @pytest.mark.slow
@@ -431,9 +432,11 @@ def test_model_that_vllm_has_not_is_refused(ask, folder, monkeypatch):
     monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "no such architecture")
     answer = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py"))
     check_mistake(answer, "vLLM cannot serve a Qwen2ForCausalLM: no such architecture")
-    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "No module named 'vllm'")
+    monkeypatch.setattr(
+        preflight, "ask_vllm", lambda *_: "ModuleNotFoundError: No module named 'vllm'"
+    )
     answer = ask("ppo_sync.py", cases.good_options(folder, "ppo_sync.py"))
-    check_plan(answer, "vLLM is not installed here")
+    check_plan(answer, "vLLM here was not asked whether it has the model: | vllm")
 
 
 def test_ground_truth_that_is_a_rule_is_not_shown_as_an_answer(ask, folder):

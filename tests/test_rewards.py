@@ -27,12 +27,16 @@ from ppo_vllm_async import Args, Prompt, Response
 # ------------------------------------------------------------------------------------------ scores
 
 
-TOKENIZER = SimpleNamespace(
-    decode=lambda ids: " ".join(map(str, ids)),
-    added_tokens_decoder={},
-    bos_token_id=None,
-    pad_token_id=None,
-)
+class Words:
+    """A tokenizer whose ids are words."""
+
+    added_tokens_decoder, bos_token_id, pad_token_id = {}, None, None
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+TOKENIZER = Words()
 
 
 def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", **parts):

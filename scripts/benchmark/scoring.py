@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parent.parent.parent
 GRADERS = REPO / "scripts" / "rewards" / "graders.py"
@@ -53,9 +52,8 @@ def slow(data_source, response, ground_truth, extra_info):
 def measure(script, source, reward_fn, truths, texts, num_workers):
     """The seconds that it takes to grade the texts, and the graded Responses."""
     # Token ids are the characters of a text here
-    tokenizer = SimpleNamespace(
-        decode="".join, added_tokens_decoder={}, bos_token_id=None, pad_token_id=None
-    )
+    parts = {"decode": staticmethod("".join), "added_tokens_decoder": {}}
+    tokenizer = type("Characters", (), parts | {"bos_token_id": None, "pad_token_id": None})()
     args = script.Args(reward_fn=reward_fn, reward_workers=num_workers)
     responses = []
     for truth, text in zip(truths, texts, strict=True):

@@ -100,6 +100,8 @@ def combine(rewards: list[tuple[str, float, Callable]]) -> Callable:
 
 def arguments_of(response: str, extra_info: dict) -> tuple[dict, dict]:
     """What TRL passes to a function, and a dictionary for what that logs."""
+    if "prompt" not in extra_info:
+        raise ValueError("extra_info has no prompt: scripts/data_preprocess/trl.py writes it")
     columns = {name: [value] for name, value in extra_info.items()}
     prompts, _ = columns.pop("prompt"), columns.pop("completion", None)
     is_text = isinstance(prompts[0], str)
