@@ -1463,8 +1463,9 @@ def load_prompts(path, config, split, tokenizer, args, is_eval):
             text = unicodedata.normalize("NFC", prompt.text)
             decoded = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
             lost |= set(text) - set(decoded)
-            words += len(text.split())
-            kept_words += len(decoded.split())
+            if 2 * len(decoded) > len(text):  # else it loses letters, too, which is told below
+                words += len(text.split())
+                kept_words += len(decoded.split())
     if not prompts:
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
@@ -2349,8 +2350,7 @@ def start_llm(options, config, folder):
 
     try:
         llm = LLM(**options)
-    except Exception as error:
-        # vLLM's own may not pickle
+    except Exception as error:  # vLLM's own may not pickle
         raise RuntimeError(f"vLLM does not start: {error!r}") from error
     return os.getpid()
 

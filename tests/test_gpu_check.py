@@ -55,7 +55,7 @@ def test_command_writes_all_output_to_one_file(gpu, setup, status, said, tmp_pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    extra = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    extra = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": ""}
     command = ["bash", tmp_path / "scripts/gpu_check.sh", "sync"]
     done = subprocess.run(command, env=environment(extra), capture_output=True, text=True)
     assert done.returncode == status

@@ -219,7 +219,8 @@ def test_whatever_a_judge_does_costs_its_own_response_alone(server, tmp_path, mo
     prompt = Prompt("row 0", "", [], "any", "It says why.", {"question": "Why?"})
     words = [word for way in WAYS for word in (way, f"{way}, and then a right one")]
     responses = [Response(prompt, [word], [-1.0], stopped=True) for word in words]
-    tokenizer = SimpleNamespace(decode=lambda words, **_: words[0])
+    monkeypatch.setattr(script, "response_text", lambda tokenizer, words, args: words[0])
+    tokenizer = None
     graded = script.grade_responses(responses, tokenizer, workers, args)
     after = list(script.process_groups)
     script.end_children()

@@ -277,7 +277,7 @@ def test_job_ends_with_the_status_of_its_script(job, tmp_path):
 # A program, what it is told, and what it then says, {home} being the user's
 CALLS = [
     ("evaluate.py", "~/no", "{home}/no holds no args.json"),
-    ("evaluate.py", "~/run --model=~/no", "{home}/no holds no config.json"),
+    ("evaluate.py", "~/run --model=~/no", "{home}/no: no such folder"),
     ("inspect_run.py", "~/no", "{home}/no holds no args.json"),
     ("plot_runs.py", "~/run ~/no", "{home}/no holds no metrics.jsonl"),
     ("plot_runs.py", "~/run --output=~/run/there.png", "{home}/run/there.png exists"),
