@@ -1425,8 +1425,9 @@ def load_prompts(path, config, split, tokenizer, args, is_eval):
             # Tokenizers may compose accents (NFC), which loses nothing
             text = unicodedata.normalize("NFC", prompt.text)
             decoded = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
-            lost |= set(text) - set(decoded)
-            if 2 * len(decoded) > len(text):  # else it loses letters, too, which is told below
+            gone = set(text) - set(decoded)
+            lost |= gone
+            if not {c for c in gone if c.isascii() and c.isprintable()} - {" "}:  # letters stay
                 words += len(text.split())
                 kept_words += len(decoded.split())
     if not prompts:
