@@ -409,7 +409,7 @@ IN_PROCESS = {
     "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
     "takes something else": (
         reward("def f(completions, **more): return 0\n"),
-        "--reward_fn | r.py:f: | is given data_source, solution_str | 'completions' | coming_from",
+        "--reward_fn | r.py:f: | it takes (completions, | is given data_source | coming_from",
     ),
     "hangs": (
         together(call("time.sleep(99)"), given(reward_timeout=0.5)),
