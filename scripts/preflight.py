@@ -1202,8 +1202,8 @@ def plan_of_memory(run):
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
     if not number and getattr(args, "save_freq", 0):
         steps = getattr(args, "num_training_steps", args.num_updates)
-        yield "", f"no checkpoint is ever due: --save_freq {args.save_freq} of {steps:,} steps; "
-        yield "", "lower it: a run that ends early has to begin again"
+        yield "", f"no checkpoint is ever due: --save_freq {args.save_freq} of {steps:,} steps"
+        yield "", "lower it, or a run that ends early has to begin again"
     elif not number:
         yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
 
