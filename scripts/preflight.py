@@ -1041,7 +1041,8 @@ def other_data(run):
     """What tells the prompts of a run from those that it would have now: the first one."""
     path = run.run_dir / "rollouts.jsonl"
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    first = run.script.make_request(1, run.train_rows, [], run.args).prompts[0]
+    (drawn,) = run.script.draw_prompts(len(run.train_rows), 0, 1, run.args.seed)
+    first = run.train_rows[drawn]
     if lines:
         was = json.loads(lines[0])
         for name, now in (("prompt", first.text), ("ground_truth", str(first.ground_truth))):
