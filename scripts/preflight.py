@@ -419,7 +419,7 @@ def check_tokenizers(run):
         with contextlib.suppress(Exception):  # the model may come without one
             model = args.model_name_or_path
             own = AutoTokenizer.from_pretrained(model, revision=revision_of(run, model))
-        has_own = own is not None and own("1 + 1 = 2, is it not?")["input_ids"]
+        has_own = own and own("1 + 1 = 2, is it not?")["input_ids"]
         ids = own.get_vocab() if has_own else {}
         # Added tokens that no text has may differ
         unused = {token for token in tokenizer.get_added_vocab() if token not in ids}
@@ -988,7 +988,7 @@ def check_run_folder(run):
     run.run_dir, run.checkpoint_dir = run_dir, checkpoint_dir
     if checkpoint_dir is not None:  # prompts may have the day in them
         with contextlib.suppress(OSError, ValueError, KeyError):
-            run.args.start_day = json.loads((run_dir / "args.json").read_text("utf-8"))["start_day"]
+            run.args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
 
 
 MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash", "num_sources"}
