@@ -1,5 +1,6 @@
 """scripts/failures, and the program that shows them; docs/failures.md tells of each."""
 
+import ast
 import re
 import sys
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ def page():
 def test_each_has_a_diff_and_a_section(page):
     diffs = sorted(path.stem for path in fork.FAILURES.glob("*.diff"))
     assert sorted(NAMES) == diffs and len(diffs) == 12
-    assert not {path.stem for path in fork.FORKS.glob("*.diff")} & {*diffs}
     sections = page.split("\n### ")[1:]
     assert [re.findall(r"failures/(\w+)\.diff", section) for section in sections] == [
         [name] for name in NAMES
@@ -37,8 +37,11 @@ def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
     script, _ = failures.FAILURES[name].command
     diff = (fork.FAILURES / f"{name}.diff").read_text()
     assert fork.base_of(diff) == script
-    fork.write_fork(name, tmp_path / script)
-    compile((tmp_path / script).read_text(), script, "exec")
+    fork.write_fork(name, tmp_path / script, is_bug=True)
+    text = (tmp_path / script).read_text()
+    assert text.startswith(f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n")
+    docstring = ast.get_docstring(ast.parse((REPO / script).read_text()))
+    assert ast.get_docstring(ast.parse(text)) == docstring  # --help shows it
     changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     assert 0 < len(changed) <= 16
 
@@ -141,7 +144,7 @@ def test_runs_of_another_diff_are_not_taken_for_this_one(call, monkeypatch, caps
 def test_run_that_fails_otherwise_has_no_line(diff, checks, error, monkeypatch):
     ended = SimpleNamespace(returncode=1, stdout="what it said", stderr=error)
     monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: ended)
-    monkeypatch.setattr(fork, "write_fork", lambda name, path: None)
+    monkeypatch.setattr(fork, "write_fork", lambda name, path, is_bug: None)
     with pytest.raises(RuntimeError, match="what it said"):
         failures.start(failures.Run("grpo_vllm_async.py", diff, checks, [], 1, ""))
 
@@ -149,7 +152,8 @@ def test_run_that_fails_otherwise_has_no_line(diff, checks, error, monkeypatch):
 def test_commands_are_shown_with_the_check_off_as_well(call, capsys):
     assert call(None, "temperature", "--show") is None
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["# temperature", "python scripts/fork.py temperature grpo_temperature.py"]
+    made = "python scripts/fork.py --bug temperature grpo_temperature.py"
+    assert lines[1:3] == ["# temperature", made]
     programs = ["grpo_temperature.py", "grpo_vllm_async.py"]
     programs.append("scripts/benchmark/failures.py --run off grpo_temperature.py")
     for line, program in zip(lines[3:], programs, strict=True):

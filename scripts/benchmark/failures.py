@@ -273,7 +273,7 @@ def start(run):
         folder = Path(name)
         path = folder / run.script
         if run.diff:
-            fork.write_fork(run.diff, path)
+            fork.write_fork(run.diff, path, is_bug=True)
         else:
             shutil.copy(REPO / run.script, path)
         command = [sys.executable, __file__, "--run", run.checks, str(path), *run.flags]
@@ -356,10 +356,10 @@ def hash_of(names):
 
 
 def show(name):
-    """Prints how a failure's fork is made and run, and the right script."""
+    """Prints how a script with the bug is made and run, and the right script."""
     right, wrong, unchecked = runs_of(name, SEEDS[0])
     copy = f"{right.script.partition('_')[0]}_{name}.py"
-    print(f"\n# {name}\npython scripts/fork.py {name} {copy}")
+    print(f"\n# {name}\npython scripts/fork.py --bug {name} {copy}")
     for program, run in (
         (copy, wrong),
         (right.script, right),
