@@ -61,9 +61,8 @@ lag 0, until with a seed less than 90% are right at the end.
 Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; sequence is
 --mismatch_mask sequence on top of that, as a user would add it. Without lag or noise it masks
 nothing, and must be equal to truncate; --draw checks that, and takes truncate's for those that were
-not run. docs/lag.jsonl has a fourth, token, a mask of single tokens: it was an option of the
-scripts, and is a worked change of docs/fork.md. Other flags go to the script, and make another
-cell.
+not run. docs/lag.jsonl has a fourth, token, a mask of single tokens, which was an option of the
+scripts once. Other flags go to the script, and make another cell.
 
 A line of --results is a cell: its settings, the final held-out rate, the steps to 90%, means over
 the steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the
