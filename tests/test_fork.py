@@ -4,7 +4,6 @@ Of scripts/forks here is what all have in common; each has a file of tests of it
 """
 
 import ast
-import dataclasses
 import difflib
 import doctest
 import importlib
@@ -17,7 +16,6 @@ import pytest
 import torch
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops
 from helpers.files import write_rows, write_text
-from safetensors.torch import load_file
 
 PAGE = (REPO / "docs" / "fork.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
@@ -69,12 +67,11 @@ def run_fork(few_prompts, tmp_path, monkeypatch):
 def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scripts(heading):
     """The tests below run the asynchronous one."""
     changed = [script for script in SCRIPTS if fork(heading, script) != (REPO / script).read_text()]
-    has_groups = heading in ("Leave one out", "One deviation for the batch")
-    assert changed == list(GRPO if has_groups else SCRIPTS)
+    assert changed == list(GRPO if heading == "Leave one out" else SCRIPTS)
 
 
 @pytest.mark.usefixtures("git")
-@pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])
+@pytest.mark.parametrize("name", ["distill", "inflight", "multiturn", "refill"])
 def test_every_change_fits_the_forks_too(name, tmp_path):
     program.write_fork(name, tmp_path / "fork.py")
     text = (tmp_path / "fork.py").read_text()
@@ -124,18 +121,6 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
     torch.testing.assert_close(found, (scores - baseline).flatten())
 
 
-def test_advantages_are_whitened_over_the_batch(run_fork):
-    options = {"advantage_normalization": "centered", "mask_truncated_completions": True}
-    batch = run_fork("One deviation for the batch", beta=0.0, **options).batches[0]
-    is_in_loss = batch.loss_mask.sum(1) > 0
-    assert not is_in_loss.all()  # truncated ones
-    whitened = batch.advantages[batch.loss_mask == 1]
-    assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
-    assert whitened.std().item() == pytest.approx(1)
-    # Also what has no advantage over its group
-    assert torch.equal(batch.computed == 1, is_in_loss)
-
-
 BETA = {"kl_target": 0.2, "kl_horizon": 100, "lr_scheduler_type": "constant", "seed": 3}
 BETA |= {"total_episodes": 5 * loops.EPISODES}
 
@@ -183,65 +168,6 @@ def test_resumed_run_goes_on_with_the_beta_it_had(script, run_fork, few_prompts)
     assert [again.metrics[-1][name] for name in names] == [seen.metrics[-1][name] for name in names]
 
 
-@each_script
-def test_ratio_of_a_negative_advantage_counts_up_to_3(script, run_fork):
-    policy_loss = run_fork("Dual clip", script).script.policy_loss
-    torch.manual_seed(0)
-    log_ratio = (1.5 * torch.randn(200)).requires_grad_()
-    advantages, weights = torch.randn(200), torch.rand(200)
-    loss, clipped = policy_loss(log_ratio, advantages, weights, 0.2, 0.3)
-    (slope,) = torch.autograd.grad(loss.sum(), log_ratio)
-    ratio = log_ratio.detach().exp()
-    surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
-    is_limited = (advantages < 0) & (surrogate < 3 * advantages)
-    surrogate = torch.where(is_limited, 3 * advantages, surrogate)
-    torch.testing.assert_close(loss, -surrogate * weights)
-    assert 0 < is_limited.sum() < (advantages < 0).sum()
-    assert torch.equal(clipped, surrogate != ratio * advantages)
-    assert torch.equal(slope == 0, clipped)
-
-
-@each_script
-def test_mask_of_tokens_takes_out_each_token_that_is_far_off(script, run_fork):
-    options = {"mismatch_mask": "token", "mismatch_mask_range": 1.3, "tis_cap": 1.1}
-    seen = run_fork("A mask of tokens", script, **options)
-    for batch, line in zip(seen.batches, seen.metrics, strict=True):
-        ratios = (batch.logprobs - batch.sampler_logprobs).exp()
-        is_far = (ratios < 1 / 1.3) | (ratios > 1.3)
-        args = seen.script.Args(**options)
-        given = batch.logprobs, batch.sampler_logprobs, batch.mask
-        found = seen.script.importance_weights(*given, args)
-        torch.testing.assert_close(found, ratios.clamp(max=1.1) * ~is_far * batch.mask)
-        share = (is_far * batch.loss_mask).sum() / batch.loss_mask.sum()
-        assert line["mismatch/masked"] == pytest.approx(share.item())
-    assert 0.1 < line["mismatch/masked"] < 0.9
-    # The mask of whole responses is there as before
-    args = dataclasses.replace(args, mismatch_mask="sequence")
-    found = seen.script.importance_weights(*given, args)
-    args = importlib.import_module(script[:-3]).Args(**vars(args))
-    assert torch.equal(found, importlib.import_module(script[:-3]).importance_weights(*given, args))
-
-
-@each_script
-def test_frozen_layers_keep_their_weights_also_of_a_run_that_is_resumed(
-    script, run_fork, few_prompts, assets
-):
-    seen = run_fork("The model", script, save_freq=1)
-    before = load_file(assets / "model" / "model.safetensors")
-    after = load_file(seen.run_dir / "model" / "model.safetensors")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    last = max(name.split("layers.")[1][0] for name in before if "layers." in name)
-    assert changed
-    assert all(f"layers.{last}." in name or "lm_head" in name for name in changed)
-
-    checkpoint = seen.run_dir / "checkpoints" / "step_1"
-    options = {"save_freq": 1, "resume_from_checkpoint": checkpoint}
-    again = loops.run_loop(seen.name, few_prompts, seen.run_dir.parent, **options)
-    resumed = load_file(again.run_dir / "model" / "model.safetensors")
-    assert len(again.mini_batches) < len(seen.mini_batches)  # it did not begin anew
-    assert all(torch.equal(after[name], resumed[name]) for name in after)
-
-
 # -------------------------------------------------------------------------------- scripts/forks
 
 
@@ -264,8 +190,7 @@ def lines_of_code(text):
 def test_fork_is_a_short_diff_and_its_examples_are_right(diff, tmp_path, monkeypatch):
     path = tmp_path / f"tried_{diff.stem}.py"
     program.write_fork(diff.stem, path)
-    program.write_base(diff.read_text(), tmp_path / "base.py")
-    base = (tmp_path / "base.py").read_text()
+    base = (REPO / program.base_of(diff.read_text())).read_text()
     changes = difflib.unified_diff(lines_of_code(base), lines_of_code(path.read_text()), n=0)
     changed = [line for line in changes if line[0] in "+-" and line[:3] not in ("+++", "---")]
     assert 20 < len(changed) <= 250
@@ -284,6 +209,22 @@ def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="does not fit grpo_vllm_async"):
         program.write_fork("inflight", tmp_path / "fork.py")
     assert not (tmp_path / "fork.py").exists()
+
+
+@pytest.mark.usefixtures("git")
+def test_deliberate_bug_is_written_by_its_flag_alone(tmp_path, monkeypatch):
+    path = str(tmp_path / "copy.py")
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["fork.py", *words])
+        program.main()
+
+    for words in (["stale_weights", path], ["--bug", "inflight", path], ["inflight"], [path]):
+        with pytest.raises(SystemExit) as end:
+            call(*words)
+        assert end.value.code == 2
+    call("--bug", "stale_weights", path)
+    assert (tmp_path / "copy.py").read_text().startswith("# A deliberate bug")
 
 
 def test_without_git_it_is_said_what_to_install(tmp_path, monkeypatch):
