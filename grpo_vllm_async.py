@@ -919,7 +919,7 @@ class Args:
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """of ratios and importance weights; sequence: GSPO (docs/grpo_vllm_async.md)"""
+    """of ratios and importance weights; sequence: GSPO (docs/scripts.md)"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """mean over tokens; over responses of their means; or sum / (responses x response_length)"""
     mask_truncated_completions: bool = False

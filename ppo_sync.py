@@ -878,7 +878,7 @@ class Args:
     gamma: float = 1.0
     """discount per token"""
     lam: float = 1.0
-    """GAE's lambda for advantages; below 1, warm the value model up first (docs/ppo_sync.md)"""
+    """GAE's lambda for advantages; below 1, warm the value model up first (docs/scripts.md)"""
     value_lam: float = 1.0
     """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
