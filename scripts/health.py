@@ -1,4 +1,4 @@
-"""What a run's metrics mean, and whether it is ill: tables, which docs/healthy.md quotes.
+"""What a run's metrics mean, and whether it is ill: tables, which docs/looking.md quotes.
 
 A rule is a hint, no proof. How often the rules were right and wrong on runs that they were not
 chosen on is in TRIED.
@@ -181,6 +181,9 @@ TRIED = (
     "sampler was a step old at most, those of mismatch/kl and mismatch/ess call ill one of 64 "
     "right ones, and 13 of 14 that the lag harmed."
 )
+# The twelve: `bash scripts/train/debug/ppo.sh --seed 11`, and so grpo.sh and ppo_sync.sh, and the
+# three with `--seed 12 --dtype bfloat16`; `bash scripts/train/smollm2/grpo.sh`, also with seeds 11
+# and 12; four of docs/results.md, "Checks". Those of the lag: tests/test_report.py
 
 
 def longest(values: list[bool]) -> int:

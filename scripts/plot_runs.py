@@ -10,15 +10,11 @@ Metrics of your own come after those that the scripts have.
     # runs that differ in their seed alone as one curve, by the time they took
     python scripts/plot_runs.py output/A1 output/A2 output/B1 output/B2 \\
         --seeds --x seconds
-    # all metrics as TensorBoard reads them, in place of a picture
-    python scripts/plot_runs.py output/RUN --tensorboard
-    tensorboard --logdir output/RUN
 """
 
 import argparse
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from statistics import fmean as mean
@@ -456,47 +452,11 @@ def lines_of_table(curves: list[Curve]) -> list[str]:
     return said
 
 
-# ------------------------------------------------------------------------------ TensorBoard
-
-
-def write_events(run_dir: Path) -> None:
-    """Writes all metrics of a run anew, as TensorBoard reads them, into its folder tensorboard.
-
-    Times are as if the run had not been interrupted: the last is that of metrics.jsonl.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder, metrics = run_dir / "tensorboard", read_metrics(run_dir)
-    old = list(folder.glob("events.out.tfevents.*"))
-    last = metrics[-1].get("time/from_scratch", 0)
-    start = (run_dir / "metrics.jsonl").stat().st_mtime - last
-    # A TensorBoard that runs forgets what it has read of the old file
-    with SummaryWriter(folder, purge_step=0) as writer:
-        for line in metrics:
-            seconds = line.get("time/from_scratch", last)
-            for name, value in line.items():
-                if value is not None:
-                    writer.add_scalar(name, value, step_of(line, name), walltime=start + seconds)
-    for path in old:  # one that it may be reading is emptied, and removed the next time
-        if path.stat().st_size:
-            path.write_bytes(b"")
-        else:
-            path.unlink()
-
-
 # ------------------------------------------------------------------------------ the program
 
 
 def check(args, parser):
     """What a user may have got wrong is one line, before anything is drawn or written."""
-    if args.tensorboard:
-        if args.seeds or args.metrics or args.output or args.x != "step":
-            parser.error("--tensorboard writes all metrics by their step, and no picture")
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError as error:
-            install = f"{sys.executable} -m pip install tensorboard"
-            parser.error(f"--tensorboard needs another package ({error}): {install}")
     known = set()
     for run_dir in args.runs:
         metrics = read_metrics(run_dir)
@@ -532,22 +492,13 @@ def main():
     add("--output", type=lambda path: Path(path).expanduser(), metavar="FILE", help=output)
     overwrite = "replace the picture if it exists; a run's own curves.png always is"
     add("--overwrite", action="store_true", help=overwrite)
-    tensorboard = "write what TensorBoard reads into the run's folder, in place of a picture"
-    add("--tensorboard", action="store_true", help=tensorboard)
     add("--quiet", action="store_true", help="do not name the pictures that were written")
     args = parser.parse_args()
     args.runs = [run.expanduser() for run in args.runs]
-    if len(args.runs) > 1 and args.output is None and not args.tensorboard:
+    if len(args.runs) > 1 and args.output is None:
         args.output = Path("comparison.png")
     check(args, parser)
 
-    if args.tensorboard:
-        for run_dir in args.runs:
-            write_events(run_dir)
-        if not args.quiet:
-            program = shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir"])
-            print(f"To look at it: {program} {shlex.quote(os.path.commonpath(args.runs))}")
-        return
     if args.output is None:
         pictures = draw_run(args.runs[0], args.x, args.metrics)
     else:

@@ -1,10 +1,8 @@
-"""The pictures and the table of runs, and what TensorBoard reads: scripts/plot_runs.py."""
+"""The pictures and the table of runs: scripts/plot_runs.py."""
 
 import json
-import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import plot_runs
 import pytest
@@ -288,7 +286,6 @@ def test_table_explains_no_column_that_is_not_there():
         (["--x", "seconds"], "has no metric time/from_scratch"),
         (["--output", "picture.txt"], "--output picture.txt: "),
         (["--output", "nowhere/c.png"], "--output nowhere/c.png: "),
-        (["--tensorboard", "--x", "episode"], "--tensorboard writes all metrics by their step"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, plot, capsys):
@@ -297,88 +294,4 @@ def test_mistakes_are_one_line_and_nothing_is_written(words, message, make_run, 
         plot(run_dir, *words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
-
-
-# ------------------------------------------------------------------------------ TensorBoard
-
-LOGGED = steps(
-    eval__scores=[0.1, None, 0.9],
-    objective__scores=[0.0, 0.3, float("inf")],
-    time__from_scratch=[10.0, 20.0, 40.0],
-)
-LOGGED[0]["eval/policy_version"] = 0
-LOGGED[2]["eval/policy_version"] = 3
-LOGGED[1]["mismatch/ess"] = None
-
-
-def test_tensorboard_gets_every_metric_by_its_step(make_run, plot, monkeypatch, capsys):
-    """By a stand-in for its package, which notes what is written."""
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            self.folder, self.purge_step = folder, purge_step
-
-        def __enter__(self):
-            self.folder.mkdir(exist_ok=True)
-            self.scalars = {}
-            writers.append(self)
-            return self
-
-        def __exit__(self, *_):
-            (self.folder / f"events.out.tfevents.{len(writers)}").write_text("events")
-
-        def add_scalar(self, name, value, step, walltime):
-            self.scalars.setdefault(name, []).append((step, value, walltime))
-
-    writers, module = [], SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    a, b = make_run("A", LOGGED), make_run("B", steps(lr=[0.5]))
-    os.utime(a / "metrics.jsonl", (0, 1000))
-    here = plot(a, b, "--tensorboard")
-    assert list(here.iterdir()) == []
-    assert capsys.readouterr().out.endswith(f" -m tensorboard.main --logdir {a.parent}\n")
-    first, second = writers
-    assert first.scalars["eval/scores"] == [(0, 0.1, 970), (3, 0.9, 1000)]
-    scores = [(1, 0.0, 970), (2, 0.3, 980), (3, float("inf"), 1000)]
-    assert first.scalars["objective/scores"] == scores
-    assert set(first.scalars) == set(LOGGED[0])
-    assert [point[:2] for point in second.scalars["lr"]] == [(1, 0.5)]
-
-    # Written anew, old files make way, and nothing else
-    (a / "tensorboard" / "mine").write_text("")
-    for _ in range(2):
-        plot(a, "--tensorboard", "--quiet")
-    left = {path.name: path.stat().st_size for path in (a / "tensorboard").iterdir()}
-    assert left == {"mine": 0, "events.out.tfevents.3": 0, "events.out.tfevents.4": 6}
-    assert writers[3].purge_step == 0 and capsys.readouterr().out == ""
-
-
-def test_tensorboard_itself_reads_them(make_run, plot):
-    """Also one that was running while they were written anew."""
-    reason = "the package tensorboard is not installed"
-    reader = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason=reason
-    )
-    run_dir = make_run("A", LOGGED[:2])
-    plot(run_dir, "--tensorboard")
-    events = reader.EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("objective/scores")] == [1, 2]
-    text = "".join(json.dumps(line) + "\n" for line in LOGGED)
-    (run_dir / "metrics.jsonl").write_text(text)
-    plot(run_dir, "--tensorboard")
-    points = [(e.step, e.value) for e in events.Reload().Scalars("objective/scores")]
-    assert points == [(1, 0.0), (2, pytest.approx(0.3)), (3, float("inf"))]
-    assert [event.step for event in events.Scalars("eval/scores")] == [0, 3]
-
-
-def test_tensorboard_that_is_not_installed_is_named(make_run, plot, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    run_dir = make_run("A", LOGGED)
-    with pytest.raises(SystemExit):
-        plot(run_dir, "--tensorboard")
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "--tensorboard needs another package" in said and "-m pip install tensorboard" in said
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]

@@ -5,6 +5,7 @@ import re
 import sys
 from collections import defaultdict
 from itertools import pairwise
+from operator import itemgetter
 from types import SimpleNamespace
 
 import health
@@ -12,30 +13,17 @@ import pytest
 import report
 import torch
 from helpers import REPO
-from helpers.browser import CHROMIUM, browser
+from helpers.files import write_rows, write_text
 from test_inspect import byte_tokenizer
 
 import ppo_sync as ppo
 
-ARGS = {
-    "exp_name": "ppo_vllm_async",
-    "run_name": "mine",
-    "model_name_or_path": "a/model",
-    "model_revision": None,
-    "tokenizer_name_or_path": None,
-    "num_training_steps": 12,
-    "episodes_per_step": 64,
-    "number_samples_per_prompt": 4,
-    "dtype": "float32",
-    "temperature": 1.0,
-    "learning_rate": 3e-4,
-    "beta": 0.001,
-    "provenance": {
-        "command": ["ppo_vllm_async.py", "--learning_rate", "3e-4"],
-        "commit": "abc",
-        "versions": {"torch": "2.13.0"},
-    },
-}
+ARGS = {"exp_name": "ppo_vllm_async", "run_name": "mine", "num_training_steps": 12}
+ARGS |= {"model_name_or_path": "a/model", "model_revision": None, "tokenizer_name_or_path": None}
+ARGS |= {"episodes_per_step": 64, "number_samples_per_prompt": 4, "learning_rate": 3e-4}
+ARGS |= {"dtype": "float32", "temperature": 1.0, "beta": 0.001}
+ARGS["provenance"] = {"command": ["ppo_vllm_async.py", "--learning_rate", "3e-4"]}
+ARGS["provenance"] |= {"commit": "abc", "versions": {"torch": "2.13.0"}}
 NUMBERS = ["advantages", "logprobs", "sampler_logprobs", "ref_logprobs", "entropies", "values"]
 
 
@@ -72,22 +60,17 @@ def answer(number, version, right, **changes):
     return {name: value for name, value in row.items() if not isinstance(value, list)} | changes
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def make_run(tmp_path):
     """make_run(name, metrics, rollouts, samples, arguments) -> the run's folder"""
 
     def make_run(name="mine", metrics=None, rollouts=(), samples=(), **arguments):
         folder = tmp_path / name
-        (folder / "model").mkdir(parents=True)
-        byte_tokenizer().save(str(folder / "model/tokenizer.json"))
-        (folder / "args.json").write_text(json.dumps(ARGS | arguments))
-        write_lines(folder / "metrics.jsonl", metrics or metrics_of(12))
-        write_lines(folder / "rollouts.jsonl", rollouts)
-        write_lines(folder / "samples.jsonl", samples)
+        write_text(folder / "model/tokenizer.json", byte_tokenizer().to_str())
+        write_text(folder / "args.json", json.dumps(ARGS | arguments))
+        write_rows(folder / "metrics.jsonl", metrics or metrics_of(12))
+        write_rows(folder / "rollouts.jsonl", rollouts)
+        write_rows(folder / "samples.jsonl", samples)
         return folder
 
     return make_run
@@ -121,18 +104,20 @@ RECORDED = [json.loads(line) for line in (REPO / "docs/failures.jsonl").read_tex
 NOT_TOLD = {"truncated", "micro_batches", "wrong_groups", "reward_late"}
 
 
-@pytest.mark.parametrize("run", [run for run in RECORDED if run["metrics"]], ids=lambda run: "")
-def test_recorded_failure_is_told_and_a_right_run_is_not_ill(run):
-    count = run["completed_steps"]
-    metrics = []
-    for step in range(count):
-        line = {"training_step": step + 1, "lr": 1 - step / count, "policy/staleness": step > 0}
-        values = {name: values[step] for name, values in run["metrics"].items()}
-        metrics.append(line | {name: value for name, value in values.items() if value is not None})
-    told = [failure for _, _, failure in health.illnesses(metrics, ARGS)]
-    assert (run["diff"] in told) == (run["diff"] not in {None, *NOT_TOLD})
-    if run["diff"] is None:
-        assert told == []
+def test_recorded_failures_are_told_and_right_runs_are_not_ill():
+    wrong, count = [], 0
+    for run in filter(itemgetter("metrics"), RECORDED):
+        count += 1
+        steps = run["completed_steps"]
+        metrics = [
+            {"training_step": step + 1, "lr": 1 - step / steps, "policy/staleness": step > 0}
+            | {name: each[step] for name, each in run["metrics"].items() if each[step] is not None}
+            for step in range(steps)
+        ]
+        told = [failure for _, _, failure in health.illnesses(metrics, ARGS)]
+        is_told = run["diff"] in told if run["diff"] else told != []
+        wrong += [(run["diff"], told)] * (is_told != (run["diff"] not in {None, *NOT_TOLD}))
+    assert wrong == [] and count > 50
 
 
 RIGHT = "verifiable_correct_rate"
@@ -366,24 +351,26 @@ def test_arguments_are_beside_their_script_s_defaults(make_run, make_report):
 
 
 def test_every_metric_of_the_docs_has_its_meaning():
-    keys = set()
-    for page in ("ppo_sync", "ppo_vllm_async", "grpo_vllm_async"):
-        rows = re.findall(r"^\| (`[^|]+) \|.*\|$", (REPO / f"docs/{page}.md").read_text(), re.M)
-        keys |= {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
-    assert keys == health.METRICS.keys() and len(keys) > 60
+    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/scripts.md").read_text(), re.M)
+    keys = {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
+    held_out = {name for name in health.METRICS if name.startswith("eval/")}
+    assert keys | held_out == health.METRICS.keys() and len(keys) > 50
 
 
 def test_docs_quote_the_rules():
-    """And the questions, with what is usual and what to do; links and code marks apart."""
-    text = (REPO / "docs/healthy.md").read_text()
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
-    for rule in health.RULES:
-        assert f"| {rule.ask} | {rule} |{rule.failure and f' {rule.failure}'} |" in text
+    """In the rows of their questions, with what is usual; links and code marks apart."""
+    text = (REPO / "docs/looking.md").read_text()
+    assert health.TRIED in text
     for question in health.QUESTIONS:
-        assert question.ask in text and question.usual in text, question.ask
+        (row,) = re.findall(rf"^\| {re.escape(question.ask)} \|.*$", text, re.M)
+        said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", row).replace("`", "")
+        rules = [rule for rule in health.RULES if rule.ask == question.ask]
+        for words in (*question.metrics, f"| {question.usual} |", question.then, *map(str, rules)):
+            assert words in said, words
+        for heading, _ in (health.FAILURES[rule.failure] for rule in rules if rule.failure):
+            assert f"failures.md#{heading.lower().replace(' ', '-')}" in row
     headings = re.findall(r"^### (.*)$", (REPO / "docs/failures.md").read_text(), re.M)
     assert {heading for heading, _ in health.FAILURES.values()} <= {*headings}
-    assert health.TRIED in text
 
 
 def test_folder_that_is_no_run_s_is_one_line(tmp_path, make_report, capsys):
@@ -406,8 +393,6 @@ HOSTILE = [
     "</script><script>window.ran = 3</script><!-- <script>",
     '"}]}</textarea></style><svg onload="window.ran = 4">',
     "\x00\x07\x1b[31m\x85\u2028\u2029\ud800 {{SCRIPT}} {{NONCE}}",
-    "right \u202eto left\u2066 \u05d0\u05d1 \u0627\u0644\u200f end",
-    "<b>" * 33_334,
 ]
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -445,135 +430,3 @@ def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(hostile_run
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
     )
     assert not re.search(ways, script) and "textContent" in script
-
-
-# ------------------------------------------------------------------------------ in a browser
-
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
-)
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The one page of a browser."""
-    with browser(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-    assert page.errors == []
-    assert {url.partition(":")[0] for url in page.requests} <= {"file", "about"}
-
-
-def text_of(page, selector):
-    return page.ask(f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)")
-
-
-def choose(page, name, value):
-    """As a person does with a slider, a choice or a field."""
-    event = 'new Event("input", { bubbles: true })'
-    page.ask(f"byId({name!r}).value = {value!r}; byId({name!r}).dispatchEvent({event})")
-
-
-@needs_chromium
-def test_nothing_of_a_hostile_text_runs(page, hostile_run, make_report):
-    made = make_report(hostile_run)
-    for width in (360, 1920):
-        page.open(made.path, width=width)
-        page.ask("showStep(0, 1)")
-        assert page.ask("window.ran") is None
-        assert page.ask("document.scripts.length") == 2 and page.ask("document.images.length") == 0
-        wide, window = page.ask("[document.documentElement.scrollWidth, innerWidth]")
-        assert wide <= window
-    shown = text_of(page, "#answers .prompt")
-    assert shown[:3] == HOSTILE[:3]
-    assert shown[3].startswith("\u2400\u2407\u241b[31m⟨U+0085⟩⟨U+2028⟩⟨U+2029⟩")
-    assert shown[3].endswith("{{SCRIPT}} {{NONCE}}")
-    assert "⟨U+202E⟩to left⟨U+2066⟩" in shown[4] and "94002 more characters" in shown[5]
-    page.ask("showStep(0, 2)")
-    tokens = text_of(page, "#groups .tokens")
-    assert tokens[0] == f"{HOSTILE[0]}■" and tokens[4].startswith("right")
-    assert "98002 tokens are left out" in tokens[5]
-
-
-@needs_chromium
-def test_slider_filter_search_order_and_colour_do_what_they_say(page, make_run, make_report):
-    samples = [answer(i, v, right=(i + v) % 3 == 0, length=9 - i) for v in (0, 8) for i in range(6)]
-    rollouts = [response(step, "123", score=float(step % 2)) for step in range(1, 7) for _ in "ab"]
-    rollouts[-1]["logprobs"] = None
-    page.open(make_report(make_run(rollouts=rollouts, samples=samples)).path)
-    prompts = "#prompts .prompt"
-    assert text_of(page, prompts) == [f"held out {i}" for i in range(6)]
-    assert "answer 0 of 8" in text_of(page, "#prompts .card")[0]
-    choose(page, "evaluation", 0)
-    assert "answer 0 of 0" in text_of(page, "#prompts .card")[0]
-    choose(page, "filter", "true")
-    assert text_of(page, prompts) == ["held out 0", "held out 3"]
-    choose(page, "order", "length")
-    assert text_of(page, prompts) == ["held out 3", "held out 0"]
-    choose(page, "source", "b")
-    assert text_of(page, prompts) == ["held out 3"]
-    choose(page, "source", "")
-    choose(page, "evaluation", 1)
-    choose(page, "filter", "lost")
-    assert text_of(page, prompts) == ["held out 3", "held out 0"]
-    choose(page, "filter", "")
-    choose(page, "search", "ANSWER 5")
-    assert text_of(page, prompts) == ["held out 5"] and "1 of 6" in text_of(page, "#count")[0]
-
-    colours = (
-        '[...document.querySelectorAll("#groups [data-i]")].map((t) => t.style.backgroundColor)'
-    )
-    assert page.ask("byId('step').nextElementSibling.value") == "6"
-    before = page.ask(colours)
-    assert before[0] == "" and "--below" in before[1]  # advantages of 0, -0.25, -0.5
-    choose(page, "quantity", "values")
-    after = page.ask(colours)
-    assert "--above" in after[0] and after != before
-    choose(page, "quantity", "mismatch")
-    first, second = text_of(page, "#groups .tokens")
-    assert "not computed" in second and "not computed" not in first
-    choose(page, "step", 0)
-    assert text_of(page, "#groups .prompt") == ["sort 1="]
-
-
-@needs_chromium
-def test_point_of_a_curve_leads_to_its_step_and_keys_reach_every_number(
-    page, make_run, make_report
-):
-    rollouts = [response(step, "123") for step in (1, 5, 9, 12)]
-    runs = [make_run(name, rollouts=rollouts) for name in "ab"]
-    page.open(make_report(*runs).path, scheme="dark")
-    assert page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(19, 19, 22)"
-    page.ask('document.querySelector(".u-over").scrollIntoView({ block: "center" })')
-    left, top, width, height = page.ask(
-        "(({ x, y, width, height }) => [x, y, width, height])"
-        '(document.querySelector(".u-over").getBoundingClientRect())'
-    )
-    page.click(left + 0.38 * width, top + height / 2)  # nearest to step 5
-    shown = "[byId('run').value, byId('step').nextElementSibling.value]"
-    assert page.ask(shown)[1] == "5"
-    assert page.ask("document.activeElement.id") == "step"
-
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # over no curve
-    page.ask('document.querySelector("figure").focus()')
-    for key in ("End", "Enter"):
-        page.press(key)
-    assert page.ask(shown)[1] == "12"
-    for _ in range(2):  # the choice of colours, and the first token
-        page.press("Tab")
-    assert page.ask("document.activeElement.dataset.i") == "0"
-    page.press("ArrowRight")
-    (panel,) = text_of(page, "#panel")
-    assert panel.startswith("2id 17, token 2advantage: -0.25learner minus sampler: -0.1")
-    page.press("Escape")
-    assert page.ask("byId('panel').hidden")
-
-
-@needs_chromium
-def test_what_a_metric_means_is_shown_to_who_comes_by_tab(page, make_run, make_report):
-    page.open(make_report(make_run()).path, width=360)
-    button = 'document.querySelector("#health .explained")'
-    visible = f'getComputedStyle({button}.querySelector(".tip")).display'
-    assert page.ask(visible) == "none"
-    page.ask(f"{button}.focus()")
-    assert page.ask(visible) == "block"
-    assert "deviation of the scores" in page.ask(f"{button}.textContent")
