@@ -279,10 +279,12 @@ def test_passes_give_entropies_of_their_rows_on_every_rank():
         expected = torch.stack(policy(batch.input_ids, batch.mask))
     shares = []
     for rank in range(2):
-        outputs = grpo.forward_all(one_of_ranks(rank, 2), policy, batch, [[0, 3, 4, 6]], 1, args)
+        accelerator = one_of_ranks(rank, 2)
+        accelerator.reduce = torch.neg  # which each of them must go through
+        outputs = grpo.forward_all(accelerator, policy, batch, [[0, 3, 4, 6]], 1, args)
         shares.append(torch.stack(outputs))
         assert (shares[-1].abs().sum((0, 2)) > 0).sum() == 2  # rows
-    found = shares[0] + shares[1]
+    found = -(shares[0] + shares[1])
     expected[:, [1, 2, 5, 7]] = 0
     torch.testing.assert_close(found, expected)
     assert (expected[1] > 0).any()

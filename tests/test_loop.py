@@ -135,6 +135,9 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_count_failure
     seeds = rough_loop.vllm.seeds
     assert seeds[EPISODES : EPISODES + 6] == seeds[-6:] == list(range(6))
     assert len(set(seeds)) == len(seeds) - 6  # each step has others
+    temperatures = rough_loop.vllm.temperatures
+    assert temperatures[EPISODES : EPISODES + 6] == temperatures[-6:] == [0.0] * 6
+    assert temperatures.count(1.3) == STEPS * EPISODES
     samples = read_json_lines(rough_loop.run_dir / "samples.jsonl")
     for line, of_line in zip(rough_loop.metrics[::2], (samples[:6], samples[6:]), strict=True):
         scores = [sample["score"] for sample in of_line]

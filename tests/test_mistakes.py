@@ -106,6 +106,7 @@ def test_engines_have_cores_and_memory(cores, ranks, workers, of_first, monkeypa
             args = script.fill_in(Args(vllm_gpus=gpus, **given), world_size=ranks)
             found = (args.reward_workers, args.vllm_gpu_memory_utilization)
             assert found == (tuple(given.values()) or expected)
+            assert args.mini_batch_size == ranks * args.local_mini_batch_size
 
 
 # What only the main() of a script refuses. Six updates in three steps

@@ -68,6 +68,7 @@ def make_stub(script):
                 model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
             self.policy = script.PolicyModel(model, args)
             self.seeds, self.order = [], []  # order: of weight syncs and requests
+            self.temperatures = []  # of each seed
             self.made.append(self)
 
         def sync_weights(self, weights, version):
@@ -80,6 +81,7 @@ def make_stub(script):
 
         def sample(self, prompts, seeds, temperature):
             self.seeds += seeds
+            self.temperatures += [temperature] * len(seeds)
             if not prompts:
                 return []
             rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
