@@ -98,9 +98,9 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "token_ids"), PROMPTS, ids=str)
-def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, tmp_path):
-    """Of a tokenizer that puts <bos>, 2, before each text, as its chat template does, too."""
+@pytest.fixture
+def begins():
+    """A tokenizer that puts <bos>, 2, before each text, as its chat template does, too."""
     words = ["<pad>", "<end>", "<bos>", "<unk>", "<user>", "<assistant>", "a", "b"]
     vocab = {word: token for token, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -108,18 +108,26 @@ def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 2)]
     )
-    tokenizer = PreTrainedTokenizerFast(
+    template = "<bos>{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         additional_special_tokens=words[:6],
-        chat_template=(
-            "<bos>{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
-            "<assistant>"
-        ),
+        chat_template=f"{template}<assistant>",
     )
+
+
+@pytest.mark.parametrize(("prompt", "token_ids"), PROMPTS, ids=str)
+def test_prompts_have_one_bos_and_no_answer(prompt, token_ids, begins, tmp_path):
     path = write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE])
-    (row,) = load(path, tokenizer)
+    (row,) = load(path, begins)
     assert row.token_ids == token_ids
+
+
+@pytest.mark.parametrize("prompt", ["", " "])
+def test_text_of_nothing_is_dropped_also_where_it_gets_a_begin_token(prompt, begins, tmp_path):
+    rows = [{"prompt": "a"} | RULE, {"prompt": prompt} | RULE]
+    assert len(load(write_rows(tmp_path / "data.jsonl", rows), begins)) == 1
 
 
 # A template that writes all that it is given; whoever is not asked about is passed over
@@ -135,11 +143,16 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
 
 
+def characters(lost="", template=None):
+    """A tokenizer of single characters, which loses some."""
+    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
 def render(row, tmp_path, suffix, template=TEMPLATE):
     """The prompt that the model reads, of a row in a file beside another one."""
-    letters = {letter: i for i, letter in enumerate(map(chr, range(32, 127)))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
     # Of which Arrow takes the keys: in the other row they are null
     message = {"role": "user", "content": "a", "name": "me", "tool_calls": [{"id": "1"}]}
     other = {"prompt": [message], "chat_template_kwargs": {"enable_thinking": True, "other": 1}}
@@ -148,34 +161,26 @@ def render(row, tmp_path, suffix, template=TEMPLATE):
         if isinstance(row.get(name), str):  # a column of parquet has one type
             other[name] = json.dumps(other[name])
     path = write_rows(tmp_path / f"data.{suffix}", [row | RULE, other | RULE])
-    prompt, _ = load(path, tokenizer)
+    prompt, _ = load(path, characters(template=template))
     return prompt.text
 
 
 USER_SAYS = {"role": "user", "content": " 5= "}
+SWITCH = {"enable_thinking": False}
 RENDERED = {
     "keys that Arrow adds": ({"prompt": [USER_SAYS]}, "<user>5=<assistant>"),
     "nulls of one's own": (
         {"prompt": [USER_SAYS | {"name": None, "tool_calls": None}]},
         "<user>5=<assistant>",
     ),
-    "tools": (
-        {"prompt": [USER_SAYS], "tools": [TOOL]},
-        '[{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]'
-        "<user>5=<assistant>",
-    ),
-    "a switch of the template": (
-        {"prompt": [USER_SAYS], "chat_template_kwargs": {"enable_thinking": False}},
-        "<user>5=<assistant><no thinking>",
+    "tools, and a switch of the template": (
+        {"prompt": [USER_SAYS], "tools": [TOOL]} | {"chat_template_kwargs": SWITCH},
+        f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>",
     ),
     "both as JSON text, as TRL has it": (
-        {
-            "prompt": [USER_SAYS],
-            "tools": json.dumps([TOOL]),
-            "chat_template_kwargs": '{"enable_thinking": false}',
-        },
-        '[{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]'
-        "<user>5=<assistant><no thinking>",
+        {"prompt": [USER_SAYS], "tools": json.dumps([TOOL])}
+        | {"chat_template_kwargs": json.dumps(SWITCH)},
+        f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>",
     ),
     "another row's switch": (
         {"prompt": [USER_SAYS], "chat_template_kwargs": {"other": 2}},
@@ -255,29 +260,10 @@ def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_pat
 def test_tokenizer_that_loses_spaces_is_refused_and_one_that_loses_few_is_not(tmp_path, capsys):
     """As transformers 5.19 loads some byte-level ones by SentencePiece's rules."""
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": "hello world,\nhow many"} | RULE])
-
-    def without(lost):
-        letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
-        tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-        tokenizer.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
     with pytest.raises(ValueError, match=r"data.jsonl: .*loses spaces.*TokenizersBackend"):
-        load(path, without(" \n"))
-    assert len(load(path, without("\n"))) == 1
+        load(path, characters(lost=" \n"))
+    assert len(load(path, characters(lost="\n"))) == 1
     assert "loses: \\n\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("prompt", ["", " "])
-def test_text_of_nothing_is_dropped_also_where_it_would_get_a_begin_token(prompt, tmp_path):
-    letters = {"<s>": 0, "5": 1, "=": 2}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    rows = [{"prompt": "5="} | RULE, {"prompt": prompt} | RULE]
-    assert len(load(write_rows(tmp_path / "data.jsonl", rows), tokenizer)) == 1
 
 
 def test_split_that_a_file_has_not_is_refused(tmp_path):
@@ -400,7 +386,7 @@ def test_requests_follow_from_the_step(num_evals, sizes):
     assert all(request.eval_prompts in ([], held_out) for request in requests)
 
 
-@pytest.mark.parametrize("steps", range(1, 41))
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 12, 23, 40])
 def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
     """None is before the last step: its line of metrics has the last evaluation.
 

@@ -19,25 +19,12 @@ from helpers.processes import environment
 
 PROVENANCE = REPO / "scripts" / "provenance.py"
 COMMAND = ["accelerate", "launch", "ppo_sync.py", "--run_name", "a run", "--lr", "3e-7"]
-ARGS = {
-    "exp_name": "ppo_sync",
-    "run_name": "run",
-    "seed": 7,
-    "model_name_or_path": "Qwen/Qwen2.5-0.5B",
-    "dataset": "data/train.parquet",
-    "dataset_split": "train",
-    "eval_dataset": "openai/gsm8k",
-    "eval_dataset_split": "test",
-    "eval_temperature": 0.0,
-    "value_learning_rate": 1e-5,
-    "response_length": 512,
-    "num_training_steps": 40,
-    "num_updates": 160,
-    "push_to_hub": True,
-    "hf_entity": None,
-    "hf_repo_id": None,
-    "hf_repo_revision": None,
-}
+ARGS = {"exp_name": "ppo_sync", "run_name": "run", "seed": 7, "value_learning_rate": 1e-5}
+ARGS |= {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "response_length": 512}
+ARGS |= {"dataset": "data/train.parquet", "dataset_split": "train", "eval_temperature": 0.0}
+ARGS |= {"eval_dataset": "openai/gsm8k", "eval_dataset_split": "test"}
+ARGS |= {"num_training_steps": 40, "num_updates": 160, "push_to_hub": True}
+ARGS |= dict.fromkeys(("hf_entity", "hf_repo_id", "hf_repo_revision"))
 MADE = {"command": COMMAND, "commit": "c0ffee-dirty", "versions": {"torch": "2.0"}, "gpu": None}
 LINES = [
     {"training_step": 1, "eval/verifiable_correct_rate": 0.0625, "eval/policy_version": 0},
@@ -146,26 +133,22 @@ def test_branch_has_the_files_of_the_run(push, run_dir):
 @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
 def test_lines_that_are_printed_load_the_model_from_its_branch(kind, push, run_dir, monkeypatch):
     args = ARGS | {"hf_repo_revision": "first"}
-    if kind == "SequenceClassification":
+    if kind == "SequenceClassification":  # of a reward model, which answers nothing
         del args["value_learning_rate"]
     write_text(run_dir / "args.json", json.dumps(args))
     lines, loaded = push(run_dir)[1].partition("To load it:\n\n")[2], []
-    names = (f"AutoModelFor{kind}", "AutoTokenizer")
-    library = SimpleNamespace(**{name: Loader(loaded) for name in names})
-    monkeypatch.setitem(sys.modules, "transformers", library)
+    loader = SimpleNamespace(from_pretrained=lambda repo, revision: loaded.append((repo, revision)))
+    library = {f"AutoModelFor{kind}": loader, "AutoTokenizer": loader}
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(**library))
     exec(lines, {})
     assert loaded == [("me/ppo_sync", "first")] * 2
-    assert lines in Hub.branches["me/ppo_sync", "first"]["README.md"]
-
-
-class Loader:
-    """In place of a class of transformers: notes what it is to load."""
-
-    def __init__(self, loaded):
-        self.loaded = loaded
-
-    def from_pretrained(self, repo, revision):
-        self.loaded.append((repo, revision))
+    card = Hub.branches["me/ppo_sync", "first"]["README.md"]
+    assert lines in card
+    is_policy = kind == "CausalLM"
+    assert ("generate" in card, "score = model(" in card) == (is_policy, not is_policy)
+    assert "| adapter |" not in card
+    args |= {"lora_rank": 8, "lora_alpha": 16}
+    assert "| adapter | LoRA, rank 8, alpha 16" in push_to_hub.make_card(run_dir, args, "a/b", "c")
 
 
 def test_dry_run_shows_what_would_be_uploaded_and_asks_nobody(push, run_dir, monkeypatch):
@@ -190,23 +173,12 @@ def test_dry_run_shows_what_would_be_uploaded_and_asks_nobody(push, run_dir, mon
     assert "to team/x, branch" in said and "is made: private." in said
 
 
-def test_card_of_a_reward_model_and_of_adapters(run_dir):
-    args = ARGS | {"lora_rank": 8, "lora_alpha": 16}
-    assert "| adapter | LoRA, rank 8, alpha 16" in push_to_hub.make_card(run_dir, args, "a/b", "c")
-    del args["value_learning_rate"]
-    card = push_to_hub.make_card(run_dir, args, "a/b", "c")
-    assert "score = model(**inputs)" in card and "generate" not in card
+ADDRESS = "https://wandb.ai/us/tandem/runs/newest"
 
 
-@pytest.mark.parametrize(
-    ("key", "found", "has_address"),
-    [
-        ("secret", [SimpleNamespace(url="https://wandb.ai/us/tandem/runs/newest")], True),
-        ("secret", [], False),
-        ("", None, False),  # without a login wandb would ask for one at the terminal
-    ],
-)
-def test_card_has_the_address_of_the_tracked_run(key, found, has_address, run_dir, monkeypatch):
+# Without a login, "", wandb would ask for one at the terminal
+@pytest.mark.parametrize(("key", "found"), [("secret", [ADDRESS]), ("secret", []), ("", None)])
+def test_card_has_the_address_of_the_tracked_run(key, found, run_dir, monkeypatch):
     class Api:
         default_entity = "us"
 
@@ -215,7 +187,7 @@ def test_card_has_the_address_of_the_tracked_run(key, found, has_address, run_di
 
         def runs(self, project, filters, **_):
             assert (project, filters) == ("us/tandem", {"display_name": "run"})
-            return found
+            return [SimpleNamespace(url=url) for url in found]
 
     monkeypatch.setattr("wandb.Api", Api)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -223,7 +195,7 @@ def test_card_has_the_address_of_the_tracked_run(key, found, has_address, run_di
     monkeypatch.setenv("WANDB_API_KEY", key)
     tracked = {"with_tracking": True, "wandb_project_name": "tandem", "wandb_entity": None}
     card = push_to_hub.make_card(run_dir, ARGS | tracked, "me/model", "run")
-    assert ("| tracked | https://wandb.ai/us/tandem/runs/newest |" in card) == has_address
+    assert (f"| tracked | {ADDRESS} |" in card) == bool(found)
     assert "tracked" not in push_to_hub.make_card(run_dir, ARGS, "me/model", "run")
 
 

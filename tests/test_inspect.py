@@ -6,11 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import inspect_run
 import pytest
-from helpers.files import write_text
+from helpers.files import write_rows, write_text
 from inspect_run import RATE, SCORE
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,23 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import ppo_vllm_async as script
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long
-LINE = {
-    "policy/staleness": 1.0,
-    "time/training": 4.0,
-    "time/update": 3.0,
-    "time/forward": 0.8,
-    "time/reward_model": 0.2,
-    "time/generation": 3.0,
-    "time/reward": 1.0,
-    "time/evaluation": 0.0,
-    "time/wait_for_generation": 0.0,
-    "time/wait_for_prompts": 0.0,
-}
+LINE = {"policy/staleness": 1.0, "time/training": 4.0, "time/update": 3.0, "time/forward": 0.8}
+LINE |= {"time/reward_model": 0.2, "time/generation": 3.0, "time/reward": 1.0}
+LINE |= {"time/evaluation": 0.0, "time/wait_for_generation": 0.0, "time/wait_for_prompts": 0.0}
 LONG_WAITS = {"time/wait_for_generation": 90.0, "time/wait_for_prompts": 90.0}
 WAITS = {"time/wait_for_generation": 2.0}
 SLOW_REWARD = {"time/generation": 1.0, "time/reward": 3.0}
 IN_TURNS = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0}
-UPDATES = "updates 75%, forward passes 20%"
+VLLM_WAITED = "vLLM waited for the learner 17% of the time (a training step: updates 75%, forward "
+VLLM_WAITED += "passes 20%, {} 5%): more learners or shorter responses help"
 SLOW = "more --reward_workers or a faster reward help"
 
 
@@ -42,15 +36,10 @@ SLOW = "more --reward_workers or a faster reward help"
     ("line", "said"),
     [
         ({"time/wait_for_prompts": 0.7}, None),  # 15% of the time of vLLM's side
-        (
-            {"time/wait_for_prompts": 0.8},
-            f"vLLM waited for the learner 17% of the time (a training step: {UPDATES}, reports of "
-            "evaluations 5%): more learners or shorter responses help",
-        ),
+        ({"time/wait_for_prompts": 0.8}, VLLM_WAITED.format("reports of evaluations")),
         (
             {"time/wait_for_prompts": 0.8, "objective/reward_model_score": 0.5},
-            f"vLLM waited for the learner 17% of the time (a training step: {UPDATES}, reward "
-            "model 5%): more learners or shorter responses help",
+            VLLM_WAITED.format("reward model"),
         ),
         (
             WAITS,
@@ -102,19 +91,10 @@ def byte_tokenizer():
 
 def response(step, text, advantages, **changes):
     """A line of rollouts.jsonl; advantages: one for each byte."""
-    row = {
-        "prompt": "<|user|>213=",
-        "response": text,
-        "score": 1.0,
-        "ground_truth": "123",
-        "length": len(text),
-        "stopped": True,
-        "policy_version": step - 2,
-        "training_step": step,
-        "token_ids": byte_tokenizer().encode(text).ids,
-        "advantages": advantages,
-    }
-    return json.dumps(row | changes) + "\n"
+    row = {"prompt": "<|user|>213=", "response": text, "score": 1.0, "ground_truth": "123"}
+    row |= {"length": len(text), "stopped": True, "policy_version": step - 2}
+    row |= {"training_step": step, "token_ids": byte_tokenizer().encode(text).ids}
+    return row | {"advantages": advantages} | changes
 
 
 def metrics_lines(steps, **own):
@@ -129,20 +109,13 @@ def metrics_lines(steps, **own):
 @pytest.fixture
 def run_dir(tmp_path):
     """A run that goes on: of 5 steps it has 3, and is about to write more."""
-    args = {
-        "exp_name": "my_ppo",
-        "run_name": "mine",
-        "model_name_or_path": str(tmp_path / "first"),
-        "model_revision": None,
-        "tokenizer_name_or_path": None,
-        "num_training_steps": 5,
-        "provenance": {"command": ["my_ppo.py", "--dataset", "my data.parquet"]},
-    }
+    args = {"exp_name": "my_ppo", "run_name": "mine", "num_training_steps": 5}
+    args |= {"model_name_or_path": str(tmp_path / "first"), "model_revision": None}
+    args["tokenizer_name_or_path"] = None
+    args["provenance"] = {"command": ["my_ppo.py", "--dataset", "my data.parquet"]}
     run = tmp_path / "mine"
-    for folder in (run, tmp_path / "first"):
-        folder.mkdir()
-    (run / "args.json").write_text(json.dumps(args))
-    byte_tokenizer().save(str(tmp_path / "first/tokenizer.json"))
+    write_text(run / "args.json", json.dumps(args))
+    write_text(tmp_path / "first/tokenizer.json", byte_tokenizer().to_str())
     (run / "metrics.jsonl").write_text(metrics_lines(3) + '{"training_st')
     lines = [
         response(2, "old", [1.0] * 3),
@@ -150,7 +123,7 @@ def run_dir(tmp_path):
         response(3, "321", [-2.0] * 3, score=None),
         response(3, "4", [1.0], prompt="<|user|>4="),
     ]
-    (run / "rollouts.jsonl").write_text("".join(lines) + lines[0][:30])
+    write_rows(run / "rollouts.jsonl", lines).open("a").write(json.dumps(lines[0])[:30])
     return run
 
 
@@ -199,13 +172,11 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, monkeypa
     assert inspect(run_dir)[start + 2 :] == responses
 
 
-@pytest.mark.parametrize("block", [1, 3, 4, 8, 1000])
-@pytest.mark.parametrize("end", ["", '{"half": 1', "{"])
-def test_lines_are_read_backwards_whatever_the_blocks(block, end, tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_run, "BLOCK", block)
+def test_lines_are_read_backwards_whatever_the_blocks(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     assert list(inspect_run.read_backwards(path)) == []
-    for count in range(4):
+    for block, end, count in product((1, 3, 4, 8, 1000), ("", '{"half": 1', "{"), range(4)):
+        monkeypatch.setattr(inspect_run, "BLOCK", block)
         rows = [{"row": "ä" * i} for i in range(count)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
         assert list(inspect_run.read_backwards(path)) == rows[::-1]
@@ -223,7 +194,7 @@ def test_each_of_two_groups_is_shown_by_its_best_and_its_worst(run_dir, inspect)
         for i, advantage in enumerate([-0.5, 1.5, -0.5, -0.5, 1.4, -0.6, -0.4, -0.4]):
             changes = {"prompt": prompt, "score": float(advantage > 0)}
             lines.append(response(3, f"{prompt}{i}", [advantage] * 2, **changes))
-    (run_dir / "rollouts.jsonl").write_text("".join(lines))
+    write_rows(run_dir / "rollouts.jsonl", lines)
     shown = inspect(run_dir)
     assert shown_answers(shown) == ["a1", "a3", "a4", "a5", "b1", "b3", "b4", "b5"]
     assert shown.count("Scores: 0 1 0 0 1 0 0 0") == 2
@@ -231,21 +202,18 @@ def test_each_of_two_groups_is_shown_by_its_best_and_its_worst(run_dir, inspect)
     assert shown_answers(inspect(run_dir, "--responses", 3)) == ["a1", "a5", "b1"]
 
 
-def test_a_response_of_each_of_eight_prompts_is_shown(run_dir, inspect):
+def test_parts_of_a_score_are_beside_it(run_dir, inspect):
     parts = {"verifiable_score": 1.0, "reward_model_score": 0.25, "failure": None}
     parts |= {"score": 1.25, "reward_metrics": {f"m{i}": float(i) for i in range(9)}}
-    lines = [response(3, f"{i}", [0.5], prompt=f"{i}?", **parts) for i in range(8)]
-    (run_dir / "rollouts.jsonl").write_text("".join(lines))
-    shown = inspect(run_dir)
-    assert shown_answers(shown) == [*"01234567"]
+    write_rows(run_dir / "rollouts.jsonl", [response(3, "7", [0.5], **parts)])
     scores = "score 1.25 (verifiable 1, reward model 0.25)"
     metrics = "m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7, 1 more"
-    assert shown[-2] == f"{scores}, {metrics}, advantage +0.50, 1 tokens, stopped"
+    assert inspect(run_dir)[-2] == f"{scores}, {metrics}, advantage +0.50, 1 tokens, stopped"
 
 
 def test_colours_follow_each_token_s_advantage(run_dir):
     rows = inspect_run.last_responses(run_dir / "rollouts.jsonl")[:1]
-    options = type("Options", (), {"responses": 8, "tokens": 120})
+    options = SimpleNamespace(responses=8, tokens=120)
     console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for part in inspect_run.show_responses(rows, byte_tokenizer(), options):
         console.print(part, markup=False, highlight=False)
@@ -256,7 +224,7 @@ def test_colours_follow_each_token_s_advantage(run_dir):
 
 def test_run_without_its_tokenizer_has_words(run_dir, inspect):
     (run_dir.parent / "first/tokenizer.json").unlink()
-    (run_dir / "rollouts.jsonl").write_text(response(3, "one two", [-0.25] * 7, stopped=False))
+    write_rows(run_dir / "rollouts.jsonl", [response(3, "one two", [-0.25] * 7, stopped=False)])
     shown = ["score 1, advantage -0.25, 7 tokens, cut", "  one two"]
     assert inspect(run_dir)[-2:] == shown
     assert inspect(run_dir, "--tokens", "0")[-2:] == [shown[0], "   [... 2 more ...]"]
@@ -264,7 +232,7 @@ def test_run_without_its_tokenizer_has_words(run_dir, inspect):
 
 def test_answer_does_not_command_the_terminal(run_dir, inspect):
     hostile = response(3, "\x1b[2Jgone", [1.0] * 8, ground_truth="\x1b[2J", prompt="\x1b[2J")
-    (run_dir / "rollouts.jsonl").write_text(hostile)
+    write_rows(run_dir / "rollouts.jsonl", [hostile])
     assert "\x1b" not in "".join(inspect(run_dir))
 
 
@@ -293,6 +261,7 @@ def test_run_without_a_step_is_one_that_begins(run_dir, inspect, capsys):
     with pytest.raises(SystemExit):
         inspect(run_dir.parent)
     assert "holds no args.json" in capsys.readouterr().err
+    assert inspect(run_dir, "--wrong")[-1] == "No response is written yet"
 
 
 # ------------------------------------------------------------------------------ --wrong
@@ -308,35 +277,30 @@ def answer(prompt, version, score, text="x", **changes):
     return line | parts | changes
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 # Scores of prompts before training, after 4 steps and after 9
 HISTORIES = {"kept": (1.0, 1.0, 1.0), "learned": (0.0, 0.5, 1.0), "lost": (0.0, 1.0, 0.5)}
 HISTORIES |= {"never": (0.0, 0.5, 0.0), "failed": (0.0, 1.0, None)}
+COUNTS = [["0", "1", "4", "0"], ["4", "3", "2", "0", "2", "0"], ["9", "2", "2", "1", "1", "1"]]
 
 
 def write_samples(run_dir, histories=HISTORIES, **changes):
-    lines = [
+    """The only answers that the run has; returns their lines."""
+    (run_dir / "rollouts.jsonl").unlink()
+    rows = [
         answer(prompt, version, scores[i], f"{prompt} after {version}", **changes)
         for i, version in enumerate((0, 4, 9))
         for prompt, scores in histories.items()
     ]
-    write_lines(run_dir / "samples.jsonl", lines)
+    write_rows(run_dir / "samples.jsonl", rows)
+    return rows
 
 
 def test_held_out_prompts_that_are_wrong_now_come_with_what_they_were(run_dir, inspect):
-    (run_dir / "rollouts.jsonl").unlink()
     write_samples(run_dir)
     shown = inspect(run_dir, "--wrong")
-    assert [line.split() for line in shown[4:8]] == [
-        ["steps", "trained", "right", "wrong", "not", "known", "learned", "lost"],
-        ["0", "1", "4", "0"],
-        ["4", "3", "2", "0", "2", "0"],
-        ["9", "2", "2", "1", "1", "1"],
-    ]
-    assert shown[9:] == [
+    headings = ["steps", "trained", "right", "wrong", "not", "known", "learned", "lost"]
+    assert [line.split() for line in shown[4:8]] == [headings, *COUNTS]
+    assert shown[9:17] == [
         "Wrong now, and right before: 1 of 5 prompts",
         "",
         "lost",
@@ -345,24 +309,14 @@ def test_held_out_prompts_that_are_wrong_now_come_with_what_they_were(run_dir, i
         "After 4 steps: score 1, strict 0.5: lost after 4",
         "After 9 steps: score 0.5, strict 0.25, 7 tokens, stopped",
         "  lost after 9",
-        "",
+    ]
+    assert [line for line in shown[17:] if " of 5 prompts" in line or line.startswith("  ")] == [
         "Never right: 1 of 5 prompts",
-        "",
-        "never",
-        "Ground truth: truth never",
-        "Scores by steps trained: 0: 0, 4: 0.5, 9: 0",
-        "After 9 steps: score 0, strict 0, 7 tokens, stopped",
         "  never after 9",
-        "",
         "Their reward failed: 1 of 5 prompts",
-        "",
-        "failed",
-        "Ground truth: truth failed",
-        "Scores by steps trained: 0: 0, 4: 1, 9: none",
-        "After 4 steps: score 1, strict 0.5: failed after 4",
-        "After 9 steps: score none, ValueError: no number, 7 tokens, stopped",
         "  failed after 9",
     ]
+    assert "After 9 steps: score none, ValueError: no number, 7 tokens, stopped" in shown
 
 
 def test_what_is_shown_of_wrong_answers_is_limited(run_dir, inspect):
@@ -373,7 +327,7 @@ def test_what_is_shown_of_wrong_answers_is_limited(run_dir, inspect):
             score = float(version < 19 and i == 0)
             changes = {"data_source": f"s{i % 60}", "response": f"{i}: " + "ab" * 400}
             lines.append(answer("the same prompt", version, score, **changes))
-    write_lines(run_dir / "samples.jsonl", lines)
+    write_rows(run_dir / "samples.jsonl", lines)
     shown = inspect(run_dir, "--wrong", "--tokens", 5, "--responses", 4)
     assert sum(line == "the same prompt" for line in shown) == 4
     assert "Wrong now, and right before: 1 of 70 prompts" in shown
@@ -390,28 +344,20 @@ def test_what_is_shown_of_wrong_answers_is_limited(run_dir, inspect):
 def test_lines_of_older_scripts_are_right_by_their_score(run_dir, inspect):
     args = json.loads((run_dir / "args.json").read_text()) | {"verification_reward": 2.0}
     (run_dir / "args.json").write_text(json.dumps(args))
-    write_samples(run_dir)
-    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    for row in rows:
-        for name in ("verifiable_score", "reward_model_score", "failure", "reward_metrics"):
-            del row[name]
-        row["score"] = row["score"] and 2 * row["score"]
-    write_lines(run_dir / "samples.jsonl", rows)
+    rows = write_samples(run_dir)
+    new = ("verifiable_score", "reward_model_score", "failure", "reward_metrics")
+    rows = [{name: row[name] for name in row if name not in new} for row in rows]
+    rows = [row | {"score": row["score"] and 2 * row["score"]} for row in rows]
+    write_rows(run_dir / "samples.jsonl", rows)
     shown = inspect(run_dir, "--wrong")
-    assert [line.split() for line in shown[5:8]] == [
-        ["0", "1", "4", "0"],
-        ["4", "3", "2", "0", "2", "0"],
-        ["9", "2", "2", "1", "1", "1"],
-    ]
-    assert "After 9 steps: score 1, 7 tokens, stopped" in shown
-    assert "Training responses of steps 2 to 3: 3 of 3 are wrong" in shown
+    assert [line.split() for line in shown[5:8]] == COUNTS
     assert shown[-1] == "These files have no verifiable scores: right and wrong are by the score"
 
 
 def test_penalties_and_the_reward_of_a_form_make_nothing_right_or_wrong(run_dir, inspect):
     (run_dir / "rollouts.jsonl").unlink()
     lines = [answer("cut", 0, 1.0) | {"score": -1.0}, answer("formal", 0, 0.0) | {"score": 1.0}]
-    write_lines(run_dir / "samples.jsonl", lines)
+    write_rows(run_dir / "samples.jsonl", lines)
     shown = inspect(run_dir, "--wrong")
     assert "Never right: 1 of 2 prompts" in shown
     assert "After 0 steps: score 1 (verifiable 0), strict 0, 7 tokens, stopped" in shown
@@ -426,48 +372,30 @@ def test_wrong_training_responses_are_those_of_the_last_steps(run_dir, inspect):
     lines += [graded(step, "yes", 1.0) for step in range(3, 21)]
     lines += [graded(21, "yes", 1.0), graded(21, "bad", 0.25), graded(21, "worse", 0.0)]
     lines.append(graded(21, "what", None, prompt="4=", failure="TimeoutError"))
-    (run_dir / "rollouts.jsonl").write_text("".join(lines))
-    shown = inspect(run_dir, "--wrong")
-    heading = (
-        "Training responses of steps 2 to 21: 3 of 22 are wrong, of which 2 are shown, one of "
-    )
-    assert shown[2:] == [
-        f"{heading}a prompt",
-        "",
-        "Step 2: 2=",
-        "Ground truth: 123",
-        "score 0, strict 0.5, 2 tokens, stopped",
-        "  no",
-        "",
+    write_rows(run_dir / "rollouts.jsonl", lines)
+    first, *_, second = "\n".join(inspect(run_dir, "--wrong")[2:]).split("\n\n")
+    said = "Training responses of steps 2 to 21: 3 of 22 are wrong, of which 2 are shown, one of "
+    assert first == f"{said}a prompt"
+    assert second.splitlines() == [
         "Step 21: <|user|>213=",
         "Ground truth: 123",
         "Scores: 1 0.25 0",
         "score 0.25, strict 0.5, 3 tokens, stopped",
         "  bad",
     ]
-    for count in (1, 0):
-        assert shown_answers(inspect(run_dir, "--wrong", "--responses", count)) == ["bad"][:count]
+    for count in (2, 1, 0):
+        shown = shown_answers(inspect(run_dir, "--wrong", "--responses", count))
+        assert shown == ["no", "bad"][2 - count :]
 
 
 def test_where_a_reward_model_alone_scores_the_lowest_are_shown(run_dir, inspect):
-    (run_dir / "rollouts.jsonl").unlink()
     scores = {"good": (0.0, 1.0, 2.0), "bad": (0.0, 0.0, -3.0), "none": (0.0, 0.0, 0.5)}
     alone = {"ground_truth": "None", "verifiable_score": None, "reward_metrics": {}}
     write_samples(run_dir, scores, **alone)
     shown = inspect(run_dir, "--wrong", "--responses", 2)
-    said = (
-        "No answer has a verifiable score. Those with the lowest scores: 3 of 3 prompts, of which"
-    )
-    assert f"{said} 2 are shown" in shown
-    assert [line for line in shown if line.startswith("  ")] == ["  bad after 9", "  none after 9"]
-
-
-def test_wrong_answers_of_a_run_that_begins_or_is_watched(run_dir, inspect, capsys):
-    (run_dir / "rollouts.jsonl").unlink()
-    assert inspect(run_dir, "--wrong")[-1] == "No response is written yet"
-    with pytest.raises(SystemExit):
-        inspect(run_dir, "--wrong", "--watch", 2)
-    assert "not allowed with" in capsys.readouterr().err
+    said = "No answer has a verifiable score. Those with the lowest scores: 3 of 3 prompts, of "
+    assert f"{said}which 2 are shown" in shown
+    assert shown_answers(shown) == ["bad after 9", "none after 9"]
 
 
 # ------------------------------------------------------------------------------ --watch

@@ -379,13 +379,6 @@ def test_folder_that_is_no_run_s_is_one_line(tmp_path, make_report, capsys):
     assert capsys.readouterr().err.endswith("no step in metrics.jsonl yet\n")
 
 
-def test_programs_that_show_runs_stay_short():
-    names = ("inspect_run", "plot_runs", "report")
-    count = sum((REPO / f"scripts/{name}.py").read_text().count("\n") for name in names)
-    assert count < 816 + 564 + 350  # what the first two had, and a page's
-    assert (REPO / "scripts/page/page.js").read_text().count("\n") <= 400
-
-
 # ------------------------------------------------------------------------------ hostile texts
 
 HOSTILE = [
@@ -400,20 +393,15 @@ POLICY = (
 )
 
 
-@pytest.fixture
-def hostile_run(make_run):
-    """A run whose texts, names of metrics and run name would be code, if they were not data."""
+def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run, make_report):
+    """What a browser needs for that, on the file, of texts, names of metrics and a run's name."""
     rows = [response(1, "12", response=text, prompt=text) for text in HOSTILE]
     rows += [response(2, text.replace("\ud800", "")) for text in HOSTILE]
     samples = [answer(i, 0, False, response=text, prompt=text) for i, text in enumerate(HOSTILE)]
     samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
     metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
-    return make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
-
-
-def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(hostile_run, make_report):
-    """What a browser needs for that, on the file."""
-    pages = [make_report(hostile_run) for _ in range(2)]
+    run = make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
+    pages = [make_report(run) for _ in range(2)]
     nonces = [re.search(r'<script nonce="(\w{32})">', page.text)[1] for page in pages]
     assert nonces[0] != nonces[1]  # nobody can guess it
     for page, nonce in zip(pages, nonces, strict=True):
