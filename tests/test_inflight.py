@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import REPO
 from helpers.endings import check_end, new_mark
-from helpers.files import read_json_lines, write_text
+from helpers.files import read_json_lines
 from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
@@ -231,22 +231,10 @@ def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
     assert samples[0] == samples[1]
 
 
-OF_REFILL = {"begun_groups", "dropped_groups", "dropped_tokens", "solved", "hopeless", "failed"}
-OF_REFILL = {f"refill/{name}" for name in OF_REFILL}
-# So that every group of the fork refill has a signal
-VARIES = """
-import hashlib
-
-def score(data_source, response, ground_truth, extra_info):
-    return hashlib.sha256(response.encode()).digest()[0] / 255
-"""
-
-
 @pytest.fixture(scope="module")
 def run_in_flight(run_script, small_eval, tmp_path_factory):
     """run_in_flight("grpo_inflight.py", folder): two ranks with old tokens, which end well."""
-    reward = write_text(tmp_path_factory.mktemp("reward") / "varies.py", VARIES)
-    options = IN_FLIGHT | {"eval_dataset": small_eval, "reward_fn": f"{reward}:score"}
+    options = IN_FLIGHT | {"eval_dataset": small_eval}
     # A group of two may have but one response, twice
     options |= {"number_samples_per_prompt": 8, "local_rollout_batch_size": 2}
     options |= {"local_mini_batch_size": 16, "launcher": TWO_RANKS, "env": CPU}
@@ -280,22 +268,6 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(fork, whole, run_i
     again = run_in_flight(fork, tmp_path, resume_from_checkpoint="latest")
     assert "Resumed after step 2" in again.stdout
     check_same(again, whole)
-
-
-def test_refill_is_the_same_to_the_bit_with_a_reward_that_always_varies(
-    fork, whole, run_in_flight, tmp_path
-):
-    importlib.import_module("fork").write_fork("refill", fork.parent / "grpo_refill.py")
-    refilled = run_in_flight(fork.parent / "grpo_refill.py", tmp_path)
-    lines = lines_of(refilled)
-    own = [
-        {name: line.pop(name) for name in [*line] if name.startswith("refill/")} for line in lines
-    ]
-    assert all(set(each) == OF_REFILL for each in own)
-    assert {each["refill/dropped_groups"] for each in own} == {0}
-    assert lines == lines_of(whole)
-    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (refilled.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
 
 
 def test_killed_with_responses_under_way_it_leaves_nothing(fork, run_with_fault, tmp_path):
