@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from decimal import Decimal
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -190,16 +191,12 @@ class FakeVLLM:
     def sample(self, prompts, seeds, temperature):
         self.asked.append((seeds, temperature))
         tokenizer = script.AutoTokenizer.from_pretrained(REPO / "debug_assets" / "model")
-        before = [None, *prompts]
-        texts = [
-            "" if one is last or self.is_blind else one.ground_truth
-            for one, last in zip(prompts, before, strict=False)
-        ]
-        answers = [[*tokenizer(text)["input_ids"], 1] for text in texts]
-        return [
-            script.Response(prompt, script.np.array(ids), script.np.zeros(len(ids)), True)
-            for prompt, ids in zip(prompts, answers, strict=True)
-        ]
+        responses = []
+        for last, prompt in pairwise([None, *prompts]):
+            text = "" if prompt is last or self.is_blind else prompt.ground_truth
+            ids = np.array([*tokenizer(text)["input_ids"], 1])
+            responses.append(script.Response(prompt, ids, np.zeros(len(ids)), stopped=True))
+        return responses
 
 
 @pytest.fixture(autouse=True)
@@ -382,8 +379,8 @@ def test_what_was_sampled_outlives_a_crash_while_it_is_graded(faked_run, call, m
     assert "were sampled before" in call(faked_run)
     assert len(FakeVLLM.asked) == 1
     _, rows = evaluation_in(faked_run)
-    assert [row["score"] for row in rows] == [1.0] * 10
     assert all(row["stopped"] and row["length"] == len(row["response"]) + 1 for row in rows)
+    assert [row["score"] for row in rows] == [1.0] * 10
     assert not list(faked_run.glob("evaluations/*/*.[0-9]*"))  # no half-written file is left
 
 
@@ -481,19 +478,21 @@ def test_configurations_of_a_dataset_are_told_apart(faked_run, small_eval, call,
     (faked_run / "args.json").write_text(json.dumps(args | {"eval_dataset_config": "main"}))
     call(faked_run)
     call(faked_run, "--dataset_config", "socratic")
-    asked = []
-    for path in (faked_run / "evaluations").glob("*/responses.jsonl"):
-        asked.append([line["ground_truth"] for line in read_json_lines(path)])
-    truths = [
-        [row["reward_model"]["ground_truth"] for row in each] for each in configurations.values()
+    asked = [
+        sorted(line["ground_truth"] for line in read_json_lines(path))
+        for path in faked_run.glob("evaluations/*/responses.jsonl")
     ]
-    assert sorted(map(sorted, asked)) == sorted(map(sorted, truths))
+    truths = [
+        sorted(row["reward_model"]["ground_truth"] for row in each)
+        for each in configurations.values()
+    ]
+    assert sorted(asked) == sorted(truths)
 
 
 def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
-    args = json.loads((faked_run / "args.json").read_text())
-    changes = {"reward_model_path": str(reward_model), "reward_model_multiplier": 2.0}
-    (faked_run / "args.json").write_text(json.dumps(args | changes))
+    path, changes = faked_run / "args.json", {"reward_model_path": str(reward_model)}
+    changes["reward_model_multiplier"] = 2.0
+    write_text(path, json.dumps(json.loads(path.read_text()) | changes))
     said = call(faked_run)
     _, rows = evaluation_in(faked_run)
     assert {row["verifiable_score"] for row in rows} == {1.0}

@@ -123,7 +123,8 @@ def run_dir(tmp_path):
         response(3, "321", [-2.0] * 3, score=None),
         response(3, "4", [1.0], prompt="<|user|>4="),
     ]
-    write_rows(run / "rollouts.jsonl", lines).open("a").write(json.dumps(lines[0])[:30])
+    path = write_rows(run / "rollouts.jsonl", lines)
+    path.write_text(path.read_text() + json.dumps(lines[0])[:30])
     return run
 
 
@@ -150,8 +151,8 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, monkeypa
         ["objective/kl", "0.125", "▁▅█", "0.375"],
         ["objective/reward/short", "0.5", "▁▁▁", "0.5"],  # no metric of the scripts
     ]
-    start = shown.index("Responses of step 3, sampled by policy version 1")
-    responses = [
+    start = shown.index("Responses of step 3, sampled by policy version 1") + 2
+    assert shown[start:] == [
         "",
         "<|user|>213=",
         "Ground truth: 123",
@@ -166,10 +167,9 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, monkeypa
         "score 1, advantage +1.00, 1 tokens, stopped",
         "  4",
     ]
-    assert shown[start + 2 :] == responses
     # Of a long file the end is read, as far as the step reaches
     monkeypatch.setattr(inspect_run, "BLOCK", 100)
-    assert inspect(run_dir)[start + 2 :] == responses
+    assert inspect(run_dir)[3:] == shown[3:]
 
 
 def test_lines_are_read_backwards_whatever_the_blocks(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def shown_answers(lines):
 
 
 def test_each_of_two_groups_is_shown_by_its_best_and_its_worst(run_dir, inspect):
-    """Of eight in the order of the file only the first group would be seen."""
+    """Not the first eight: they are one group's."""
     lines = []
     for prompt in "ab":
         for i, advantage in enumerate([-0.5, 1.5, -0.5, -0.5, 1.4, -0.6, -0.4, -0.4]):
@@ -423,21 +423,19 @@ def test_watching_ends_with_the_run_or_with_ctrl_c(run_dir, inspect, monkeypatch
 # ------------------------------------------------------------------------------ --summary
 
 
-@pytest.mark.parametrize(
-    ("score", "means"),
-    [
-        (0.5, ["Mean verifiable score of their answers: 0.500 before training"]),
-        (0.459, []),  # a score that is the rate is not said again
-    ],
-)
-def test_last_lines_of_a_run(score, means, run_dir, inspect):
-    own = {RATE: 0.459, SCORE: score, "eval/policy_version": 0, "objective/stop_rate": 1.0}
+def test_last_lines_of_a_run(run_dir, inspect):
+    own = {RATE: 0.459, SCORE: 0.5, "eval/policy_version": 0, "objective/stop_rate": 1.0}
     (run_dir / "metrics.jsonl").write_text(metrics_lines(1, **own))
-    rates = "Held-out prompts answered right: 45.9% before training"
-    last = f"Model, metrics, samples and pictures: {run_dir}"
-    commands = inspect_run.next_steps(run_dir)
-    assert inspect(run_dir, "--summary") == [rates, *means, "", last, *commands]
+    assert inspect(run_dir, "--summary") == [
+        "Held-out prompts answered right: 45.9% before training",
+        "Mean verifiable score of their answers: 0.500 before training",
+        "",
+        f"Model, metrics, samples and pictures: {run_dir}",
+        *inspect_run.next_steps(run_dir),
+    ]
     assert (run_dir / "curves.png").is_file()
+    own[SCORE] = own[RATE]  # a score that is the rate is not said again
+    assert len(inspect_run.describe_evaluations([own])) == 1
 
 
 @pytest.mark.parametrize("is_saved", [True, False])

@@ -7,6 +7,7 @@ from pathlib import Path
 import plot_runs
 import pytest
 from helpers import SCRIPTS
+from helpers.files import write_rows, write_text
 from matplotlib.figure import Figure
 from plot_runs import Curve, Run
 
@@ -33,13 +34,9 @@ def make_run(tmp_path):
     """make_run(name, metrics, args of args.json or none) -> the run's folder"""
 
     def make_run(name, metrics, args=None):
-        run_dir = tmp_path / name
-        run_dir.mkdir(parents=True)
-        text = "".join(json.dumps(line) + "\n" for line in metrics)
-        (run_dir / "metrics.jsonl").write_text(text)
         if args is not None:
-            (run_dir / "args.json").write_text(json.dumps(args))
-        return run_dir
+            write_text(tmp_path / name / "args.json", json.dumps(args))
+        return write_rows(tmp_path / name / "metrics.jsonl", metrics).parent
 
     return make_run
 
@@ -174,12 +171,11 @@ def test_seeds_are_a_mean_and_a_shade_as_far_as_all_came():
 def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
     line = steps(objective__scores=[0.5])
 
-    def args(seed, lr):
-        of_a_run = {"run_name": f"ppo_{seed}_{lr}", "data_hash": seed, "provenance": {"gpu": seed}}
-        return {"exp_name": "ppo", "seed": seed, "learning_rate": lr} | of_a_run
-
-    every = [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3), (1, 0.5)]
-    run_dirs = [make_run(f"{lr}/{seed}", line, args(seed, lr)) for seed, lr in every]
+    run_dirs = []
+    for seed, lr in [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3), (1, 0.5)]:
+        args = {"run_name": f"ppo_{seed}_{lr}", "data_hash": seed, "provenance": {"gpu": seed}}
+        args |= {"exp_name": "ppo", "seed": seed, "learning_rate": lr}
+        run_dirs.append(make_run(f"{lr}/{seed}", line, args))
     curves = plot_runs.group_seeds(plot_runs.read_runs(run_dirs))
     assert [(curve.name, [run.args["seed"] for run in curve.runs]) for curve in curves] == [
         ("ppo, learning_rate 0.1 (2 runs)", [1, 2]),
@@ -270,12 +266,9 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
         ["ppo_2", "0.4", "0.52", "11", "5.5"],
         ["mean:", "ppo", "0.6", "0.52", "11", "5.5"],
     ]
-
-
-def test_table_explains_no_column_that_is_not_there():
+    # No column is explained that is not there
     curve = Curve("A", [Run("A", steps(time__from_scratch=[60]), {})])
-    said = plot_runs.lines_of_table([curve])
-    assert said == ["run  steps  minutes", "A        1        1"]
+    assert plot_runs.lines_of_table([curve]) == ["run  steps  minutes", "A        1        1"]
 
 
 @pytest.mark.parametrize(
