@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import REPO
 from helpers.endings import check_end, new_mark
-from helpers.files import read_json_lines
+from helpers.files import read_json_lines, write_text
 from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
@@ -231,42 +231,54 @@ def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
     assert samples[0] == samples[1]
 
 
-@pytest.fixture(scope="module")
-def run_in_flight(run_script, small_eval, tmp_path_factory):
-    """run_in_flight("grpo_inflight.py", folder): two ranks with old tokens, which end well."""
-    options = IN_FLIGHT | {"eval_dataset": small_eval}
-    # A group of two may have but one response, twice
-    options |= {"number_samples_per_prompt": 8, "local_rollout_batch_size": 2}
-    options |= {"local_mini_batch_size": 16, "launcher": TWO_RANKS, "env": CPU}
-    # Else all may have one length, as the model has learned it, and none is half done in a round
-    options |= {"temperature": 2.0}
+# In a copy of the fork: so what a model has learned does not say which responses are under way
+LENGTHS = {
+    "max_tokens=args.response_length": "max_tokens=(24 if response.seed in {} else 2)",
+    "stop_token_ids=args.stop_token_ids,\n            ignore_eos": "ignore_eos",
+}
+VARIES = """
+import hashlib
 
-    def run(script, folder, **changes):
-        done = run_script(script, folder, **options | changes)
-        assert done.returncode == 0, done.output
-        return done
-
-    return run
+def score(data_source, response, ground_truth):
+    return hashlib.sha256(response.encode()).digest()[0] / 255
+"""
 
 
-@pytest.fixture(scope="module")
-def whole(fork, run_in_flight, tmp_path_factory):
-    return run_in_flight(fork, tmp_path_factory.mktemp("whole"))
+def test_two_ranks_resume_to_the_bit_with_responses_under_way(
+    fork, run_script, few_prompts, tmp_path
+):
+    """In the third and in the fifth batch each rank has a response that is long."""
+    import grpo_vllm_async as script
 
-
-def test_two_ranks_resume_to_the_bit_with_responses_under_way(fork, whole, run_in_flight, tmp_path):
-    assert [line["policy/staleness_max"] for line in whole.metrics] == [0, 1, 2, 2, 2, 2]
+    third, fifth = (
+        {script.stable_hash(1, "episode", 16 * batch + rank * 8) for rank in (0, 1)}
+        for batch in (2, 4)
+    )
+    text = fork.read_text()
+    for old, new in LENGTHS.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new.format(third | fifth))
+    path = write_text(tmp_path / "grpo_copy.py", text)
+    reward = write_text(tmp_path / "varies.py", VARIES)
+    options = IN_FLIGHT | {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
+    options |= {"number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
+    options |= {"local_mini_batch_size": 8, "launcher": TWO_RANKS, "env": CPU}
+    options |= {"reward_fn": f"{reward}:score"}
+    whole = run_script(path, tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.output
+    assert all(line["optim/grad_norm"] > 0 for line in whole.metrics)
     ages = [(line["policy/staleness"], line["policy/staleness_max"]) for line in whole.metrics]
-    assert any(0 < mean < most for mean, most in ages)  # of several versions
+    assert [most for _, most in ages] == [0, 1, 2, 2, 2, 2]
+    assert [mean < most for mean, most in ages] == [False, False, True, False, True, False]
 
-    shutil.copytree(whole.run_dir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_4")
-    saved = tmp_path / "run/checkpoints/step_2/state.json"
-    rows = json.loads(saved.read_text())["under_way"]
-    assert len(rows) == 64
-    assert any(row["token_ids"] and not row["finished"] for row in rows.values())
-    again = run_in_flight(fork, tmp_path, resume_from_checkpoint="latest")
-    assert "Resumed after step 2" in again.stdout
+    shutil.copytree(whole.run_dir, tmp_path / "again/run")
+    shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
+    saved = json.loads((tmp_path / "again/run/checkpoints/step_2/state.json").read_text())
+    halves = {seed: row for seed, row in saved["under_way"].items() if not row["finished"]}
+    assert set(map(int, halves)) == third
+    assert all(2 < len(row["token_ids"]) < 24 for row in halves.values())
+    again = run_script(path, tmp_path / "again", resume_from_checkpoint="latest", **options)
+    assert "Resumed after step 2" in again.stdout, again.output
     check_same(again, whole)
 
 
