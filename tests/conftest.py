@@ -23,7 +23,7 @@ Which file.
     test_inflight, test_refill, test_multiturn    scripts/forks: rounds, turns; whole runs
     test_distill                        the fork distill: its gradient, its runs
     test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
-    test_lag, test_failures, test_soak  benchmarks: old weights; twelve bugs; memory of long runs
+    test_lag, test_failures             benchmarks: old weights; twelve bugs
     test_recipes, test_commands         the commands of scripts/train, and those of the docs
     test_coming_from                    data and rewards of TRL
     test_launch                         accelerate's launcher; paths that begin with ~
@@ -41,7 +41,7 @@ Helpers, in tests/helpers; each says more in its first lines.
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
     saving_batches, lagging, run_with_fault, vllm_answers, two_rank_gradient, compute_on_ranks
                                         are programs
-    wandb_log, line_links               what wandb wrote; mends links to lines
+    wandb_log                           what wandb wrote
 
 How a fault is injected. In a function: monkeypatch. In a run: by the fixture run_with_fault; a
 new fault is a function of helpers/run_with_fault.py.
@@ -77,7 +77,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take longest, the longest first
 LONG = ["ends", "inflight", "runs", "adapters", "multiturn", "refill", "engine", "preflight"]
-LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_check", "soak", "lag"]
+LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_check", "lag"]
 
 
 def pytest_collection_modifyitems(items):

@@ -14,9 +14,8 @@ from pathlib import Path
 import fork
 import preflight
 import pytest
-from helpers import REPO, SCRIPTS, TRAINER, modules
+from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import write_rows, write_text
-from helpers.line_links import pages
 
 from ppo_sync import Args
 
@@ -32,7 +31,6 @@ TESTED_ELSEWHERE = (
     "bash scripts/train/gsm8k/",
     "python make_sums.py",
     "python -m pip",
-    "python -m tensorboard.main",
     "python ppo_sync.py --help",
     "python scripts/benchmark/",
     "python scripts/dev/",
@@ -76,7 +74,7 @@ def is_asked(command):
     return line != TESTED_ELSEWHERE[0] and not line.startswith(TESTED_ELSEWHERE[1:])
 
 
-COMMANDS = sorted(filter(is_asked, {each for page in pages() for each in commands_of(page)}))
+COMMANDS = sorted(filter(is_asked, {each for page in PAGES for each in commands_of(page)}))
 
 
 def block_of(page, pattern):

@@ -28,7 +28,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    GPTNeoXConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -70,10 +69,6 @@ SHAPES = {
     "Qwen/Qwen2.5-1.5B-Instruct": (Qwen2Config, (151_936, 1536, 28, 12, 2, 8960, True)),
     "Qwen/Qwen2.5-3B-Instruct": (Qwen2Config, (151_936, 2048, 36, 16, 2, 11_008, True)),
     "allenai/Llama-3.1-Tulu-3-8B-DPO": (LlamaConfig, (128_264, 4096, 32, 32, 8, 14_336, False)),
-    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": (
-        GPTNeoXConfig,
-        (50_304, 2048, 16, 8, 8, 8192, False),
-    ),
 }
 # Responses a step, responses an update, steps: on any number of GPUs
 PUBLISHED = {
@@ -82,10 +77,7 @@ PUBLISHED = {
     "gsm8k/grpo_lora.sh": (320, 320, 116),
     "math/grpo.sh": (320, 320, 117),
     "rm/ppo_hh.sh": (256, 64, 400),
-    "tldr/ppo_1b.sh": (512, 512, 1953),
     "tulu3/ppo_8b.sh": (192, 192, 10_416),
-    "tulu3/ppo_8b_lora.sh": (192, 192, 500),
-    "tulu3/grpo_8b.sh": (768, 384, 2604),
 }
 NEEDS = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
 
@@ -105,7 +97,6 @@ ROWS = {
         {"prompt": f"\n\nHuman: {n}?\n\nAssistant:", "chosen": " Yes.", "rejected": " No."}
         for n in range(150)
     ],
-    "tldr": [{"prompt": f"POST: {n}\n\nTL;DR:", "completion": " Nothing."} for n in range(40)],
     "tulu3": [
         *({"messages": message(f"{n}?"), "ground_truth": "4", "dataset": "gsm8k"} for n in "12"),
         {"messages": message("A half?"), "ground_truth": r"\frac{1}{2}", "dataset": "MATH"},
@@ -116,7 +107,7 @@ ROWS = {
         },
     ],
 }
-SPLITS = {"tldr": ("train", "validation"), "tulu3": ("train",)}
+SPLITS = {"tulu3": ("train",)}
 
 
 def save_tokenizer(path):

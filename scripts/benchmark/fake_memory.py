@@ -4,9 +4,9 @@
 
 It prints GiB, and ends with status 1 where plan and count are more than 8% apart. "readme": the
 cells of README's table of what fits. "more": long responses, reference policies, reward models, no
-gradient checkpointing. "launches": what fits of the tables in docs/scaling.md. Models of 4 and 8
-layers are counted. The rest is a straight line for each part of a step, which is exact, as layers
-are alike.
+gradient checkpointing. "launches": what fits by each launch of fits.py. Models of 4 and 8 layers
+are counted. The rest is a straight line for each part of a step, which is exact, as layers are
+alike.
 
 Tensors are fake (FakeTensorMode): they have shapes and no memory, so any machine will do. The
 scripts' own functions load the models, place and run them, and make the optimizers. torch's
@@ -323,9 +323,9 @@ def more_runs():
 
 
 def readme_runs():
-    for row in fits.ROWS:
+    for row, words in fits.ROWS.items():
         titles = ("GRPO", "PPO", "GRPO, adapters", "PPO, adapters")
-        for title, (size, run) in zip(titles, fits.largest_of(row), strict=True):
+        for title, (size, _, run) in zip(titles, fits.largest_of(words), strict=True):
             yield f"{row}: {title}, {size} B", run
 
 

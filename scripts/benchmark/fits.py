@@ -2,10 +2,10 @@
 
     python scripts/benchmark/fits.py
 
-A cell has what a learner needs, in GiB of memory of its GPU; beside it the share of a shared GPU
-(--vllm_gpu_memory_utilization) that vLLM is to have, where its default of 0.3 does not do; "no":
-none does, so that learner and vLLM have what they need, with room for 8 responses at once.
-README's table has the largest model that fits by one of the launches.
+A cell of scaling.md has the largest model that fits by a launch, in billion parameters; what its
+learner needs, in GiB of memory of its GPU; and the share of a shared GPU that vLLM is to have
+(--vllm_gpu_memory_utilization), where its default of 0.3 does not do. vLLM must have room for 8
+responses at once. README's table has the largest of the launches on a machine.
 Computed, not measured: for the shapes of Qwen3 and Qwen2.5, prompts of 512 tokens, responses of
 1,024, --micro_batch_tokens 4096, and otherwise the defaults.
 """
@@ -99,14 +99,6 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
     return Run(script, options, args, model=model, value_model=value_model)
 
 
-def cell(run):
-    words = f"{plan.learner_needs(run) / plan.GIB:.0f}"
-    solved = plan.with_share(run)
-    if solved is None:
-        return f"no, {words}"
-    return f"{words}{''.join(f', at {share:g}' for share in solved[0].values())}"
-
-
 SHARED, SPLIT = {"learners": 8}, {"learners": 6, "vllm_gpus": (6, 7)}
 LAUNCHES = {
     **{f"one GPU of {size} GB, shared": (size, "one_gpu.yaml", {}) for size in (24, 40, 80)},
@@ -119,53 +111,44 @@ LAUNCHES = {
 }
 
 
-def print_table(launches, sizes, rank):
-    columns = [(name, size) for name in ("grpo_vllm_async", "ppo_vllm_async") for size in sizes]
-    titles = [f"{name.split('_')[0].upper()} {size} B" for name, size in columns]
-    print(f"| GPUs | a learner has | {' | '.join(titles)} |")
-    print("|---" * (len(titles) + 2) + "|")
-    for words in launches:
-        gpu_memory, file, numbers = LAUNCHES[words]
-        runs = [launch(*column, gpu_memory, file, rank=rank, **numbers) for column in columns]
-        room = plan.learner_room(runs[0]) / plan.GIB
-        print(f"| {words} | {room:.0f} | {' | '.join(map(cell, runs))} |")
-
-
 # README's rows: what the launches begin with
 ROWS = {f"{size} GB": f"one GPU of {size} GB" for size in (24, 40, 80)}
 ROWS["eight of 80 GB"] = "8 x 80 GB"
 
 
-def largest(name, row, rank):
-    """The largest size that fits by a launch of one of README's rows, and that run; or None."""
-    launches = [LAUNCHES[words] for words in LAUNCHES if words.startswith(ROWS[row])]
+def largest(name, launches, rank):
+    """The largest size that fits by one of some launches, with plan.with_share of it; or None."""
     for size in reversed(SIZES):
-        for *given, more in launches:
-            solved = plan.with_share(launch(name, size, *given, rank=rank, **more))
-            if solved is not None:
-                return size, solved[1]
+        for gpu_memory, file, numbers in launches:
+            run = launch(name, size, gpu_memory, file, rank=rank, **numbers)
+            if (solved := plan.with_share(run)) is not None:
+                return size, *solved
     return None
 
 
-def largest_of(row):
-    """What README's row has: for GRPO, PPO, and both with adapters."""
+def largest_of(words):
+    """For GRPO, PPO, and both with adapters, by the launches that begin so."""
+    launches = [LAUNCHES[each] for each in LAUNCHES if each.startswith(words)]
     columns = itertools.product((0, 16), ("grpo_vllm_async", "ppo_vllm_async"))
-    return [largest(name, row, rank) for rank, name in columns]
+    return [largest(name, launches, rank) for rank, name in columns]
 
 
-def print_largest():
-    print("| GPUs | GRPO | PPO | GRPO, adapters | PPO, adapters |\n|---|---|---|---|---|")
-    for row in ROWS:
-        print(f"| {row} | {' | '.join(cell[0] if cell else '' for cell in largest_of(row))} |")
+def cell(size, shares, run):
+    words = [f"{plan.learner_needs(run) / plan.GIB:.0f}", *(f"at {x:g}" for x in shares.values())]
+    return f"{size} ({', '.join(words)})"
 
 
 def main():
-    print("The largest:\n")
-    print_largest()
-    print("\nAll weights are trained:\n")
-    print_table(LAUNCHES, ["0.6", "1.7", "4", "8", "14"], rank=0)
-    print("\nAdapters are trained (--lora_rank 16):\n")
-    print_table([words for words in LAUNCHES if words[:2] != "16"], QWEN3, rank=16)
+    columns = "GRPO | PPO | GRPO, adapters | PPO, adapters |"
+    print(f"The largest:\n\n| GPUs | {columns}\n|---|---|---|---|---|")
+    for row, words in ROWS.items():
+        print(f"| {row} | {' | '.join(found[0] if found else '' for found in largest_of(words))} |")
+    print(f"\nBy launch:\n\n| GPUs | a learner has | {columns}\n|---|---|---|---|---|---|")
+    for words, (gpu_memory, file, numbers) in LAUNCHES.items():
+        run = launch("grpo_vllm_async", "0.6", gpu_memory, file, **numbers)
+        cells = [cell(*found) if found else "" for found in largest_of(words)]
+        room = plan.learner_room(run) / plan.GIB
+        print(f"| {words} | {room:.0f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler and check_draws see of bugs; and what check_adapter sees of adapters.
+check_sampler and check_draws see of bugs, of right runs, and check_adapter of adapters.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python scripts/benchmark/mismatch.py --adapters 200        # those alone: so many random ones
+    python scripts/benchmark/mismatch.py --runs 10             # those alone: an hour on two cores
 
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
 default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
@@ -17,12 +18,22 @@ standard errors, which check_draws limits to -9.
 
 With --adapters each line is of check_adapter, with a prompt, an A and a B of its own: the KL of a
 right engine, of one that has half of lora_alpha, and of one that serves the adapter before.
+
+With --runs each line is of a debug command (ppo.sh, grpo.sh) with a seed of its own. They run with
+--no-async_mode, so that both checks see every batch but those of GRPO's first updates; and GRPO
+with --beta 0.001, without which check_draws is not called. A line has the steps, the largest KL
+(limit: 1e-4 in float32), the lowest of check_draws' standard errors, and the share of right answers
+at the end.
 """
 
 import argparse
 import contextlib
+import importlib
+import json
 import math
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +41,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from gpu_check import REPO, debug_command
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(REPO))
 
 import ppo_vllm_async as script
 
@@ -89,14 +101,25 @@ def other_heads(bias, temperature):
     )
 
 
+def kl_of(logprobs, sampler_logprobs, mask):
+    """What check_sampler limits."""
+    kl = script.kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3")
+    return script.masked_mean(kl, mask).item()
+
+
+def errors_of(logprobs, entropies, mask):
+    """What check_draws limits: the mean over responses, in its standard errors."""
+    sums = ((logprobs + entropies) * mask).sum(1)
+    sums = sums[sums != 0]
+    return (sums.mean() / sums.std()).item() * math.sqrt(len(sums))
+
+
 def report(head_dtype, name, batch, entropies, args):
     mask = batch.mask
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     difference = (logprobs - sampler_logprobs).abs()
-    kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
+    kl, errors = kl_of(logprobs, sampler_logprobs, mask), errors_of(logprobs, entropies, mask)
     mean = script.masked_mean(difference, mask)
-    sums = ((logprobs + entropies) * mask).sum(1)
-    errors = sums.mean() / sums.std() * len(sums) ** 0.5
     with mock.patch.object(script, "warn_once") as warn:
         try:
             script.check_sampler(logprobs, sampler_logprobs, mask, args)
@@ -170,11 +193,8 @@ def compare_adapters(count, prompts, args):
     def note(*given, limit):
         with mock.patch.object(script, "warn_once"), contextlib.suppress(RuntimeError):
             check_sampler(*given, limit=limit)
-        mask = given[2]
-        logprobs, sampler_logprobs = (tensor * mask for tensor in given[:2])
-        kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
-        found[kind].append(kl.item())
-        return kl.item()
+        found[kind].append(kl_of(*given[:3]))
+        return found[kind][-1]
 
     check_sampler, script.check_sampler = script.check_sampler, note
     print(f"| draw | {' | '.join(kinds)} |\n|---|---|---|---|")
@@ -194,11 +214,47 @@ def compare_adapters(count, prompts, args):
     script.end_children()
 
 
+def run_noted(name, flags):
+    """Does what `python NAME FLAGS` does, and prints what the checks saw."""
+    script = importlib.import_module(name.removesuffix(".py"))
+    check_sampler, check_draws, kls, errors = script.check_sampler, script.check_draws, [], []
+
+    def note_draws(*given):
+        errors.append(errors_of(*given))
+        check_draws(*given)
+
+    script.check_sampler = lambda *given: kls.append(check_sampler(*given)) or kls[-1]
+    script.check_draws = note_draws
+    script.run_program = lambda *_: None  # no pictures
+    try:
+        script.main(script.tyro.cli(script.Args, args=flags))
+        print(f"\nseen: {len(errors)} | {max(kls):.1e} | {min(errors):.1f}", flush=True)
+    except BaseException as error:
+        script.end_at_once(error)
+
+
+def compare_runs(seeds):
+    print("| run | seed | steps | largest KL | lowest sum | right |\n|---|---|---|---|---|---|")
+    for seed in range(1, seeds + 1):
+        for name, more in {"ppo": [], "grpo": ["--beta", "0.001"]}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                flags = [*debug_command(name), *more, "--no-async_mode", "--seed", str(seed)]
+                flags += ["--output_dir", folder, "--run_name", "run"]
+                command = [sys.executable, __file__, "--run", *flags]
+                said = subprocess.check_output(command, encoding="utf-8", cwd=REPO)
+                last = Path(folder, "run", "metrics.jsonl").read_text("utf-8").splitlines()[-1]
+            rate = json.loads(last)["eval/verifiable_correct_rate"]
+            seen = said.rpartition("\nseen: ")[2].strip()
+            print(f"| {name} | {seed} | {seen} | {rate:.1%} |", flush=True)
+
+
 def longest_row(prompts, args):
     return max(len(prompt.token_ids) for prompt in prompts) + args.response_length
 
 
 def main():
+    if sys.argv[1:2] == ["--run"]:
+        return run_noted(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,7 +264,10 @@ def main():
     parser.add_argument("--response_length", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="+", default=(1.0, 0.7, 0.5))
     parser.add_argument("--adapters", type=int, default=0, help="draws of adapters, and no more")
+    parser.add_argument("--runs", type=int, default=0, help="seeds of debug commands, and no more")
     given = parser.parse_args()
+    if given.runs:
+        return compare_runs(given.runs)
     args = script.Args(
         model_name_or_path=given.model,
         dataset=given.dataset,
