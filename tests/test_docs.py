@@ -14,15 +14,12 @@ from helpers import PAGES, REPO, SCRIPTS, TRAINER
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # Flags of other programs: the launchers, the preflight, the benchmarks, docker
 OTHER_FLAGS = """
-    num_processes num_machines machine_rank main_process_ip main_process_port nproc_per_node help
-    config_file cpu privileged quiet steps what local_save_dir local_dataset_path split
-    center_rewards_coefficient num_gpus gpu_memory disk ranks fsdp2 positions
-    seeds x output overwrite metrics watch responses tokens samples temperature prompts model
-    summary repo_id revision private mixed_precision dynamo_backend prompts seed ipc shm-size
-    compare wrong spreads rounds staleness script moments step_ms worker_calls draw results show
-    find_rate rates lags noises corrections task run exclude dry_run
-    nnodes node_rank master_addr master_port network init nodes job-name signal batch rungs training
-    arms adapters temperatures answer bug runs
+    num_processes machine_rank main_process_ip main_process_port nproc_per_node help config_file
+    privileged quiet steps local_save_dir local_dataset_path split center_rewards_coefficient
+    num_gpus gpu_memory disk positions seeds output overwrite metrics watch responses samples
+    temperature model summary repo_id private seed ipc shm-size compare wrong rounds step_ms draw
+    results show lags corrections exclude dry_run network init nodes job-name signal batch adapters
+    temperatures answer bug runs
 """
 
 
