@@ -131,25 +131,7 @@ def read_lines(path):
 
 
 def read_metrics(run_dir):
-    """The lines of metrics.jsonl; seconds go on where the run was resumed.
-
-    The scripts keep a run's seconds in its checkpoints since they write val/sequence_lengths.
-    Before that each process counted its own. There another one began where seconds fall, or where
-    a step has no generation, for its responses were the checkpoint's.
-    """
-    lines = read_lines(run_dir / "metrics.jsonl")
-    generates = any("time/generation" in line for line in lines)
-    earlier, last, is_older = 0.0, 0.0, False
-    for line in lines:
-        seconds = line.get("time/from_scratch")
-        if seconds is None:
-            continue
-        is_resumed = generates and "time/generation" not in line
-        if is_older and (is_resumed or seconds < last):
-            earlier += last
-        last, is_older = seconds, "val/sequence_lengths" not in line
-        line["time/from_scratch"] = earlier + seconds
-    return lines
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def own_metrics(metrics: list[dict]) -> list[str]:

