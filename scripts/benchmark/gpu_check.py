@@ -1,9 +1,10 @@
 """What the scripts do on a machine with one GPU: a JSON line for each part, and a table at the end.
 
-    bash scripts/gpu_check.sh                  # all parts
+    bash scripts/gpu_check.sh quick            # QUICK: eight minutes on an H200
+    bash scripts/gpu_check.sh                  # all, in the order of their worth: half an hour
     bash scripts/gpu_check.sh sync size_0.5B   # those whose names begin so
 
-A part takes ten minutes at most. They are:
+They are:
 
 machine
     Versions, driver, device and compiler. It always runs.
@@ -11,31 +12,27 @@ attention
     Gradients of attention in bfloat16, at lengths where cuDNN's are not finite (pytorch issue
     196678). Decisive is what the scripts compute: no mask, cuDNN off. The others are information.
 rates
-    Operations a second of a large matrix product, for the arithmetic of the sizes below.
+    Operations a second of a large matrix product.
 sync_ppo_float32, sync_ppo_bfloat16, sync_grpo_float32, sync_grpo_bfloat16
     How far vLLM's log-probabilities are from the learner's after each weight sync (IPC), and how
     long the sync takes. --no-async_mode, so that both have the same weights.
-sync_ppo_bfloat16_rounded_head
-    The same with vLLM's head in bfloat16, its default, in place of float32: mismatch/kl is larger.
 learn_ppo, learn_grpo
     The debug commands: held-out prompts answered right, before and after.
-overlap
-    A training step of PPO with --async_mode against one without, at 0.5 B parameters.
 size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
-    Tokens a second; seconds of each part of a step (time/...) and what the matrix products of it
-    take at the measured rates (arithmetic/...); the learner's peak by PyTorch (learner_gib) and the
+    Tokens and seconds of a step (time/...); the learner's peak by PyTorch (learner_gib) and the
     preflight's plan of it (plan_gib); the peak of each process by nvidia-smi (process_gib), which
     has CUDA's context, NCCL and fragments besides, and of all (gpu_gib); responses that vLLM's
     cache holds at once (at_once, plan_at_once). Weights are random, in the shapes of Qwen2.5.
+overlap
+    A training step of PPO with --async_mode against one without, at 0.5 B parameters.
 adapters_sync_ppo_bfloat16, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
     As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a GPU its
     kernels for that need bfloat16.
-v1_sync_ppo_float32, ...
-    The parts with vLLM once more, with VLLM_USE_V2_MODEL_RUNNER=0: on GPUs vLLM 0.32 takes its
-    second model runner, on CPUs the first.
 
-vLLM shares the GPU with the learner. A part that fails has an "error" in its line; the others still
-run, and the exit status is 1. Without a GPU nothing runs, and the exit status is 2.
+vLLM shares the GPU with the learner, and each of its starts takes a minute. A part takes ten
+minutes at most. One that fails has an "error" in its line; the others still run, and the exit
+status is 1. Without a GPU nothing runs, and the exit status is 2. On GPUs vLLM 0.32 takes its
+second model runner; with VLLM_USE_V2_MODEL_RUNNER=0 in the environment the first, as on CPUs.
 """
 
 import argparse
@@ -60,7 +57,6 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,14 +69,13 @@ DEVICE = "cuda" if HAS_GPU else "cpu"  # without a GPU main() ends: "cpu" is for
 TIME_LIMIT = 540  # seconds of a part's runs: with what comes before them it stays below 600
 PROGRAM_LIMIT = 90  # seconds of what is no run
 ERROR_LENGTH = 3000  # characters of a failed run's output that are shown
-PACKAGES = ("torch", "vllm", "transformers", "accelerate", "triton", "flashinfer-python")
+PACKAGES = ("torch", "vllm", "transformers", "accelerate", "triton", "torchvision")
+PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 
 PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
-# Mean differences of log-probabilities. On a CPU they were 2e-7 and 0.003 to 0.004; with weights of
-# one update before, 0.012 to 0.053
+# Mean differences of log-probabilities. On an H200 they were 2e-4 to 3e-4 and 0.002 to 0.003, on a
+# CPU 2e-7 and 0.003 to 0.004; with weights of one update before, 0.012 to 0.053
 SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
-# In the scripts' settings of vLLM
-FLOAT32_HEAD, ROUNDED_HEAD = '{"head_dtype": "float32"}', '{"head_dtype": "model"}'
 VOCAB_SIZE = 151_936
 # Qwen2.5 0.5B and 1.5B
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -97,8 +92,8 @@ MEMORY_OPTIONS = {
 ADAPTERS = {"lora_rank": 16, "learning_rate": 1e-3}
 # Attention of Qwen2.5-0.5B, and lengths of 64 modulo 128, where cuDNN fails; 640 is none of them
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE, LENGTHS = 14, 2, 64, (64, 192, 704, 640)
-# A step of the size parts, by responses. The prompts of the debug task have up to 8 tokens
-RESPONSES, UPDATES, PROMPT_LENGTH = 64, 2, 8
+# Responses and updates of a step of the size parts
+RESPONSES, UPDATES = 64, 2
 
 
 # ------------------------------------------------------------------------------------------- runs
@@ -439,15 +434,6 @@ def check_sync(script: str, dtype: str, **options) -> dict:
     return figures
 
 
-def check_rounded_head(script: str, dtype: str) -> dict:
-    """As check_sync, by a copy of a script that leaves vLLM's head in the model's dtype."""
-    text = (REPO / script).read_text("utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / script
-        copy.write_text(text.replace(FLOAT32_HEAD, ROUNDED_HEAD), "utf-8")
-        return check_sync(str(copy), dtype)
-
-
 def check_learning(name: str) -> dict:
     """Held-out prompts answered right, before and after, and seconds without start and end."""
     steps = run(debug_command(name))
@@ -481,34 +467,8 @@ def check_overlap() -> dict:
     return figures
 
 
-def arithmetic(
-    shape: dict, script: str, tokens: float, response_tokens: float, rates: dict
-) -> dict:
-    """Seconds of a step's matrix products at the measured rates, as if nothing else took time.
-
-    tokens: of all rows of the step, prompts included. A product takes 2 operations for a weight
-    and token, in bfloat16; the head's, of response tokens alone, are in TF32. Left out are
-    attention's own products (3% at this size and length), softmax, optimizer, embeddings.
-    """
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    key_size = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    weights = 2 * hidden * hidden + 2 * hidden * key_size + 3 * hidden * inner
-    weights *= shape["num_hidden_layers"]
-    body = 2 * weights * tokens / (rates["bfloat16_tflops"] * 1e12)
-    head = 2 * VOCAB_SIZE * hidden * response_tokens / (rates["tf32_tflops"] * 1e12)
-    # An update computes the forward pass twice (checkpointing; the head is in chunks), and for the
-    # backward pass two products for each of it
-    if script == PPO:  # policy, reference policy and value model; policy and value model
-        forward, update = 3 * body + 2 * head, 8 * body + 4 * head
-    else:  # the policy, but the first mini-batch has its pass in its update
-        share = (UPDATES - 1) / UPDATES
-        forward, update = share * (body + head), 4 * (body + head)
-    return {"arithmetic/forward": rounded(forward), "arithmetic/update": rounded(update)}
-
-
 def check_size(size: str, script: str, **options) -> dict:
     """Speed, as medians, beside the arithmetic, and memory, as peaks, beside the plan."""
-    rates = run_program("rates")
     figures = {}
     with tempfile.TemporaryDirectory() as model, PeakMemory() as memory:
         make_random_model(size, model)
@@ -529,9 +489,6 @@ def check_size(size: str, script: str, **options) -> dict:
     times.remove("time/from_scratch")
     for metric in ("perf/response_tokens_per_second", "objective/sequence_lengths", *times):
         figures[metric] = median(steady(steps), metric)
-    response_tokens = RESPONSES * figures["objective/sequence_lengths"]
-    tokens = response_tokens + RESPONSES * PROMPT_LENGTH
-    figures |= rates | arithmetic(SHAPES[size], script, tokens, response_tokens, rates)
     # In the first step both sides have the same weights
     for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
         figures[metric] = rounded(steps[0].get(metric))
@@ -542,35 +499,25 @@ def check_size(size: str, script: str, **options) -> dict:
     return figures
 
 
-def with_first_runner(part: Callable[[], dict]) -> dict:
-    """A part's figures with vLLM's first model runner."""
-    with mock.patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
-        return part()
-
-
-WITHOUT_VLLM: dict[str, Callable[[], dict]] = {
+PARTS: dict[str, Callable[[], dict]] = {
     "attention": partial(run_program, "attention"),
     "rates": partial(run_program, "rates"),
-}
-WITH_VLLM: dict[str, Callable[[], dict]] = {
-    "sync_ppo_float32": partial(check_sync, PPO, "float32"),
     "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
-    "sync_ppo_bfloat16_rounded_head": partial(check_rounded_head, PPO, "bfloat16"),
     "sync_grpo_float32": partial(check_sync, GRPO, "float32"),
-    "sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16"),
-    "learn_ppo": partial(check_learning, "ppo"),
     "learn_grpo": partial(check_learning, "grpo"),
-    "overlap": check_overlap,
     "size_0.5B_ppo": partial(check_size, "0.5B", PPO),
-    "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
-    "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
+    "overlap": check_overlap,
     "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
-    "adapters_sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16", **ADAPTERS),
     "adapters_sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16", **ADAPTERS),
+    "learn_ppo": partial(check_learning, "ppo"),
+    "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
+    "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
+    "sync_ppo_float32": partial(check_sync, PPO, "float32"),
+    "sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16"),
+    "adapters_sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16", **ADAPTERS),
     "adapters_size_1.5B_ppo": partial(check_size, "1.5B", PPO, **ADAPTERS),
 }
-AGAIN = {f"v1_{name}": partial(with_first_runner, part) for name, part in WITH_VLLM.items()}
-PARTS = WITHOUT_VLLM | WITH_VLLM | AGAIN
+QUICK = list(PARTS)[:6]
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -578,16 +525,24 @@ PARTS = WITHOUT_VLLM | WITH_VLLM | AGAIN
 
 def choose_parts(beginnings: list[str]) -> list[str]:
     """The parts whose names begin so, in the order of PARTS; all, where nothing is given."""
+    if beginnings == ["quick"]:
+        return QUICK
     for beginning in beginnings:
         if not any(part.startswith(beginning) for part in PARTS):
+            names = ", ".join(["quick", *PARTS])
             print(
-                f"gpu_check: no part begins with {beginning!r}; there are {', '.join(PARTS)}",
-                file=sys.stderr,
+                f"gpu_check: no part begins with {beginning!r}; there are {names}", file=sys.stderr
             )
             sys.exit(2)
-    if not beginnings:
-        return list(PARTS)
-    return [part for part in PARTS if part.startswith(tuple(beginnings))]
+    return [part for part in PARTS if part.startswith(tuple(beginnings or [""]))]
+
+
+def version_of(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def describe_machine() -> dict:
@@ -601,7 +556,6 @@ def describe_machine() -> dict:
         "commit": "".join(ask("git", "-C", str(REPO), "rev-parse", "HEAD")) or None,
         fields: "; ".join(ask_driver(fields)) or None,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
@@ -610,21 +564,16 @@ def describe_machine() -> dict:
         "python_h": (include / "Python.h").exists(),
         "shm_gib": rounded(shutil.disk_usage("/dev/shm").total / 2**30),
         "variables": {name: os.environ[name] for name in os.environ if name.startswith(prefixes)},
+        **{package: version_of(package) for package in PACKAGES},
     }
-    for package in PACKAGES:
-        try:
-            machine[package] = version(package)
-        except PackageNotFoundError:
-            machine[package] = None
-    lacking = []
-    if HAS_GPU and torch.cuda.get_device_capability() < (8, 0):
-        lacking.append("compute capability 8.0 or newer")
-    if machine["compiler"] is None:
-        lacking.append("gcc or clang")
-    if not machine["python_h"]:
-        lacking.append("Python.h (Debian and Ubuntu: apt-get install python3-dev)")
-    if lacking:
-        machine["error"] = f"there is no {', no '.join(lacking)}"
+    lacking = {
+        "compute capability 8.0 or newer": HAS_GPU and torch.cuda.get_device_capability() < (8, 0),
+        "gcc or clang": machine["compiler"] is None,
+        "Python.h (Debian and Ubuntu: apt-get install python3-dev)": not machine["python_h"],
+        "torchvision, which vLLM imports on GPUs": HAS_GPU and machine["torchvision"] is None,
+    }
+    if any(lacking.values()):
+        machine["error"] = f"there is no {', no '.join(name for name in lacking if lacking[name])}"
     return machine
 
 
@@ -644,44 +593,37 @@ def in_short(value) -> str:
     """A figure in a table.
 
     >>> in_short([0.25, None, 0.5]), in_short(None), in_short(12.0), in_short("a\\nb")
-    ('0.25 to 0.5', 'unknown', '12', 'a b')
+    ('0.25 to 0.5', 'None', '12', 'a b')
     """
     if isinstance(value, list):
         numbers = [number for number in value if number is not None]
-        return f"{min(numbers):g} to {max(numbers):g}" if numbers else "unknown"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "unknown" if value is None else " ".join(str(value).split())
+        return f"{min(numbers):g} to {max(numbers):g}" if numbers else "None"
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def table(lines: list[dict]) -> str:
-    """Of each part whether it passed, and its figures; of an error the first line and the last.
+    """Of each part whether it passed, and its figures; of an error the last line.
 
-    >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "no"}]))
-    part  result  seconds  figures
-    a     passed  2        x 1.5
-    b     FAILED  unknown  error: no
+    >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "so\\nno"}]))
+    a: passed, seconds 2, x 1.5
+    b: FAILED, error no
     """
-    rows = [("part", "result", "seconds", "figures")]
+    rows = []
     for line in lines:
-        figures = {name: line[name] for name in line if name not in ("part", "seconds", "error")}
-        words = [f"{name} {in_short(value)}" for name, value in figures.items()]
-        if "error" in line:
-            first, *others = line["error"].strip().splitlines()
-            words.insert(0, " ... ".join([f"error: {first}", *others[-1:]]))
+        figures = {name: in_short(line[name]) for name in line if name != "part"}
         result = "FAILED" if "error" in line else "skipped" if "skipped" in line else "passed"
-        rows.append((line["part"], result, in_short(line.get("seconds")), ", ".join(words)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows
-    )
+        if "error" in line:
+            figures["error"] = line["error"].strip().splitlines()[-1]
+        words = [f"{name} {figure}" for name, figure in figures.items()]
+        rows.append(f"{line['part']}: {', '.join([result, *words])}")
+    return "\n".join(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help="beginnings of names; none: all parts")
+    parser.add_argument("parts", nargs="*", help="quick, or beginnings of names; none: all")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     parts = choose_parts(args.parts)
