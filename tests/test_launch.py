@@ -161,14 +161,21 @@ def test_launcher_is_process_1_if_that_runs_the_same_python(monkeypatch):
     ppo_vllm_async.end_with_launcher()
 
 
+def hidden(*_):
+    raise PermissionError("process 1 is another user's")
+
+
+@pytest.mark.parametrize("samefile", [lambda *_: False, hidden])
 @pytest.mark.parametrize("parents", [(7, 1), (7, 8), (1, 1)])
-def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypatch, capfd):
+def test_launcher_that_dies_while_its_script_starts_is_noticed(
+    parents, samefile, monkeypatch, capfd
+):
     """Before it is asked for, or before the system is told to watch it."""
     asked = iter(parents)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(os, "getppid", lambda: next(asked))
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(os.path, "samefile", lambda *_: False)
+    monkeypatch.setattr(os.path, "samefile", samefile)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         ppo_vllm_async.end_with_launcher()
