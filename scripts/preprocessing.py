@@ -1,50 +1,38 @@
-"""What the scripts in data_preprocess share: their options, reading rows, converting, writing.
+"""What the programs in data_preprocess share: their options, reading rows, converting, writing.
 
-Each of them holds a function that makes a row, and calls from its main()
-
-    args = parse_args(defaults, __doc__)
-    splits = load_splits(args, HUB, COLUMNS)
-    write_splits(args, splits, convert)
-
-This module is not in their folder, because the math.py there must never be importable.
+Each has a function that makes a row of the output, and gives it to main(). This module is not in
+their folder, because the math.py there must never be importable.
 """
 
 import contextlib
 import functools
-import io
 import json
 import os
 import re
 import sys
-import tempfile
 import threading
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import datasets
 import huggingface_hub
-import pyarrow
 import pyarrow.parquet
 import tyro
 
 # Makes a row of the output from a row of the dataset, its split and its index there. A ValueError
 # from it drops the row, and says why.
 Convert = Callable[[dict, str, int], dict]
-
-AnyArgs = TypeVar("AnyArgs")
+Splits = dict[str, list[dict]]
+AnyArgs = TypeVar("AnyArgs", bound="Args")
 
 # Words in the names of files that tell the split
-SPLIT_WORDS = {
-    "train": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "test": "test",
-}
+SPLIT_WORDS = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("val", "valid", "validation"), "validation"
+)
 
 
 @dataclass(kw_only=True)
@@ -71,7 +59,7 @@ def printable(text: str) -> str:
 
 
 def bad_input(message: str) -> NoReturn:
-    """Ends the script with one line that says what is wrong, where, what to do; exit status 2."""
+    """Ends the program with one line that says what is wrong, where, what to do; exit status 2."""
     line = printable(" ".join(message.split()))
     print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -110,7 +98,61 @@ def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
     return tyro.cli(type(defaults), default=defaults, description=description, use_underscores=True)
 
 
-# ------------------------------------------------------------------------------------ local files
+def main(
+    args: Args,
+    hub: tuple,
+    columns: tuple[str, ...],
+    convert: Convert,
+    rearrange: Callable[[Splits], Splits] = dict,
+) -> None:
+    """Reads all rows, converts them, and writes a .parquet file for each split with rows left.
+
+    `hub` is the dataset's name there, and its configuration where it has several.
+    """
+    try:
+        converted = {}
+        for split, rows in rearrange(load_splits(args, hub, columns)).items():
+            converted[split], dropped = convert_rows(rows, split, convert)
+            print(f"{split}: {describe_counts(len(converted[split]), dropped)}")
+        write_splits(Path(args.local_save_dir), converted)
+    except (OSError, ValueError) as error:
+        bad_input(str(error))
+
+
+# ------------------------------------------------------------------------------------------ input
+
+
+def load_splits(args: Args, hub: tuple, columns: tuple[str, ...]) -> Splits:
+    """The rows of each split as they are on the hub, or in local files of the same columns."""
+    if args.local_dataset_path:
+        files = find_files(args)
+        splits = {
+            split: [row for path in files[split] for row in read_rows(path)] for split in files
+        }
+    else:
+        splits = load_from_hub(hub)
+    for split, rows in splits.items():
+        names = dict.fromkeys(name for row in rows for name in row)  # ordered, unlike a set
+        for column in columns:
+            if column not in names:
+                raise ValueError(
+                    f"{args.local_dataset_path or hub[0]}: in the split {split} there is no column "
+                    f"`{column}`; the columns are {', '.join(names)}"
+                )
+    return splits
+
+
+def load_from_hub(hub: tuple) -> Splits:
+    """The rows of each split on the hub, or of what the cache has of it."""
+    print(f"Loading {hub[0]} from the hub ...", flush=True)
+    datasets.config.HF_HUB_OFFLINE = not hub_answers()  # read by it when it was imported
+    try:
+        return {split: rows.to_list() for split, rows in datasets.load_dataset(*hub).items()}
+    except Exception as error:
+        raise ValueError(
+            f"{hub[0]}: neither the hub nor the cache gives it; without a network, give "
+            f"--local_dataset_path ({type(error).__name__}: {error})"
+        ) from error
 
 
 def split_in_name(name: str) -> str | None:
@@ -125,113 +167,47 @@ def split_in_name(name: str) -> str | None:
     """
     words = re.split("[^a-z]+", Path(name).stem.lower())
     splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-    if len(splits) != 1:
-        return None
-    return splits.pop()
+    return splits.pop() if len(splits) == 1 else None
 
 
 def find_files(args: Args) -> dict[str, list[Path]]:
     """The local files of each split, by their names."""
-    path = Path(args.local_dataset_path).expanduser()
+    path, output = (Path(it).expanduser() for it in (args.local_dataset_path, args.local_save_dir))
     if not path.exists():
-        bad_input(f"--local_dataset_path {path}: no such file or folder")
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
-    if not files:
-        bad_input(f"--local_dataset_path {path}: no .jsonl or .parquet file")
-
+        raise ValueError(f"--local_dataset_path {path}: no such file or folder")
     splits = defaultdict(list)
-    for file in files:
-        split = split_in_name(file.name)
-        if split is None:
-            bad_input(f"{file}: its name tells no split (train, validation, test); rename it")
-        if file.resolve() == (output_folder(args) / f"{split}.parquet").resolve():
-            bad_input(f"{file} would be overwritten; choose another --local_save_dir")
-        splits[split].append(file)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.suffix in (".jsonl", ".parquet"):
+            splits[split_in_name(file.name)].append(file)
+    if not splits:
+        raise ValueError(f"--local_dataset_path {path}: no .jsonl or .parquet file")
+    if None in splits:
+        names = ", ".join(file.name for file in splits[None])
+        raise ValueError(f"{names}: no split (train, validation, test) in the name; rename it")
     for split, files in splits.items():
         names = {re.sub(r"-\d{5}-of-\d{5}", "", file.stem) for file in files}  # shards of the hub
         if len(names) > 1:
-            bad_input(f"{path}: several files for {split}, {', '.join(sorted(names))}; give one")
+            raise ValueError(f"{path}: several files for {split}, {', '.join(sorted(names))}")
+        if (output / f"{split}.parquet").resolve() in [file.resolve() for file in files]:
+            raise ValueError(f"{files[0]} would be overwritten; choose another --local_save_dir")
     return splits
 
 
-# ------------------------------------------------------------------------------------------- rows
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a .parquet file, or of one with a JSON object a line.
 
-
-def load_splits(
-    args: Args, hub: tuple[str, ...], columns: tuple[str, ...]
-) -> dict[str, list[dict]]:
-    """The rows of each split as they are on the hub, or in local files of the same columns.
-
-    `hub` is the dataset's name there, and its configuration where it has several.
+    That one not by datasets.load_dataset, which makes a date of a text that looks like one.
     """
-    if args.local_dataset_path is None:
-        splits = load_from_hub(hub)
-    else:
-        splits = {split: load_files(files) for split, files in find_files(args).items()}
-
-    where = args.local_dataset_path or hub[0]
-    for split, rows in splits.items():
-        names = dict.fromkeys(name for row in rows for name in row)  # ordered, unlike a set
-        for column in columns:
-            if column not in names:
-                bad_input(
-                    f"{where}: in the split {split} there is no column `{column}`; "
-                    f"the columns are {', '.join(names)}"
-                )
-    return splits
-
-
-def load_from_hub(hub: tuple[str, ...]) -> dict[str, list[dict]]:
-    """The rows of each split on the hub, or of what the cache has of it."""
-    print(f"Loading {hub[0]} from the hub ...", flush=True)
-    for library in (datasets, huggingface_hub):  # their errors are told by bad_input
-        library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)
-    reason = "cannot be loaded from the hub"
-    if not hub_answers():
-        datasets.config.HF_HUB_OFFLINE = True  # read by it when it was imported
-        reason = "the hub does not answer, and the cache has no such dataset"
-    try:
-        splits = datasets.load_dataset(*hub)
-        return {split: rows.to_list() for split, rows in splits.items()}
-    except Exception as error:
-        bad_input(
-            f"{hub[0]}: {reason}; without a network, give --local_dataset_path "
-            f"({type(error).__name__}: {error})"
-        )
-
-
-def load_files(files: list[Path]) -> list[dict]:
-    """The rows of a split in local files."""
-    rows = []
-    for file in files:
-        try:
-            if file.suffix == ".parquet":
-                rows += pyarrow.parquet.read_table(file).to_pylist()
-            else:
-                rows += read_json_lines(file)
-        except (OSError, ValueError) as error:
-            bad_input(f"{file}: no rows that can be read ({type(error).__name__}: {error})")
-    return rows
-
-
-def read_json_lines(path: Path) -> list[dict]:
-    """The rows of a file with a JSON object a line; ValueError says which line is none.
-
-    Not by datasets.load_dataset, which makes a date of a text that looks like one.
-    """
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pylist()
     rows = []
     with open(path, encoding="utf-8-sig") as file:  # Windows may put a mark before the first line
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is no JSON, {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no JSON object")
-            rows.append(row)
+            if line.strip():
+                try:
+                    rows.append(dict(json.loads(line)))
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{path}: line {number} is no JSON object, {error}") from error
     return rows
 
 
@@ -245,14 +221,13 @@ def text_of(row: dict, column: str) -> str:
         ...
     ValueError: no text in `question`
     """
-    return checked_text(row.get(column), column)
-
-
-def checked_text(value: Any, column: str) -> str:
-    """A value of a column, without spaces around it; ValueError if it is no text."""
-    if not (isinstance(value, str) and value.strip()):
+    text = row.get(column)
+    if not (isinstance(text, str) and text.strip()):
         raise ValueError(f"no text in `{column}`")
-    return value.strip()
+    return text.strip()
+
+
+# ----------------------------------------------------------------------------------------- output
 
 
 def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[dict], Counter]:
@@ -263,8 +238,7 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
     >>> convert_rows([{"question": " "}, {"question": "Who?"}], "train", convert)
     ([{'prompt': 'Who?', 'index': 1}], Counter({'no text in `question`': 1}))
     """
-    converted = []
-    dropped = Counter()
+    converted, dropped = [], Counter()
     for index, row in enumerate(rows):
         try:
             made = convert(row, split, index)
@@ -282,53 +256,21 @@ def describe_counts(num_kept: int, dropped: Counter) -> str:
 
     >>> describe_counts(7000, Counter({"no label": 1, "no text in `ctx`": 2}))
     '7,003 rows, 7,000 kept, 3 dropped (2: no text in `ctx`; 1: no label)'
-    >>> describe_counts(5, Counter())
-    '5 rows, 5 kept, 0 dropped'
     """
     counts = f"{num_kept + dropped.total():,} rows, {num_kept:,} kept, {dropped.total():,} dropped"
     reasons = "; ".join(f"{count:,}: {reason}" for reason, count in dropped.most_common())
     return f"{counts} ({reasons})" if dropped else counts
 
 
-# ----------------------------------------------------------------------------------------- output
-
-
-def output_folder(args: Args) -> Path:
-    """The folder for the files that are written."""
-    return Path(args.local_save_dir).expanduser()
-
-
-def write_splits(args: Args, splits: dict[str, list[dict]], convert: Convert) -> None:
-    """Converts all rows, and writes a file for each split with rows left.
-
-    Says how many were dropped and why. Where one cannot be written, none is, and older files stay.
-    """
-    folder = output_folder(args)
-    converted = {}
+def write_splits(folder: Path, splits: Splits) -> None:
+    """A .parquet file for each split that has rows."""
+    folder = folder.expanduser()
+    if not any(splits.values()):
+        raise ValueError(f"no row is left to write to {folder}; see why above")
+    datasets.disable_progress_bars()  # writing takes no time, unlike a download
+    folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
-        converted[split], dropped = convert_rows(rows, split, convert)
-        print(f"{split}: {describe_counts(len(converted[split]), dropped)}")
-    if not any(converted.values()):
-        bad_input(f"no row is left to write to {folder}; see why above")
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_files(folder, {split: rows for split, rows in converted.items() if rows})
-    except OSError as error:
-        bad_input(f"--local_save_dir {folder}: cannot be written to ({error})")
-    for split, rows in converted.items():
+        if rows:
+            datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
         done = f"{len(rows):,} rows written" if rows else "not written, for no row is left"
         print(f"{folder / split}.parquet: {done}")
-
-
-def write_files(folder: Path, splits: dict[str, list[dict]]) -> None:
-    """A .parquet file for each split, all of them or none: a cut one never has a final name."""
-    datasets.disable_progress_bars()  # writing takes no time, unlike a download
-    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as unfinished:
-        for split, rows in splits.items():
-            # Not straight into the file: Arrow ends the process by SIGABRT where the disk is full
-            file = io.BytesIO()
-            datasets.Dataset.from_list(rows).to_parquet(file)
-            (Path(unfinished) / f"{split}.parquet").write_bytes(file.getvalue())
-        for split in splits:
-            os.replace(Path(unfinished) / f"{split}.parquet", folder / f"{split}.parquet")

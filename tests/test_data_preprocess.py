@@ -1,12 +1,9 @@
 """scripts/data_preprocess: what they write, what they drop, and that PPO can load it."""
 
-import doctest
-import errno
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import if_constraints
@@ -38,10 +35,8 @@ HELLASWAG = [
     {"activity_label": "Cooking", "ctx": CONTEXT, "endings": ENDINGS, "label": label}
     for label in ("1", "0", "", "4", None)
 ]
-DIALOGUE = (
-    "\n\nHuman: Hello\n\nAssistant: Hi.\n\nWhat now?"
-    "\n\nHuman: Tell me: Human: or not?\n\nAssistant:"
-)
+DIALOGUE = "\n\nHuman: Hello\n\nAssistant: Hi.\n\nWhat now?"
+DIALOGUE += "\n\nHuman: Tell me: Human: or not?\n\nAssistant:"
 MESSAGES = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hi.\n\nWhat now?"},
@@ -57,41 +52,25 @@ HH = [
 ROWS = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "full_hh_rlhf": HH}
 
 
-@pytest.fixture(params=ROWS)
-def any_script(request):
-    return request.param
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"preprocess_{name}", FOLDER / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # tyro reads its source
-    spec.loader.exec_module(module)
-    return module
-
-
 def read(path):
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-def flags_for(name, split="rl"):
-    return ["--split", split] if name == "full_hh_rlhf" else []
-
-
 @pytest.fixture
 def preprocess(tmp_path, monkeypatch, capfd):
-    """preprocess("gsm8k", path, *flags) -> (exit status, lines on stdout, lines on stderr)."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    """preprocess("gsm8k", *flags) -> (exit status, lines on stdout, lines on stderr)."""
 
-    def run(name, path, *flags):
-        local = [] if path is None else ["--local_dataset_path", str(path)]
-        out = ["--local_save_dir", str(tmp_path / "out")]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *local, *out, *flags])
+    def run(name, *flags):
+        flags = [str(flag) for flag in ("--local_save_dir", tmp_path / "out", *flags)]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+        monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])  # as Python starts a program
         capfd.readouterr()
         status = 0
         try:
-            load(name).main()
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         except SystemExit as stop:
             status = stop.code
+        assert str(FOLDER) not in sys.path
         captured = capfd.readouterr()
         return status, captured.out.splitlines(), captured.err.splitlines()
 
@@ -104,8 +83,9 @@ def convert(preprocess, tmp_path):
 
     def convert(name, rows, split="rl"):
         path = write_rows(tmp_path / "train.jsonl", rows)
-        status, said, _ = preprocess(name, path, *flags_for(name, split))
-        assert status == 0
+        flags = ["--split", split] if name == "full_hh_rlhf" else []
+        status, said, errors = preprocess(name, "--local_dataset_path", path, *flags)
+        assert status == 0, errors
         return read(tmp_path / "out" / "train.parquet"), said[0]
 
     return convert
@@ -186,7 +166,7 @@ def test_hh_of_its_own_form_gives_what_the_split_one_gives(split, convert):
 
 
 DROPPED = {
-    # (script, function, the reason): what it is given
+    # (program, function, the reason): what it is given
     ("full_hh_rlhf", "parse_dialogue", "begin with Human:"): ["Hello\n\nHuman: Hi\n\nAssistant:"],
     ("full_hh_rlhf", "parse_dialogue", "end with Assistant:"): ["Human: Hi\n\nAssistant: Hello."],
     ("full_hh_rlhf", "parse_dialogue", "in a row"): ["Human: Hi\n\nHuman: Hi\n\nAssistant:"],
@@ -198,10 +178,10 @@ DROPPED = {
 
 @pytest.mark.parametrize("case", DROPPED)
 def test_row_without_what_it_needs_is_dropped(case):
-    script, function, reason = case
+    name, function, reason = case
     for text in DROPPED[case]:
         with pytest.raises(ValueError, match=reason):
-            getattr(load(script), function)(text)
+            runpy.run_path(str(FOLDER / f"{name}.py"))[function](text)
 
 
 @pytest.mark.parametrize("split", ["rl", "rm", "sft"])
@@ -210,17 +190,17 @@ def test_row_whose_rejected_response_is_no_text_is_dropped(split, convert):
     assert said == "train: 2 rows, 1 kept, 1 dropped (1: no text in `rejected`)"
 
 
-def test_hub_is_the_default(any_script, preprocess, tmp_path, monkeypatch):
-    asked = []
-
+def test_hub_is_the_default(preprocess, tmp_path, monkeypatch):
     def load_dataset(*names):
-        asked.append(names)
-        return datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[any_script])})
+        assert names == ("openai/gsm8k", "main")
+        return datasets.DatasetDict({"train": datasets.Dataset.from_list(GSM8K)})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert preprocess(any_script, None, *flags_for(any_script))[0] == 0
-    assert asked == [load(any_script).HUB]
-    assert {row["data_source"] for row in read(tmp_path / "out" / "train.parquet")} == {asked[0][0]}
+    assert preprocess("gsm8k")[0] == 0
+    assert len(read(tmp_path / "out" / "train.parquet")) == 3
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: 1 / 0)
+    status, _, (error,) = preprocess("gsm8k")
+    assert status == 2 and "give --local_dataset_path" in error and "ZeroDivisionError" in error
 
 
 def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
@@ -228,7 +208,7 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
     write_rows(tmp_path / "raw" / "train-00000-of-00002.parquet", GSM8K[:2])
     write_rows(tmp_path / "raw" / "train-00001-of-00002.parquet", GSM8K[2:])
     write_rows(tmp_path / "raw" / "validation.jsonl", GSM8K[2:4])
-    status, said, _ = preprocess("gsm8k", tmp_path / "raw")
+    status, said, _ = preprocess("gsm8k", "--local_dataset_path", tmp_path / "raw")
     assert status == 0
     files = {path.stem: len(read(path)) for path in (tmp_path / "out").iterdir()}
     assert files == {"train": 3, "test": 1}
@@ -242,16 +222,10 @@ BAD = [
     ({"train.jsonl": GSM8K[2:4]}, "train.jsonl", "no row is left"),
     ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
     ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
-    ({"data.jsonl": GSM8K}, "", "its name tells no split"),
+    ({"data.jsonl": GSM8K}, "", "no split (train, validation, test) in the name"),
     ({"train.csv": "a,b"}, "", "no .jsonl or .parquet file"),
     ({}, "nowhere", "no such file or folder"),
 ]
-
-
-def all_in(folder):
-    """What is in a folder, and what is in its files."""
-    paths = [path for path in folder.rglob("*") if "cache" not in path.parts]
-    return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.mark.parametrize(("files", "given", "words"), BAD)
@@ -260,38 +234,19 @@ def test_bad_input_is_one_line_and_status_2(files, given, words, preprocess, tmp
         write = write_text if isinstance(content, str) else write_rows
         write(tmp_path / "in" / name, content)
     out = tmp_path / "in" / "out"
-    before = all_in(tmp_path)
-    path = tmp_path / "in" / given
-    status, _, (error,) = preprocess("gsm8k", path, "--local_save_dir", str(out))
+    before = out.exists() and read(out / "train.parquet")
+    flags = ["--local_dataset_path", tmp_path / "in" / given, "--local_save_dir", out]
+    status, _, (error,) = preprocess("gsm8k", *flags)
     assert status == 2
     assert error.startswith("gsm8k.py: error: ") and words in error
-    assert all_in(tmp_path) == before
+    assert (out.exists() and read(out / "train.parquet")) == before
 
 
-def test_disk_that_fills_up_leaves_the_older_files(preprocess, tmp_path, monkeypatch):
-    for split in ("test", "train"):
-        write_rows(tmp_path / "raw" / f"{split}.jsonl", GSM8K)
-        write_text(tmp_path / "out" / f"{split}.parquet", "older")
-    before = all_in(tmp_path)
-    write = Path.write_bytes
-
-    def write_until_full(path, data):
-        if path.name == "train.parquet":
-            write(path, data[:100])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", write_until_full)
-    status, _, (error,) = preprocess("gsm8k", tmp_path / "raw")
-    assert status == 2
-    assert "out: cannot be written to" in error
-    assert all_in(tmp_path) == before
-
-
-def test_ppo_loads_what_is_written(any_script, convert, tmp_path, assets):
-    rows, _ = convert(any_script, ROWS[any_script])
+@pytest.mark.parametrize("name", ROWS)
+def test_ppo_loads_what_is_written(name, convert, tmp_path, assets):
+    rows, _ = convert(name, ROWS[name])
     tokenizer = ppo_vllm_async.AutoTokenizer.from_pretrained(assets / "model")
-    rule = any_script != "full_hh_rlhf"  # its rows are for a reward model: their `style` is "model"
+    rule = name != "full_hh_rlhf"  # its rows are for a reward model: their `style` is "model"
     args = ppo_vllm_async.Args(
         max_prompt_token_length=10_000,
         apply_verifiable_reward=rule,
@@ -311,43 +266,32 @@ def test_ppo_loads_what_is_written(any_script, convert, tmp_path, assets):
 def test_command_is_not_misled_by_the_math_beside_it(tmp_path):
     command = [sys.executable, FOLDER / "math.py", "--local_save_dir", tmp_path / "out"]
     command += ["--local_dataset_path", write_rows(tmp_path / "train.jsonl", MATH)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=600)
     assert len(read(tmp_path / "out" / "train.parquet")) == 2
 
 
-def test_no_script_finds_the_math_of_its_folder(any_script, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])  # as Python starts a script
-    module = load(any_script)
-    assert str(FOLDER) not in sys.path
-    examples = doctest.testmod(module)
-    assert examples.attempted > 0 and examples.failed == 0
-
-
-def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(tmp_path, monkeypatch):
-    script = load("instructions")
-    assert doctest.testmod(script).failed == 0
-    for name in ("a", "b"):
-        argv = ["instructions.py", "--local_save_dir", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", argv)
-        script.main()
-    rows = {split: read(tmp_path / "a" / f"{split}.parquet") for split in ("train", "test")}
-    assert all(rows[split] == read(tmp_path / "b" / f"{split}.parquet") for split in rows)
+def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(preprocess, tmp_path):
+    script = runpy.run_path(str(FOLDER / "instructions.py"))
+    for folder in ("out", "again"):
+        assert preprocess("instructions", "--local_save_dir", tmp_path / folder)[0] == 0
+    rows = {split: read(tmp_path / "out" / f"{split}.parquet") for split in ("train", "test")}
+    assert all(rows[split] == read(tmp_path / "again" / f"{split}.parquet") for split in rows)
     questions = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
     assert len(questions["train"]) == len(rows["train"]) == 2400  # none twice
     assert any("a volcano" in question for question in questions["test"])
-    for topic in script.TEST_TOPICS.split(","):
+    for topic in script["TEST_TOPICS"].split(","):
         assert not any(topic.strip() in question for question in questions["train"])
-    truth = script.ground_truth(12)
+    truth = script["ground_truth"](12)
     for response, score in (("a tower with a lamp for ships", 1.0), ("by the sea", 0.75)):
         assert if_constraints.compute_score("instructions", response, truth) == score
 
 
-def test_half_an_emoji_costs_its_row_and_windows_mark_none(convert, preprocess, tmp_path):
+def test_half_an_emoji_costs_its_row_and_windows_mark_and_dates_nothing(convert, tmp_path):
     half, whole = ({"question": f"How {sad}?", "answer": "#### 4"} for sad in ("\ud83d", "😞é"))
     rows, said = convert("gsm8k", [half, whole])
     assert said.endswith("1 dropped (1: half a character, which no file can hold)")
     assert rows[0]["prompt"][0]["content"].startswith("How 😞é?")
-    path = tmp_path / "marked" / "train.jsonl"
-    path.parent.mkdir()
-    path.write_text(json.dumps(whole), encoding="utf-8-sig")
-    assert preprocess("gsm8k", path)[1][0] == "train: 1 rows, 1 kept, 0 dropped"
+    read_rows = runpy.run_path(str(REPO / "scripts" / "preprocessing.py"))["read_rows"]
+    path, row = tmp_path / "marked.jsonl", {"question": "2020-01-01"}
+    path.write_text(json.dumps(row), encoding="utf-8-sig")
+    assert read_rows(path) == [row]

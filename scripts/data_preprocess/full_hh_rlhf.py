@@ -18,36 +18,26 @@ prompts being messages:
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+import preprocessing
 import tyro
-
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
+from preprocessing import text_of
 
 HUB = ("Dahoas/full-hh-rlhf",)
 COLUMNS = ("chosen", "rejected")  # and prompt, or whole dialogues in both
 
 
-@dataclass
-class Args:
+@dataclass(kw_only=True)
+class Args(preprocessing.Args):
     split: Literal["rl", "rm", "sft"]
     """prompts for PPO or GRPO; pairs for a reward model; prompts and good responses"""
-    local_dataset_path: str | None = None
-    """a .jsonl or .parquet file, or a folder with one a split; None: the hub"""
-    local_save_dir: str | None = None
-    """folder for the files that are written; None: ~/data/full_hh_rlhf/SPLIT"""
 
 
 def parse_dialogue(text: str) -> list[dict]:
@@ -81,7 +71,7 @@ def with_prompt(row: dict) -> dict:
     """
     if row.get("prompt") is not None:
         return row
-    texts = [preprocessing.text_of(row, column) for column in ("chosen", "rejected")]
+    texts = [text_of(row, column) for column in ("chosen", "rejected")]
     (prompt, _, chosen), (other, _, rejected) = (
         text.rpartition("\n\nAssistant:") for text in texts
     )
@@ -92,7 +82,7 @@ def with_prompt(row: dict) -> dict:
 
 def response_of(row: dict, column: str) -> str:
     """The response in a column; ValueError if there is none, or if the dialogue goes on in it."""
-    response = preprocessing.text_of(row, column)
+    response = text_of(row, column)
     if re.search(r"\n\n(Human|Assistant):", response):
         raise ValueError(f"further turns in `{column}`")
     return response
@@ -101,10 +91,10 @@ def response_of(row: dict, column: str) -> str:
 def convert_rl(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
     row = with_prompt(row)
-    preprocessing.text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
+    text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
     return {
         "data_source": HUB[0],
-        "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),
+        "prompt": parse_dialogue(text_of(row, "prompt")),
         "ability": "alignment",
         "reward_model": {"style": "model", "ground_truth": response_of(row, "chosen")},
         "extra_info": {"split": split, "index": index},
@@ -118,7 +108,7 @@ def convert_rm(row: dict, split: str, index: int) -> dict:
     if chosen == rejected:
         raise ValueError("`chosen` and `rejected` are the same")
     return {
-        "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),
+        "prompt": parse_dialogue(text_of(row, "prompt")),
         "chosen": chosen,
         "rejected": rejected,
     }
@@ -127,23 +117,16 @@ def convert_rm(row: dict, split: str, index: int) -> dict:
 def convert_sft(row: dict, split: str, index: int) -> dict:
     """A demonstration; ValueError says why a row is dropped."""
     row = with_prompt(row)
-    preprocessing.text_of(row, "rejected")  # as in convert_rl
+    text_of(row, "rejected")  # as in convert_rl
     return {
-        "prompt": parse_dialogue(preprocessing.text_of(row, "prompt")),
+        "prompt": parse_dialogue(text_of(row, "prompt")),
         "response": response_of(row, "chosen"),
     }
 
 
-def main() -> None:
-    args = preprocessing.parse_args(Args(split=tyro.MISSING), __doc__)
-    shared_args = preprocessing.Args(
-        local_dataset_path=args.local_dataset_path,
-        local_save_dir=args.local_save_dir or f"~/data/full_hh_rlhf/{args.split}",
-    )
-    convert = {"rl": convert_rl, "rm": convert_rm, "sft": convert_sft}[args.split]
-    splits = preprocessing.load_splits(shared_args, HUB, COLUMNS)
-    preprocessing.write_splits(shared_args, splits, convert)
-
-
 if __name__ == "__main__":
-    main()
+    args = Args(split=tyro.MISSING, local_save_dir="~/data/full_hh_rlhf/SPLIT")
+    args = preprocessing.parse_args(args, __doc__)
+    args.local_save_dir = args.local_save_dir.replace("SPLIT", args.split)
+    convert = {"rl": convert_rl, "rm": convert_rm, "sft": convert_sft}[args.split]
+    preprocessing.main(args, HUB, COLUMNS, convert)

@@ -12,19 +12,13 @@ number after "####".
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
 import re
-from pathlib import Path
 
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
+from preprocessing import Args, main, parse_args, text_of
 
 HUB = ("openai/gsm8k", "main")  # name and configuration
 COLUMNS = ("question", "answer")
@@ -45,8 +39,8 @@ def final_number(answer: str) -> str:
 
 def convert(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
-    question = preprocessing.text_of(row, "question")
-    answer = preprocessing.text_of(row, "answer")
+    question = text_of(row, "question")
+    answer = text_of(row, "answer")
     return {
         "data_source": HUB[0],
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
@@ -56,11 +50,6 @@ def convert(row: dict, split: str, index: int) -> dict:
     }
 
 
-def main() -> None:
-    args = preprocessing.parse_args(preprocessing.Args(local_save_dir="~/data/gsm8k"), __doc__)
-    splits = preprocessing.load_splits(args, HUB, COLUMNS)
-    preprocessing.write_splits(args, splits, convert)
-
-
 if __name__ == "__main__":
-    main()
+    args = parse_args(Args(local_save_dir="~/data/gsm8k"), __doc__)
+    main(args, HUB, COLUMNS, convert)

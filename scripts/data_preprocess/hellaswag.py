@@ -13,19 +13,13 @@ use.
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
 import re
-from pathlib import Path
 
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
+from preprocessing import Args, main, parse_args, text_of
 
 HUB = ("Rowan/hellaswag",)
 COLUMNS = ("activity_label", "ctx", "endings", "label")
@@ -51,13 +45,13 @@ def convert(row: dict, split: str, index: int) -> dict:
         raise ValueError("no label")
     if not isinstance(endings, list):
         raise ValueError("no text in `endings`")
-    choices = [clean(preprocessing.checked_text(ending, "endings")) for ending in endings]
+    choices = [clean(text_of({"endings": ending}, "endings")) for ending in endings]
     if not all(choices):
         raise ValueError("no text in `endings`")
     if label not in map(str, range(len(endings))):
         raise ValueError("`label` is not the index of an ending")
-    activity = preprocessing.text_of(row, "activity_label")
-    text = clean(f"{activity}: {preprocessing.text_of(row, 'ctx')}")
+    activity = text_of(row, "activity_label")
+    text = clean(f"{activity}: {text_of(row, 'ctx')}")
     listed = "\n".join(f"({number}) {choice}" for number, choice in enumerate(choices))
     return {
         "data_source": HUB[0],
@@ -68,11 +62,6 @@ def convert(row: dict, split: str, index: int) -> dict:
     }
 
 
-def main() -> None:
-    args = preprocessing.parse_args(preprocessing.Args(local_save_dir="~/data/hellaswag"), __doc__)
-    splits = preprocessing.load_splits(args, HUB, COLUMNS)
-    preprocessing.write_splits(args, splits, convert)
-
-
 if __name__ == "__main__":
-    main()
+    args = parse_args(Args(local_save_dir="~/data/hellaswag"), __doc__)
+    main(args, HUB, COLUMNS, convert)

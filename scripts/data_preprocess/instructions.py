@@ -12,16 +12,16 @@ prompt of train.parquet.
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
 import argparse
 import itertools
 import json
 from pathlib import Path
 
-import datasets
+from preprocessing import write_splits
 
 TASKS = [
     "Describe {}.",
@@ -62,16 +62,13 @@ def make_rows(topics: str, split: str) -> list[dict]:
         {
             "data_source": "instructions",
             "prompt": [
-                {
-                    "role": "user",
-                    "content": f"{task.format(topic)} {constraints.format(most_words)}",
-                }
+                {"role": "user", "content": f"{task.format(topic)} {how.format(most_words)}"}
             ],
             "ability": "instruction_following",
             "reward_model": {"style": "rule", "ground_truth": ground_truth(most_words)},
             "extra_info": {"split": split, "index": index},
         }
-        for index, (topic, task, most_words, constraints) in enumerate(combinations)
+        for index, (topic, task, most_words, how) in enumerate(combinations)
     ]
 
 
@@ -82,37 +79,17 @@ def ground_truth(most_words: int) -> str:
     {'num_words': 13, 'relation': 'less than'}
     """
     words = "length_constraints:number_words"
-    constraints = {
-        "instruction_id_list": [
-            words,
-            words,
-            "punctuation:no_comma",
-            "change_case:english_lowercase",
-        ],
-        "kwargs": [
-            {"num_words": 5, "relation": "at least"},
-            {"num_words": most_words + 1, "relation": "less than"},
-            {},
-            {},
-        ],
-    }
-    return json.dumps(constraints)
+    names = [words, words, "punctuation:no_comma", "change_case:english_lowercase"]
+    least = {"num_words": 5, "relation": "at least"}
+    most = {"num_words": most_words + 1, "relation": "less than"}
+    return json.dumps({"instruction_id_list": names, "kwargs": [least, most, {}, {}]})
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--local_save_dir", type=Path, default=Path("data/instructions"))
-    folder = parser.parse_args().local_save_dir.expanduser()
-    datasets.disable_progress_bars()
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, topics in {"train": TRAIN_TOPICS, "test": TEST_TOPICS}.items():
-        rows = make_rows(topics, split)
-        path = folder / f"{split}.parquet"
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        print(f"{path}: {len(rows):,} rows written")
-
-
-if __name__ == "__main__":
-    main()
+    topics = {"train": TRAIN_TOPICS, "test": TEST_TOPICS}
+    splits = {split: make_rows(topics[split], split) for split in topics}
+    write_splits(parser.parse_args().local_save_dir, splits)

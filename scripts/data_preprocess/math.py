@@ -12,19 +12,13 @@ the solution's last \\boxed{} holds.
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
 import re
-from pathlib import Path
 
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
+from preprocessing import Args, main, parse_args, text_of
 
 HUB = ("DigitalLearningGmbH/MATH-lighteval",)
 COLUMNS = ("problem", "solution")
@@ -54,8 +48,8 @@ def last_boxed(solution: str) -> str:
 
 def convert(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
-    problem = preprocessing.text_of(row, "problem")
-    solution = preprocessing.text_of(row, "solution")
+    problem = text_of(row, "problem")
+    solution = text_of(row, "solution")
     return {
         "data_source": HUB[0],
         "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
@@ -65,11 +59,6 @@ def convert(row: dict, split: str, index: int) -> dict:
     }
 
 
-def main() -> None:
-    args = preprocessing.parse_args(preprocessing.Args(local_save_dir="~/data/math"), __doc__)
-    splits = preprocessing.load_splits(args, HUB, COLUMNS)
-    preprocessing.write_splits(args, splits, convert)
-
-
 if __name__ == "__main__":
-    main()
+    args = parse_args(Args(local_save_dir="~/data/math"), __doc__)
+    main(args, HUB, COLUMNS, convert)

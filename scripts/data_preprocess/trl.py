@@ -13,35 +13,24 @@ tries as a response; where no column has one, any column will do.
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 
+import preprocessing
 import tyro
-
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
 
 FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
 
 
 @dataclass(kw_only=True)
-class Args:
+class Args(preprocessing.Args):
     dataset: str | None = None
-    """a dataset's name on the hub"""
+    """a dataset's name on the hub, unless the rows are local"""
     dataset_config: str | None = None
     """its configuration there, where it has several"""
-    local_dataset_path: str | None = None
-    """instead of it, a .jsonl or .parquet file, or a folder with one a split"""
-    local_save_dir: str
-    """folder for the files that are written"""
     answer: str
     """the column that says what is right, such as solution"""
 
@@ -65,12 +54,9 @@ def main() -> None:
     args = preprocessing.parse_args(defaults, __doc__)
     if not (args.dataset or args.local_dataset_path):
         preprocessing.bad_input("say --dataset, a name on the hub, or --local_dataset_path")
-    shared_args = preprocessing.Args(
-        local_dataset_path=args.local_dataset_path, local_save_dir=args.local_save_dir
-    )
     hub = (args.dataset, args.dataset_config)
-    splits = preprocessing.load_splits(shared_args, hub, ("prompt", args.answer))
-    preprocessing.write_splits(shared_args, splits, lambda row, *_: convert(row, args.answer))
+    columns = ("prompt", args.answer)
+    preprocessing.main(args, hub, columns, lambda row, *_: convert(row, args.answer))
 
 
 if __name__ == "__main__":

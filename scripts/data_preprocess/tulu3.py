@@ -12,30 +12,24 @@ The reward is scripts/rewards/graders.py:compute_score.
 import os
 import sys
 
-# Python puts the script's folder first on its path, and would take the math.py in it for its own.
-# So the folder goes before anything imports math, and preprocessing.py is loaded by its own path.
+# Not from this folder, whose math.py would be taken for Python's own
 if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path.pop(0)
+    sys.path[0] = os.path.join(sys.path[0], "..")
 
-import importlib.util
-from pathlib import Path
-
-shared = Path(__file__).resolve().parent.parent / "preprocessing.py"
-spec = importlib.util.spec_from_file_location("preprocessing", shared)
-preprocessing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preprocessing)
+from preprocessing import Args, main, parse_args, text_of
 
 HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
 COLUMNS = ("messages", "ground_truth", "dataset")
 HELD_OUT = 60  # one row in so many
 
 
-def hold_out(rows: list) -> dict[str, list]:
-    """The rows by split.
+def hold_out(splits: dict[str, list]) -> dict[str, list]:
+    """The rows of all splits, as train and test.
 
-    >>> {split: len(rows) for split, rows in hold_out(list(range(120))).items()}
+    >>> {split: len(rows) for split, rows in hold_out({"train": list(range(120))}).items()}
     {'train': 118, 'test': 2}
     """
+    rows = [row for part in splits.values() for row in part]
     kept = [row for index, row in enumerate(rows) if index % HELD_OUT]
     return {"train": kept, "test": rows[::HELD_OUT]}
 
@@ -46,23 +40,17 @@ def convert(row: dict, split: str, index: int) -> dict:
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("the last message is not the user's")
     return {
-        "data_source": preprocessing.text_of(row, "dataset"),
+        "data_source": text_of(row, "dataset"),
         "prompt": [{name: message[name] for name in ("role", "content")} for message in messages],
         "ability": "instruction_following" if row["dataset"] == "ifeval" else "math",
         "reward_model": {
             "style": "rule",
-            "ground_truth": preprocessing.text_of(row, "ground_truth"),
+            "ground_truth": text_of(row, "ground_truth"),
         },
         "extra_info": {"split": split, "index": index},
     }
 
 
-def main() -> None:
-    args = preprocessing.parse_args(preprocessing.Args(local_save_dir="~/data/tulu3"), __doc__)
-    splits = preprocessing.load_splits(args, HUB, COLUMNS)
-    rows = [row for part in splits.values() for row in part]
-    preprocessing.write_splits(args, hold_out(rows), convert)
-
-
 if __name__ == "__main__":
-    main()
+    args = parse_args(Args(local_save_dir="~/data/tulu3"), __doc__)
+    main(args, HUB, COLUMNS, convert, hold_out)
