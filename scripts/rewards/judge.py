@@ -4,9 +4,10 @@
     export TANDEM_JUDGE_URL=http://localhost:8000/v1 TANDEM_JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct
     grpo_vllm_async.py --reward_fn scripts/rewards/judge.py:compute_score --reward_workers 32 ...
 
-The server has OpenAI's interface (chat completions), as vLLM's has. The judge is shown the row's
-extra_info["question"], the ground truth, which tells or shows what is right, and the response. It
-ends its answer with "Score: N", N from 0 to 10.
+The server has OpenAI's interface (chat completions), as vLLM's has, and is asked by OpenAI's client
+`openai`, which comes with vLLM. The judge is shown the row's extra_info["question"], the ground
+truth, which tells or shows what is right, and the response. It ends its answer with "Score: N", N
+from 0 to 10.
 
 Variables of the environment:
 
@@ -28,19 +29,24 @@ is told not to obey it. That helps, and proves nothing: read the responses that 
 
 import asyncio
 import hashlib
-import json
 import os
 import random
 import re
 
-import aiohttp
+try:
+    import openai
+except ImportError as error:
+    raise RuntimeError(
+        "the judge needs OpenAI's client, which vLLM brings: pip install openai"
+    ) from error
 
 URL = os.environ.get("TANDEM_JUDGE_URL", "").rstrip("/")
 MODEL = os.environ.get("TANDEM_JUDGE_MODEL")
 KEY = os.environ.get("TANDEM_JUDGE_KEY", "none")
 SECONDS = float(os.environ.get("TANDEM_JUDGE_SECONDS", "8"))
 TOKENS = int(os.environ.get("TANDEM_JUDGE_TOKENS", "512"))
-FIRST_PAUSE = 0.25  # seconds; each next one is twice as long
+# After these the server is asked again
+LATER = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
 
 if not URL or not MODEL:
     raise RuntimeError(
@@ -94,47 +100,25 @@ def read_verdict(answer: str) -> float:
     return float(found[1]) / 10
 
 
-class Busy(Exception):
-    """The server may answer later."""
-
-
-async def ask_once(session: aiohttp.ClientSession, request: str) -> str:
-    """The judge's answer.
-
-    Busy, or an error of the connection: ask again. RuntimeError: the server refuses this request.
-    ValueError, KeyError and the like: what it sends is no chat completion.
-    """
+async def ask(request: str) -> str:
+    """The judge's answer. TimeoutError: none in SECONDS. What the server refuses raises, too."""
+    trouble, pause = "", 0.25
     job = {"model": MODEL, "messages": [{"role": "user", "content": request}]}
     job |= {"temperature": 0.0, "max_completion_tokens": TOKENS}
-    async with session.post(f"{URL}/chat/completions", json=job) as answer:
-        text = await answer.text()
-    said = f"{answer.status} {answer.reason}: {text[:200]}"
-    if answer.status == 429 or answer.status >= 500:
-        raise Busy(said)
-    if not answer.ok:
-        raise RuntimeError(f"{URL}: {said}")
-    return str(json.loads(text)["choices"][0]["message"]["content"])
-
-
-async def ask(request: str) -> str:
-    """As ask_once, again and again. TimeoutError: no answer in SECONDS."""
-    trouble, pause = None, FIRST_PAUSE
-    # The one limit is that of the whole; proxies are those of the environment
-    options = {"timeout": aiohttp.ClientTimeout(total=None), "trust_env": True}
-    options["headers"] = {"Authorization": f"Bearer {KEY}"}
+    client = openai.AsyncOpenAI(base_url=URL, api_key=KEY, timeout=SECONDS, max_retries=0)
     try:
-        async with asyncio.timeout(SECONDS), aiohttp.ClientSession(**options) as session:
+        async with asyncio.timeout(SECONDS), client:
             while True:
                 try:
-                    return await ask_once(session, request)
-                except (Busy, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    trouble = str(error) or repr(error)
+                    completion = await client.chat.completions.create(**job)
+                    return str(completion.choices[0].message.content)
+                except LATER as error:  # not by max_retries, which would not tell why
+                    trouble = f"; before that: {error.__cause__ or error}"
                 # Some sooner than others, so that not all come again at once
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause *= 2
     except TimeoutError:
-        before = f"; before that: {trouble}" if trouble else ""
-        raise TimeoutError(f"{URL}: no answer in {SECONDS:g} s{before}") from None
+        raise TimeoutError(f"{URL}: no answer in {SECONDS:g} s{trouble}") from None
 
 
 def compute_score(data_source: str, response: str, ground_truth: str, extra_info: dict) -> float:
