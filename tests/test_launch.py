@@ -121,7 +121,7 @@ def in_container(tmp_path_factory):
             env=environment(variables),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
 
     return run
@@ -240,7 +240,7 @@ def job(tmp_path):
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_job_launches_on_each_node_what_launcher_and_script_know(nodes, launcher, job, tmp_path):
     gpus = {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": "8", "LAUNCHER": launcher}
-    assert job("--seed", "2", **gpus).wait(20) == 0
+    assert job("--seed", "2", **gpus).wait(120) == 0
     program, *words = (tmp_path / "launched").read_text().split()
     assert Path(program).name == launcher
     if launcher == "accelerate":
@@ -264,19 +264,19 @@ def test_job_launches_on_each_node_what_launcher_and_script_know(nodes, launcher
 def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job, tmp_path):
     """Else it would begin at the same step for ever. Its launcher is spared the signal."""
     process = job("--run", "--save" if saves else "", LEFT="60" if saves else "0")
-    wait_until((tmp_path / "started").exists, 20, "the script has started")
+    wait_until((tmp_path / "started").exists, "the script has started")
     process.send_signal(signal.SIGUSR1)
     if not saves:
-        wait_until(lambda: "not requeued" in (tmp_path / "log").read_text(), 20, "it says so")
+        wait_until(lambda: "not requeued" in (tmp_path / "log").read_text(), "it says so")
         (tmp_path / "ended").touch()
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     calls = tmp_path / "calls"
     assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if saves else "")
 
 
 def test_job_ends_with_the_status_of_its_script(job, tmp_path):
     write_text(tmp_path / "ppo_vllm_async.py", "import sys\nsys.exit(3)\n")
-    assert job().wait(20) == 3
+    assert job().wait(120) == 3
 
 
 # -------------------------------------------------------------------------------------------- home

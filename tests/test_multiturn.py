@@ -329,7 +329,7 @@ def test_share_of_an_engine_is_its_own(fork, converse, monkeypatch):
 
 
 # Of the environment `trouble`, and what is said of it
-TROUBLES = {"1": "over 1 s", "2": "enough", "3": "it died", "4": "out of paper"}
+TROUBLES = {"1": "over 3 s", "2": "enough", "3": "it died", "4": "out of paper"}
 TROUBLES |= {"5": "no string: 5", "6": "no string: b'6'", "7": "special tokens"}
 TROUBLES["9"] = "surrogates not allowed"
 
@@ -337,13 +337,13 @@ TROUBLES["9"] = "surrogates not allowed"
 @pytest.mark.slow
 def test_tool_that_fails_costs_its_response_alone(fork, converse, folder):
     """It hangs, exits, dies, raises, answers nonsense, or forges a turn."""
-    args = fork.Args(env_fn=f"{folder}/environment.py:trouble", reward_timeout=1.0)
+    args = fork.Args(env_fn=f"{folder}/environment.py:trouble", reward_timeout=3.0)
     workers = fork.queue.Queue()
     for _ in range(2):
         workers.put(fork.start_reward_worker(None, args.env_fn))
     turns = {text: [f"{text}<|end|>", "0<|end|>"] for text in "80123456789"}
     try:
-        options = {"env_fn": args.env_fn, "reward_timeout": 1.0, "max_turns": 2}
+        options = {"env_fn": args.env_fn, "reward_timeout": 3.0, "max_turns": 2}
         responses, _ = converse(turns, workers=workers, **options)
         graded = fork.grade_responses(responses, workers, replace(args, reward_workers=2))
     finally:

@@ -139,7 +139,7 @@ def test_ranks_of_torchrun_meet_on_a_cpu_and_count_for_both(start_script, tmp_pa
     process = start_script(
         "ppo_vllm_async.py", tmp_path, launcher=TWO_RANKS, env=env, beta=0.1, **options
     )
-    run = finish(process, 300, time.monotonic())
+    run = finish(process, 900, time.monotonic())
     assert run.returncode == 0, run.output
     assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
     for step, line in enumerate(run.metrics, 1):
@@ -174,7 +174,7 @@ def test_two_nodes_with_an_engine_each_do_what_one_node_with_one_does(
             start_script("ppo_vllm_async.py", folder, launcher=launcher, **options, **more)
             for folder, launcher in zip(folders, launchers, strict=True)
         ]
-        runs = [finish(node, 300, time.monotonic()) for node in nodes]
+        runs = [finish(node, 900, time.monotonic()) for node in nodes]
         for one in runs:
             assert one.returncode == 0 and one.stdout.count("Folders of vLLM") == 1, one.output
         return runs[0]

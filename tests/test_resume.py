@@ -116,7 +116,7 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     resumed = six_steps(name, output_dir=tmp_path, resume_from_checkpoint="latest", **changes)
     assert json.loads(path.read_text())["start_day"] == "2024-07-26"  # a template may write it
     assert len(resumed.batches) == 3
-    assert 1000 < resumed.metrics[3]["time/from_scratch"] < 1100  # they go on
+    assert 1000 < resumed.metrics[3]["time/from_scratch"] < 2000  # they go on
     assert "eval/scores" in resumed.metrics[3]
     check_equal_to_the_bit(resumed, whole(name, **changes))
 

@@ -107,7 +107,7 @@ def test_worker_that_fails_ends_the_process(backend, call, start_stub):
     # By NCCL the learner waits in a broadcast that nobody receives
     with pytest.raises((MemoryError, AssertionError)):
         sync(system.vllm, tiny_model(), 0)
-    wait_until(lambda: system.errors, 10, "the end")
+    wait_until(lambda: system.errors, "the end")
     assert system.errors == [failure]
     assert system.llm.calls[-1] == call
     assert system.vllm.policy_version is None
@@ -169,7 +169,7 @@ def test_vllm_has_the_weights_that_were_synced(backend, tied, dtype, process):
         assert differences(system).mean() > 0.5
         sync(vllm, model, version)
         found = differences(system)
-        assert found.max() < 1e-4 if dtype == "float32" else found.mean() < 0.1
+        assert found.max() < 1e-4 if dtype == "float32" else found.mean() < 0.2
         perturb(model, version)
     model.surplus = torch.nn.Linear(2, 2)  # a name that vLLM does not know is an error
     with pytest.raises(ValueError, match="surplus"):

@@ -117,7 +117,7 @@ class StubLLM:
     def broadcast(self, tensor, src, stream):
         assert src == 0 and stream == STREAM and tensor.is_contiguous()
         self.sent.put(tensor)
-        assert self.receipts.get(timeout=10) == "received"
+        assert self.receipts.get(timeout=30) == "received"
 
     def end(self):
         self.receipts.put("none, for the process is over")
@@ -146,7 +146,7 @@ class StubLLM:
             (handles,) = info["ipc_handles"]
             tensor = handles["GPU-2"][0]
         else:
-            tensor = self.sent.get(timeout=10)
+            tensor = self.sent.get(timeout=30)
         self.infos.append((info["shapes"], info["dtype_names"], tensor.is_contiguous()))
         self.weights[name] = tensor.clone()
         self.receipts.put("received")

@@ -111,7 +111,7 @@ def kill_idle_vllm(script):
 
     def kill(_):
         # Three requests, each with an evaluation, which is empty
-        wait_until(lambda: len(sampled) == 6 and is_idle(), 60, "the answer of vLLM")
+        wait_until(lambda: len(sampled) == 6 and is_idle(), "the answer of vLLM")
         kill_vllm(script)
 
     before(script.VLLM, "submit", count)
