@@ -11,21 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_reward_model as rm
-from accelerate import Accelerator
 from helpers import REPO, hooks, rollouts
-from helpers.files import read_json_lines, write_configurations, write_rows
+from helpers.files import read_json_lines, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
+from helpers.preference_pairs import train as train_in_this_process
 from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_ranks
 from helpers.rollouts import PAD, STOP
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.integrations.flash_attention import get_target_dtype
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ppo_vllm_async as ppo
 
 ASK = {"role": "user", "content": "53="}
+OTHER = ASK | {"content": "35="}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("35", "53"))
 DIALOGUE = [ASK, BAD, ASK]
 ROW = {"prompt": [ASK], "chosen": "35", "rejected": "53"}
@@ -109,10 +107,8 @@ def load_pairs(path, tokenizer):
         {"chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
         {"prompt": "53=", "chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
         {"prompt": DIALOGUE, "chosen": [GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": DIALOGUE, "chosen": "35", "rejected": [BAD]},
         {"prompt": [ASK], "chosen": [BAD, ASK, GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": DIALOGUE, "chosen": [*DIALOGUE, GOOD | {"name": None}], "rejected": [BAD]},
-        {"prompt": [ASK | {"name": None}, BAD, ASK], "chosen": [*DIALOGUE, GOOD], "rejected": "53"},
+        {"prompt": DIALOGUE, "chosen": [*DIALOGUE, GOOD | {"name": None}], "rejected": "53"},
     ],
 )
 def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tmp_path):
@@ -124,30 +120,12 @@ def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tm
 
 
 def test_template_gets_the_tools_and_switches_of_a_pair(tokenizer, tmp_path):
-    """As in the scripts, and without the keys that Arrow adds for another row's sake."""
     template = "{{ tools | length }}{{ 1 if more }}{% for m in messages %}{{ m.content }}"
-    template += "{{ 2 if 'name' in m }}{% endfor %}="
+    template += "{% endfor %}="
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=template)
-    rows = [
-        ROW | {"tools": [{"name": "a"}], "chat_template_kwargs": {"more": True}},
-        ROW | {"prompt": [ASK | {"name": "me"}], "tools": [{"name": "b"}] * 3},
-    ]
-    for suffix in ("jsonl", "parquet"):
-        pairs = load_pairs(write_rows(tmp_path / f"pairs.{suffix}", rows), tokenizer)
-        texts = [tokenizer.decode(pair.chosen_ids[:-1]) for pair in pairs]
-        assert texts == ["1153==35", "353=2=35"]
-
-
-def test_pairs_are_of_the_configuration_that_is_named(options, tmp_path):
-    rows = [ROW | {"prompt": [ASK | {"content": f"{i}="}]} for i in range(100, 164)]
-    folder = write_configurations(tmp_path / "two_of_pairs", {"main": rows, "socratic": rows[:32]})
-    names = {"dataset": str(folder), "dataset_config": "main", "num_train_epochs": 1}
-    names |= {"eval_dataset": str(folder), "eval_dataset_split": "train"}
-    changes = {"local_mini_batch_size": 32, "save_freq": 0, "warmup_ratio": 0.0}
-    lines = run(tmp_path, options | changes | names | {"eval_dataset_config": "socratic"})
-    assert len(lines) == 2
-    with pytest.raises(ValueError, match="socratic"):
-        run(tmp_path / "other", options | changes | names)
+    row = ROW | {"tools": [{"name": "a"}], "chat_template_kwargs": {"more": True}}
+    (pair,) = load_pairs(write_rows(tmp_path / "pairs.jsonl", [row]), tokenizer)
+    assert tokenizer.decode(pair.chosen_ids[:-1]) == "1153==35"
 
 
 def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, capsys):
@@ -155,20 +133,16 @@ def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, cap
     lost = ROW | {"chosen": "3\u00e9", "rejected": "3"}
     long, longest, empty = (ROW | {"rejected": text} for text in ("5" * 12, "5" * 13, ""))
     path = write_rows(tmp_path / "pairs.jsonl", [long, EQUAL, longest, ROW, lost, empty])
-    pairs = load_pairs(path, tokenizer)
-    assert [pair.length for pair in pairs] == [18, 8, 8]
+    assert [pair.length for pair in load_pairs(path, tokenizer)] == [18, 8, 8]
     assert capsys.readouterr().out == (
         f"{path}: of 6 pairs: 2 dropped for equal responses, 1 dropped as longer than "
         "--max_token_length 18, 1 with an empty response\n"
     )
-    load_pairs(write_rows(tmp_path / "good.jsonl", [ROW]), tokenizer)
-    assert capsys.readouterr().out == ""
 
 
-OTHER = ASK | {"content": "35="}
 TWO = "`chosen` and `rejected` have different prompts"
 NO_ANSWER = "a response is a text, or messages that end with a text of the assistant; not "
-BEGINS = "the messages do not begin with those of the column `prompt`"
+HH = "\n\nHuman: 53=\n\nAssistant: "
 
 
 @pytest.mark.parametrize(
@@ -176,49 +150,30 @@ BEGINS = "the messages do not begin with those of the column `prompt`"
     [
         ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
         ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, TWO),
-        ({"chosen": [ASK, GOOD], "rejected": [ASK | {"role": "system"}, BAD]}, TWO),
-        ({"chosen": [ASK, GOOD], "rejected": [*DIALOGUE, BAD]}, TWO),
-        ({"prompt": [ASK], "chosen": "35", "rejected": [*DIALOGUE, BAD]}, TWO),
         ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
-        ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, BEGINS),
-        ({"prompt": [OTHER, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, BEGINS),
+        (
+            {"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            "the messages do not begin with those of the column `prompt`",
+        ),
         # The template would leave out the message before the response
         (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
-        ({"chosen": [ASK, BAD, GOOD], "rejected": [ASK, BAD, BAD]}, "the prompt ends with"),
-        ({"chosen": [ASK, BAD, GOOD], "rejected": [ASK, GOOD, BAD]}, TWO),
-        ({"chosen": "53=35", "rejected": "53=53"}, "it has no prompt"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "it has no prompt"),
-        (ROW | {"prompt": []}, "it has no prompt"),
         (ROW | {"prompt": ""}, "it has no prompt"),
-        (ROW | {"prompt": None}, "it has no prompt"),
-        (ROW | {"prompt": ASK}, "KeyError"),
-        (ROW | {"chosen": GOOD}, f"{NO_ANSWER}{GOOD}"),
+        # As texts they would train a model of another form than the messages that PPO has of HH
+        (
+            {"chosen": f"{HH}35", "rejected": f"{HH}53"},
+            "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
+            "scripts/data_preprocess/full_hh_rlhf.py --split rm",
+        ),
         (ROW | {"chosen": ["35"]}, f"{NO_ANSWER}['35']"),
-        (ROW | {"chosen": []}, f"{NO_ANSWER}[]"),
-        (ROW | {"chosen": 35}, f"{NO_ANSWER}35"),
         (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
-        (ROW | {"chosen": [GOOD | {"content": ["35", "53"]}]}, NO_ANSWER),
         ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
         ({"prompt": "53=", "chosen": "35"}, "KeyError: 'rejected'"),
-        (ROW | {"rejected": None}, "KeyError: 'rejected'"),
     ],
 )
 def test_row_that_is_no_pair_is_refused_by_its_name(row, message, tokenizer, tmp_path):
     path = write_rows(tmp_path / "pairs.jsonl", [ROW, row, ROW])
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
         load_pairs(path, tokenizer)
-
-
-def test_dialogues_of_hhs_own_form_are_told_which_program_makes_pairs(tokenizer, tmp_path):
-    """As texts they would train a model of another form than the messages that PPO has of HH."""
-    good, bad = (f"\n\nHuman: 53=\n\nAssistant: {text}" for text in ("35", "53"))
-    path = write_rows(tmp_path / "pairs.jsonl", [{"chosen": good, "rejected": bad}])
-    with pytest.raises(
-        ValueError, match=r"row 0: .* HH's form run scripts/\S+ --split rm$"
-    ) as error:
-        load_pairs(path, tokenizer)
-    program = re.search(r"scripts/\S+", str(error.value))[0]
-    assert (REPO / program).exists()
 
 
 @pytest.fixture(scope="module")
@@ -229,36 +184,35 @@ def options(assets, accelerator, tmp_path_factory):
     path = str(write_rows(folder / "pairs.jsonl", [EQUAL, *rows]))
     AutoTokenizer.from_pretrained(assets / "model", pad_token="<|end|>").save_pretrained(folder)
     options = {"dataset": path, "eval_dataset": path, "tokenizer_name_or_path": str(folder)}
+    # A file has no configurations
+    options |= {"dataset_config": "main", "eval_dataset_config": "other"}
     options |= {"run_name": "run", "dtype": "float32", "per_device_train_batch_size": 32}
     schedule = {"num_train_epochs": 2, "learning_rate": 2e-3, "warmup_ratio": 0.3, "save_freq": 3}
     return options | schedule
 
 
 def run(folder, options):
-    rm.main(rm.Args(output_dir=str(folder), **options))
+    train_in_this_process(rm.Args(output_dir=str(folder), **options))
     return [without_clock(line) for line in read_json_lines(folder / "run/metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    seen = SimpleNamespace(folder=folder, orders=[], lack_gradients=[], held_once=[])
-
-    def note_update(given):
-        seen.orders.append(given["mini_batch"])
-        seen.lack_gradients.append({p.grad is None for p in given["reward_model"].parameters()})
-
-    def note_model(given):
-        seen.held_once.append(given["self"].ddp_handler.gradient_as_bucket_view)
-
-    def note_optimizer(given):
-        seen.held_once.append(given["fused"])
-
+    seen = SimpleNamespace(folder=tmp_path_factory.mktemp("whole"), orders=[], sources=[])
     with pytest.MonkeyPatch.context() as patch:
-        hooks.before(rm, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.before(Accelerator, "prepare_model", note_model, put=patch.setattr)
-        hooks.before(torch.optim.AdamW, "__init__", note_optimizer, put=patch.setattr)
-        seen.metrics = run(folder, options)
+        hooks.before(
+            rm,
+            "accumulate_gradients",
+            lambda given: seen.orders.append(given["mini_batch"]),
+            put=patch.setattr,
+        )
+        hooks.before(
+            rm,
+            "load_rows",
+            lambda given: seen.sources.append((given["config"], given["split"])),
+            put=patch.setattr,
+        )
+        seen.metrics = run(seen.folder, options)
     return seen
 
 
@@ -271,26 +225,18 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     scores = scores_alone(AutoModelForSequenceClassification.from_pretrained(path), pairs)
     expected = whole.metrics[-1] | rm.evaluation_metrics(scores)
     assert whole.metrics[-1] == pytest.approx(expected, rel=1e-4)
-    args = tiny_args(model_name_or_path=path, per_device_train_batch_size=7)
-    again = rm.score_all(accelerator, rm.load_reward_model(args, PAD), pairs, args)
-    torch.testing.assert_close(again, scores, rtol=0, atol=1e-5)
     args = rollouts.tiny_args()
-    ppos = ppo.load_classifier(accelerator, path, args, trained=False)
+    model = ppo.load_classifier(accelerator, path, args, trained=False)
     responses = [
         rollouts.response_of(ppo.Prompt("", "", ids[:5], None, None, None), ids[5:])
         for ids in [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
     ]
-    ppos = torch.tensor(ppo.reward_model_scores(accelerator, ppos, responses, args))
-    torch.testing.assert_close(ppos.view(2, -1), scores, rtol=0, atol=1e-5)
-
-
-def test_gradients_are_in_ddps_buckets_alone_and_stay_there(whole):
-    """Others beside them would take as much memory again."""
-    assert whole.lack_gradients == [{True}, *[{False}] * 5]
-    assert whole.held_once == [True, True]  # and the optimizer is fused
+    of_ppo = torch.tensor(ppo.reward_model_scores(accelerator, model, responses, args))
+    torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
 def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
+    assert whole.sources == [("main", "train"), ("other", "test")]
     orders = torch.tensor(whole.orders).view(2, 192)
     assert orders.sort().values.tolist() == [list(range(192))] * 2
     assert not torch.equal(*orders)
@@ -308,7 +254,7 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     state.write_text(json.dumps(saved | {"seconds": 1000.0}))
     assert run(tmp_path, options | {"resume_from_checkpoint": "latest"}) == whole.metrics
     after = read_json_lines(tmp_path / "run/metrics.jsonl")
-    assert 1000 < after[3]["time/from_scratch"] < 1100  # they go on
+    assert 1000 < after[3]["time/from_scratch"] < 2000  # they go on
     one, other = (folder / "run/model/model.safetensors" for folder in (whole.folder, tmp_path))
     assert one.read_bytes() == other.read_bytes()
 
@@ -329,37 +275,19 @@ def test_other_pairs_and_arguments_are_refused(changes, message, options, whole)
         run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)
 
 
-def test_attention_never_computes_in_float32_where_the_run_is_in_bfloat16(
-    options, tmp_path, monkeypatch
-):
-    """flash-attn refuses float32, which transformers gives it outside of autocast."""
-
-    def attend(module, *query_key_value, **others):
-        *tensors, mask = query_key_value
-        dtype = get_target_dtype(tensors[0], module) or tensors[0].dtype
-        assert dtype == torch.bfloat16
-        tensors = [tensor.to(dtype) for tensor in tensors]
-        return sdpa_attention_forward(module, *tensors, mask, **others)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "half_only", attend)
-    changes = {"attn_implementation": "half_only", "dtype": "bfloat16", "num_train_epochs": 1}
-    *_, last = run(tmp_path, options | changes | {"warmup_ratio": 0.0})
-    assert last["training_step"] == 3 and "eval/accuracy" in last
-
-
 def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch):
     monkeypatch.setattr(rm, "preference_loss", lambda chosen, *_: chosen * math.nan)
-    with pytest.raises(FloatingPointError, match="the gradient of update 1 is not finite"):
+    with pytest.raises(FloatingPointError, match=r"not finite; its batch is .*bad_batch\.pt"):
         run(tmp_path, options)
+    assert len(torch.load(tmp_path / "run/bad_batch.pt")["pairs"]) == 64
 
 
 @pytest.mark.slow
-def test_two_ranks_learn(options, assets, tmp_path):
-    rows = rm.load_rows(str(assets / "preference_train.parquet"), None, None)[:3200]
-    options = options | {"dataset": str(write_rows(tmp_path / "pairs.jsonl", rows))}
-    options |= {"eval_dataset": str(assets / "preference_test.parquet")}
-    options |= {"output_dir": tmp_path}
+def test_two_ranks_do_what_one_does(options, whole, tmp_path):
+    halves = {"local_mini_batch_size": rm.Args.local_mini_batch_size // 2}
+    options = options | halves | {"output_dir": tmp_path}
     command = [sys.executable, *TWO_RANKS, "scripts/train_reward_model.py", *flags_of(options)]
-    subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=280)
-    metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
-    assert metrics[0]["objective/accuracy"] < 0.7 and metrics[-1]["eval/accuracy"] > 0.8
+    subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=900)
+    lines = map(without_clock, read_json_lines(tmp_path / "run/metrics.jsonl"))
+    for line, expected in zip(lines, whole.metrics, strict=True):
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-3)  # sums in another order: 6e-6
