@@ -637,7 +637,7 @@ OPEN_INSTRUCT = {"messages": [ASK], "ground_truth": "72", "dataset": "gsm8k"}
 LOST = [ROW, ROW | {"prompt": "5\u00e9\u2028\u20ac4="}] * 35  # one of them ends a line
 UNWRITABLE = [ROW, truth("5\u00e94")] * 35
 OF_ITS_OWN = [ROW | {"data_source": f"mine/{number}"} for number in range(40)]
-WARMS_UP = "global ready; time.sleep(0 if 'ready' in globals() else 0.3); ready = True"
+WARMS_UP = "global ready; time.sleep(0 if 'ready' in globals() else 1.2); ready = True"
 WARMS_UP = call(f"{WARMS_UP}; return float(truth in text)")
 NOTHING_ALONE = given(penalty_reward_value=-1.0, r1_style_format_reward=2.0)
 HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
@@ -769,8 +769,8 @@ PLANS = {
         "20 sources that were tried scores 1, a wrong answer 0, an empty one 0",
     ),
     "slow first call": (
-        together(WARMS_UP, given(reward_timeout=0.5)),
-        "a call of the reward took 0. | when the file is imported, or raise --reward_timeout",
+        together(WARMS_UP, given(reward_timeout=2.2)),
+        "a call of the reward took | when the file is imported, or raise --reward_timeout",
     ),
     "flags that do nothing": (
         NOTHING_ALONE,
