@@ -20,29 +20,19 @@ the turns of the same round; the mean and the largest staleness of a token.
 """
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent.parent
+from run import REPO, flags_of, make_endless_model, run
+
 sys.path.insert(0, str(REPO / "scripts"))
-from fork import write_fork  # noqa: E402
+from fork import write_fork
 
 WARM_UP = 10  # steps left out: until batches are as old as they get
-FLAGS = {
-    "dtype": "float32",
-    "number_samples_per_prompt": 4,
-    "per_device_train_batch_size": 16,
-    "num_evals": 0,
-    "learning_rate": 1e-6,
-    "output_dir": "output",
-    "run_name": "run",
-}
+GROUP = 4  # responses to a prompt
 LENGTHS = """
 
 def drawn_length(seed, args):
@@ -85,46 +75,34 @@ def prepare(folder):
     """Writes the two scripts, a reward, and the model to a folder."""
     shutil.copy(REPO / "grpo_vllm_async.py", folder / "script.py")
     write_fork("inflight", folder / "fork.py")
-    stretch(
-        folder / "script.py",
-        "max_tokens=args.response_length,",
-        "max_tokens=drawn_length(seed, args),",
-    )
-    stretch(
-        folder / "fork.py",
-        "max_tokens=args.response_length - ",
-        "max_tokens=drawn_length(response.seed, args) - ",
-    )
+    for name, sampled in (("script.py", ""), ("fork.py", "response.")):
+        most = "args.response_length" + (" - " if sampled else ",")
+        drawn = most.replace("args.response_length", f"drawn_length({sampled}seed, args)")
+        stretch(folder / name, f"max_tokens={most}", f"max_tokens={drawn}")
     (folder / "reward.py").write_text(REWARD, "utf-8")
-    shutil.copytree(REPO / "debug_assets/model", folder / "model")
-    # The tokenizer's end token stops a response, too
-    for name in ("config", "generation_config", "tokenizer_config"):
-        path = folder / "model" / f"{name}.json"
-        end = {"eos_token": "<|unknown|>"} if name == "tokenizer_config" else {"eos_token_id": 5}
-        path.write_text(json.dumps(json.loads(path.read_bytes()) | end), "utf-8")
+    make_endless_model(folder / "model")
 
 
-def run(folder, script, spread, args, flags):
+def measure(folder, script, spread, args, flags):
     """Seconds a batch, and the mean and largest staleness, of a run."""
-    shutil.rmtree(folder / "output", ignore_errors=True)
-    episodes = args.prompts * FLAGS["number_samples_per_prompt"]
-    values = FLAGS | {"local_rollout_batch_size": args.prompts, "local_mini_batch_size": episodes}
-    values |= {"total_episodes": (WARM_UP + args.steps) * episodes}
-    values |= {"response_length": args.response_length}
-    values |= {"dataset": REPO / "debug_assets/train.parquet", "model_name_or_path": "model"}
-    values |= {"reward_fn": "reward.py:score", "reward_workers": 1}
-    command = [sys.executable, script]
-    for name, value in values.items():
-        command += [f"--{name}", str(value)]
-    environment = os.environ | {"LENGTH_SPREAD": str(spread), "STEP_MS": str(args.step_ms)}
-    environment["OMP_NUM_THREADS"] = "1"
-    result = subprocess.run(
-        [*command, *flags], cwd=folder, env=environment, capture_output=True, encoding="utf-8"
-    )
-    if result.returncode:
-        sys.exit(result.stderr)
-    text = (folder / "output/run/metrics.jsonl").read_text("utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    options = {
+        "dataset": "debug_assets/train.parquet",
+        "model_name_or_path": folder / "model",
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_workers": 1,
+        "dtype": "float32",
+        "learning_rate": 1e-6,
+        "num_evals": 0,
+        "response_length": args.response_length,
+        "total_episodes": (WARM_UP + args.steps) * args.prompts * GROUP,
+        "local_rollout_batch_size": args.prompts,
+        "number_samples_per_prompt": GROUP,
+        "local_mini_batch_size": args.prompts * GROUP,
+        "per_device_train_batch_size": 16,
+    }
+    words = [folder / script, *flags_of(options), *flags]
+    lines, _ = run(words, folder, LENGTH_SPREAD=str(spread), STEP_MS=str(args.step_ms))
     lines = lines[WARM_UP - 1 : -1]  # the last step has nothing to overlap with
     first, last = lines[0]["time/from_scratch"], lines[-1]["time/from_scratch"]
     staleness = [line["policy/staleness"] for line in lines]
@@ -147,21 +125,22 @@ def main():
     arms = {"turns": ("script.py", ["--no-async_mode"]), "async": ("script.py", [])}
     for bound in args.staleness:
         arms[f"in flight, {bound}"] = ("fork.py", ["--max_staleness", str(bound)])
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
         for spread in args.spreads:
-            results = {name: [] for name in arms}
+            results = {arm: [] for arm in arms}
             for _ in range(args.rounds):
-                for name, (script, options) in arms.items():
-                    found = run(Path(folder), script, spread, args, [*options, *flags])
-                    results[name].append(found)
-            for name, rows in results.items():
+                for arm, (script, options) in arms.items():
+                    found = measure(folder, script, spread, args, [*options, *flags])
+                    results[arm].append(found)
+            for arm, rows in results.items():
                 ratios = [a[0] / b[0] for a, b in zip(results["turns"], rows, strict=True)]
                 seconds, mean, largest = (
                     statistics.median(column) for column in zip(*rows, strict=True)
                 )
                 print(
-                    f"spread {spread:g}, {name}: {seconds:.2f} s a batch, "
+                    f"spread {spread:g}, {arm}: {seconds:.2f} s a batch, "
                     f"{statistics.median(ratios):.2f} times as fast as turns "
                     f"({min(ratios):.2f} to {max(ratios):.2f}), "
                     f"staleness {mean:.2f}, at most {largest:g}",

@@ -27,11 +27,9 @@ at the end.
 """
 
 import argparse
+import atexit
 import contextlib
-import importlib
-import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -41,7 +39,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu_check import REPO, debug_command
+from run import REPO, call_main, debug_command, run
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO))
@@ -61,11 +59,8 @@ def start_vllm(config, head_dtype, max_length, args):
         environment, options = settings(*given)
         return environment, options | {"hf_overrides": {"head_dtype": head_dtype}}
 
-    script.vllm_settings = with_head
-    try:
+    with mock.patch.object(script, "vllm_settings", with_head):
         return script.VLLM((0, 1, ()), config, max_length, args)
-    finally:
-        script.vllm_settings = settings
 
 
 @torch.no_grad()
@@ -214,9 +209,8 @@ def compare_adapters(count, prompts, args):
     script.end_children()
 
 
-def run_noted(name, flags):
-    """Does what `python NAME FLAGS` does, and prints what the checks saw."""
-    script = importlib.import_module(name.removesuffix(".py"))
+def note_checks(script):
+    """Has a script print what its checks saw, when it ends."""
     check_sampler, check_draws, kls, errors = script.check_sampler, script.check_draws, [], []
 
     def note_draws(*given):
@@ -226,25 +220,18 @@ def run_noted(name, flags):
     script.check_sampler = lambda *given: kls.append(check_sampler(*given)) or kls[-1]
     script.check_draws = note_draws
     script.run_program = lambda *_: None  # no pictures
-    try:
-        script.main(script.tyro.cli(script.Args, args=flags))
-        print(f"\nseen: {len(errors)} | {max(kls):.1e} | {min(errors):.1f}", flush=True)
-    except BaseException as error:
-        script.end_at_once(error)
+    atexit.register(lambda: print(f"\nseen: {len(errors)} | {max(kls):.1e} | {min(errors):.1f}"))
 
 
 def compare_runs(seeds):
     print("| run | seed | steps | largest KL | lowest sum | right |\n|---|---|---|---|---|---|")
     for seed in range(1, seeds + 1):
         for name, more in {"ppo": [], "grpo": ["--beta", "0.001"]}.items():
+            flags = [*debug_command(name), *more, "--no-async_mode", "--seed", str(seed)]
             with tempfile.TemporaryDirectory() as folder:
-                flags = [*debug_command(name), *more, "--no-async_mode", "--seed", str(seed)]
-                flags += ["--output_dir", folder, "--run_name", "run"]
-                command = [sys.executable, __file__, "--run", *flags]
-                said = subprocess.check_output(command, encoding="utf-8", cwd=REPO)
-                last = Path(folder, "run", "metrics.jsonl").read_text("utf-8").splitlines()[-1]
-            rate = json.loads(last)["eval/verifiable_correct_rate"]
-            seen = said.rpartition("\nseen: ")[2].strip()
+                lines, said = run([__file__, "--run", *flags], folder)
+            seen = said.rpartition("\nseen: ")[2].partition("\n")[0]
+            rate = lines[-1]["eval/verifiable_correct_rate"]
             print(f"| {name} | {seed} | {seen} | {rate:.1%} |", flush=True)
 
 
@@ -254,7 +241,7 @@ def longest_row(prompts, args):
 
 def main():
     if sys.argv[1:2] == ["--run"]:
-        return run_noted(sys.argv[2], sys.argv[3:])
+        return call_main(REPO / sys.argv[2], sys.argv[3:], note_checks)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,13 +15,9 @@ and micro-batches of 8 rows.
 """
 
 import argparse
-import importlib
-import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from run import REPO, call_main, flags_of, run
 
-REPO = Path(__file__).resolve().parents[2]
 PROMPTS, GROUP, MICRO_BATCH = 16, 8, 8  # of a step
 MOST, AT_MOST = 2048, 0.05  # tokens of a response, and the share of responses that have so many
 MEAN, SIGMA = 300, 0.9
@@ -58,10 +54,8 @@ def response_length(choice):
 # ------------------------------------------------------------------------------- inside of the run
 
 
-def run(path, flags):
-    """Does what `python SCRIPT FLAGS...` does, without vLLM and by the processor's clock."""
-    sys.path.insert(0, str(path.parent))
-    script = importlib.import_module(path.stem)
+def without_vllm(script):
+    """Gives the script a stub of vLLM, scores at random, and the processor's clock."""
 
     class StubVLLM:
         def __init__(self, placement, config, max_length, args):
@@ -96,7 +90,6 @@ def run(path, flags):
     script.timed = timed
     script.check_sampler = script.check_draws = lambda *_, **__: 0.0  # the stub has no model
     script.subprocess.run = lambda *_, **__: None  # no pictures
-    script.main(script.tyro.cli(script.Args, args=flags))
 
 
 # ----------------------------------------------------------------------------------- the comparison
@@ -126,37 +119,23 @@ def make_assets(folder, prompts):
 
 def measure(path, folder, updates, given):
     """Seconds of a step in the mean, and tokens of a response."""
+    flags = {
+        "model_name_or_path": folder / "model",
+        "dataset": folder / "train.parquet",
+        "dtype": "float32",
+        "beta": 0.0,
+        "max_prompt_token_length": max(given.prompts),
+        "response_length": MOST,
+        "total_episodes": given.steps * PROMPTS * GROUP,
+        "local_rollout_batch_size": PROMPTS,
+        "number_samples_per_prompt": GROUP,
+        "local_mini_batch_size": PROMPTS * GROUP // updates,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "num_evals": 0,
+    }
     with tempfile.TemporaryDirectory(dir=folder) as output_dir:
-        flags = {
-            "model_name_or_path": folder / "model",
-            "dataset": folder / "train.parquet",
-            "output_dir": output_dir,
-            "run_name": "run",
-            "dtype": "float32",
-            "beta": 0.0,
-            "max_prompt_token_length": max(given.prompts),
-            "response_length": MOST,
-            "total_episodes": given.steps * PROMPTS * GROUP,
-            "local_rollout_batch_size": PROMPTS,
-            "number_samples_per_prompt": GROUP,
-            "local_mini_batch_size": PROMPTS * GROUP // updates,
-            "per_device_train_batch_size": MICRO_BATCH,
-            "num_evals": 0,
-        }
-        command = [sys.executable, __file__, "--run", path.resolve()]
-        command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-        )
-        if done.returncode:
-            sys.exit(done.stdout)
-        lines = Path(output_dir, "run/metrics.jsonl").read_text("utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
+        words = [__file__, "--run", path.resolve(), *flags_of(flags)]
+        steps, _ = run(words, output_dir, ACCELERATE_USE_CPU="true")
     seconds = statistics.mean(step["time/forward"] + step["time/update"] for step in steps)
     return seconds, statistics.mean(step["objective/sequence_lengths"] for step in steps)
 
@@ -183,16 +162,14 @@ def main():
             if len(lengths) > 1:
                 sys.exit(f"not the same responses: {lengths} tokens in the mean")
             medians = map(statistics.median, zip(*seconds, strict=True))
-            words = " against ".join(f"{median:.1f}" for median in medians)
-            ratio = statistics.median(first / last for first, *_, last in seconds)
-            print(
-                f"{updates} updates a step: {words} s, ratio {ratio:.2f}",
-                flush=True,
-            )
+            words = " against ".join(f"{median:.1f}" for median in medians) + " s"
+            if len(given.scripts) == 2:
+                words += f", ratio {statistics.median(a / b for a, b in seconds):.2f}"
+            print(f"{updates} updates a step: {words}", flush=True)
 
 
 if __name__ == "__main__":
     if "--run" in sys.argv[1:2]:
-        run(Path(sys.argv[2]), sys.argv[3:])
+        call_main(sys.argv[2], sys.argv[3:], without_vllm)
     else:
         main()
