@@ -2,15 +2,16 @@
 
 import ast
 import re
+import statistics
 import sys
-from types import SimpleNamespace
 
 import failures
 import fork
 import pytest
 from helpers import REPO
+from helpers.files import read_json_lines
 
-RESULTS = REPO / "docs" / "failures.jsonl"
+SEEDS = (1, 2, 3)
 NAMES = list(failures.FAILURES)
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -46,118 +47,83 @@ def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
     assert 0 < len(changed) <= 16
 
 
-def test_all_are_told_by_the_runs_in_the_docs(page):
+@each
+def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name, page):
     """A diff, a task or a flag of the debug commands that changes asks for new runs."""
-    table, not_told = failures.table_of(NAMES, failures.Results(RESULTS))
-    assert not_told == []
-    assert "\n".join(table) in page
+    recorded, failure = read_json_lines(failures.RECORDED), failures.FAILURES[name]
+    right, wrong, ended = [], [], set()
+    for seed in SEEDS:
+        lines = [failures.find(run, recorded) for run in failures.runs_of(name, seed)]
+        is_ended = lines[1]["error"] is not None
+        ended |= {lines[1]["completed_steps"] + 1} if is_ended else set()
+        right.append(lines[0])
+        wrong.append(lines[1 + is_ended])
+    values = [[failures.value_of(failure, line) for line in side] for side in (right, wrong)]
+    below, above = sorted(values)
+    assert min(above) - max(below) > max(values[0]) - min(values[0])
+    scores = [
+        [statistics.fmean(line["metrics"]["objective/scores"][-5:]) for line in side]
+        for side in (right, wrong)
+    ]
+    cells = [", ".join(f"{value:.3g}" for value in side) for side in [*values, *scores]]
+    cells.append(f"in step {', '.join(map(str, sorted(ended)))}" if ended else "none does")
+    first, last = failure.steps
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    assert f"| {name} | `{failure.metric}`, {steps} | {' | '.join(cells)} |" in page
 
 
 # ---------------------------------------------------------------------------- the program, faked
 
 
-def line_of(run, metrics, error=None):
-    steps = len(metrics["objective/scores"])
-    return vars(run) | {"completed_steps": steps, "error": error, "metrics": metrics}
-
-
 @pytest.fixture
 def call(monkeypatch, tmp_path):
-    """call(start, "temperature") -> exit status: failures.py with start(run) in place of runs."""
+    """call("temperature") runs failures.py: each run(words, ...) gives call.outcome(words)."""
 
-    def call(start, *words):
-        results = str(tmp_path / "failures.jsonl")
-        monkeypatch.setattr(sys, "argv", ["failures.py", "--results", results, *words])
-        monkeypatch.setattr(failures, "start", start)
-        monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: None)
-        monkeypatch.chdir(REPO)  # main() does, too
-        try:
-            failures.main()
-        except SystemExit as end:
-            return end.code
-        return None
+    def run(words, folder, expected=None):
+        call.ran.append([words[2], expected])
+        return call.outcome(words)
 
-    call.results = tmp_path / "failures.jsonl"
+    def call(*words):
+        monkeypatch.setattr(
+            sys, "argv", ["failures.py", "--results", str(tmp_path / "a/f.jsonl"), *words]
+        )
+        monkeypatch.setattr(failures, "run", run)
+        monkeypatch.setattr(failures, "make_debug_assets", lambda: None)
+        monkeypatch.setattr(fork, "write_fork", lambda name, path, is_bug: call.forked.append(name))
+        failures.main()
+
+    call.ran, call.forked, call.results = [], [], tmp_path / "a/f.jsonl"
     return call
 
 
-def test_goes_on_where_it_was_stopped_and_runs_again_without_the_check(call, capsys):
-    metric, ran = failures.FAILURES["temperature"].metric, []
-
-    def start(run):
-        ran.append((run.diff, run.checks, run.seed))
-        if run.diff and run.checks == "on":
-            return line_of(run, {"objective/scores": []}, failures.CAUGHT)
-        value = 0.5 if run.diff else 0.001 * run.seed
-        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
-
-    assert call(start, "temperature") == 0
-    assert ran == [
-        (diff, checks, seed)
-        for seed in (1, 2, 3)
-        for diff, checks in ((None, "on"), ("temperature", "on"), ("temperature", "off"))
-    ]
+def test_a_wrong_run_that_is_ended_runs_again_without_the_check(call, capsys):
+    lines = [{"objective/scores": 0.3, "mismatch/kl": 0.5}] * 40
+    caught = f"Traceback:\n{failures.CAUGHT}: 0.06\nvLLM ends\n"
+    call.outcome = lambda words: (
+        ([], caught) if words[2] == "on" and len(call.forked) == 1 else (lines, "")
+    )
+    call("temperature")
+    assert call.ran == [["on", None], ["on", failures.CAUGHT], ["off", None]]
+    assert call.forked == ["temperature", "temperature"]
     out = capsys.readouterr().out
-    assert "| 0.001, 0.002, 0.003 | 0.5, 0.5, 0.5 |" in out and "| in step 1 |" in out
-    lines = call.results.read_text().splitlines()
-    call.results.write_text("\n".join(lines[:-1]) + "\n")
-    assert call(start, "temperature") == 0
-    assert ran[9:] == [("temperature", "off", 3)]
-    assert call(None, "--draw", "temperature") == 0
-    assert call.results.with_suffix(".png").exists()
-
-
-def test_failure_that_is_not_told_is_an_error(call, capsys):
-    metric = failures.FAILURES["temperature"].metric
-
-    def start(run):
-        value = 0.002 if run.diff else 0.001 * run.seed
-        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
-
-    assert call(start, "temperature") == 1
-    out = capsys.readouterr().out
-    assert "NOT TOLD: temperature" in out and "none does" in out
-
-
-def test_runs_of_another_diff_are_not_taken_for_this_one(call, monkeypatch, capsys):
-    metric = failures.FAILURES["temperature"].metric
-
-    def start(run):
-        value = 0.5 if run.diff else 0.001 * run.seed
-        return line_of(run, {"objective/scores": [0.3], metric: [value] * 40})
-
-    assert call(start, "temperature") == 0
-    monkeypatch.setattr(failures, "hash_of", lambda names: str(len(names)))
-    assert call(start, "temperature", "--draw") == 1
-    assert "| temperature | not run |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("diff", "checks", "error"),
-    [
-        ("temperature", "on", "RuntimeError: Engine core initialization failed"),
-        ("temperature", "off", failures.CAUGHT),
-        (None, "on", failures.CAUGHT),
-        ("temperature", "on", ""),
-    ],
-)
-def test_run_that_fails_otherwise_has_no_line(diff, checks, error, monkeypatch):
-    ended = SimpleNamespace(returncode=1, stdout="what it said", stderr=error)
-    monkeypatch.setattr(failures.subprocess, "run", lambda *_, **__: ended)
-    monkeypatch.setattr(fork, "write_fork", lambda name, path, is_bug: None)
-    with pytest.raises(RuntimeError, match="what it said"):
-        failures.start(failures.Run("grpo_vllm_async.py", diff, checks, [], 1, ""))
+    right, ended, unchecked = read_json_lines(call.results)
+    assert "right, seed 1: 0.5, last scores 0.3 (docs/failures.jsonl: 9.46e-14," in out
+    assert "temperature, seed 1: ended in step 1 by check_sampler (docs/failures.jsonl: end" in out
+    assert "temperature, no check, seed 1: 0.5, last" in out
+    assert [line["completed_steps"] for line in (right, ended, unchecked)] == [40, 0, 40]
+    assert ended["error"] == f"{failures.CAUGHT}: 0.06" and right["error"] is None
+    assert unchecked["metrics"]["mismatch/kl"] == [0.5] * 40
 
 
 def test_commands_are_shown_with_the_check_off_as_well(call, capsys):
-    assert call(None, "temperature", "--show") is None
-    lines = capsys.readouterr().out.splitlines()
-    made = "python scripts/fork.py --bug temperature grpo_temperature.py"
-    assert lines[1:3] == ["# temperature", made]
+    call("temperature", "--show")
+    made, *commands = capsys.readouterr().out.splitlines()[2:]
+    assert made == "python scripts/fork.py --bug temperature grpo_temperature.py"
     programs = ["grpo_temperature.py", "grpo_vllm_async.py"]
     programs.append("scripts/benchmark/failures.py --run off grpo_temperature.py")
-    for line, program in zip(lines[3:], programs, strict=True):
+    for line, program in zip(commands, programs, strict=True):
         assert line.startswith(f"python {program} --dataset") and "--temperature 0.7" in line
+    assert call.ran == []
 
 
 # ----------------------------------------------------------------------------- with a real vLLM
@@ -172,6 +138,6 @@ def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
         for checks in ("on", "off")
     )
     assert wrong["completed_steps"] == 0
-    assert re.match("RuntimeError: vLLM's log-probabilities are off", wrong["error"])
+    assert wrong["error"].startswith("RuntimeError: vLLM's log-probabilities are off")
     assert unchecked["error"] is None and unchecked["completed_steps"] == 1
     assert unchecked["metrics"]["mismatch/kl"][0] > 1e-3
