@@ -11,7 +11,7 @@ BUDGETS = {
     "ppo_sync.py": 16_295,
     "ppo_vllm_async.py": 16_725,
     "grpo_vllm_async.py": 16_785,
-    "scripts/train_reward_model.py": 4_570,
+    "scripts/train_reward_model.py": 2_850,
     "scripts/preflight.py": 8_700,
     "scripts/odd_data.py": 1_845,
     "scripts/plan.py": 3_300,

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import train_reward_model
 from helpers import SCRIPTS, TRAINER, formulas, preference_pairs, rollouts
 from helpers.files import write_rows
 from helpers.rollouts import VOCAB, make_rollout, tiny_args
@@ -129,7 +128,7 @@ def test_reward_trainer_refuses_an_encoder(assets, tmp_path):
     paths = {"dataset": pairs, "output_dir": tmp_path, "model_name_or_path": tmp_path}
     options = {name: str(path) for name, path in paths.items()} | {"warmup_ratio": 0.0}
     with pytest.raises(ValueError, match="attends to later tokens; it must be a causal model"):
-        train_reward_model.main(preference_pairs.tiny_args(**options, local_mini_batch_size=1))
+        preference_pairs.train(preference_pairs.tiny_args(**options, local_mini_batch_size=1))
 
 
 # ------------------------------------------------------------------------ the head on tensor cores
@@ -183,7 +182,7 @@ def test_attention_of_cudnn_is_off(name, run_main, monkeypatch):
     monkeypatch.setattr("accelerate.Accelerator.__init__", look)
     with pytest.raises(Enough):
         if name == TRAINER:
-            train_reward_model.main(preference_pairs.tiny_args())
+            preference_pairs.train(preference_pairs.tiny_args())
         else:
             run_main(name)
 

@@ -199,7 +199,7 @@ def test_accelerate_that_would_divide_gradients_is_refused(tmp_path, monkeypatch
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     options = {"output_dir": tmp_path, "dataset": "not_read.jsonl"}
     with pytest.raises(ValueError, match=r"accelerate.*must be 1|accelerate's gradient accum"):
-        train_reward_model.main(preference_pairs.tiny_args(**options))
+        preference_pairs.train(preference_pairs.tiny_args(**options))
     assert list(tmp_path.iterdir()) == []
 
 

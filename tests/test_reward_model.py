@@ -15,7 +15,7 @@ from helpers import REPO, hooks, rollouts
 from helpers.files import read_json_lines, write_rows
 from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
 from helpers.preference_pairs import train as train_in_this_process
-from helpers.processes import TWO_RANKS, environment, flags_of, gradient_of_ranks
+from helpers.processes import TWO_RANKS, environment, flags_of
 from helpers.rollouts import PAD, STOP
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -37,13 +37,13 @@ def scores_alone(model, pairs):
 
 
 def test_evaluation_metrics_are_those_of_their_definitions():
-    # 30 pairs 60% sure, 20 of them right; 10 pairs 80% sure and 10 certain, none right; 10 ties
-    sixty, eighty = math.log(1.5), math.log(4)
-    margins = [sixty] * 20 + [-sixty] * 10 + [-eighty] * 10 + [-1000.0] * 10 + [0.0] * 10
-    loss = 10_000 + 20 * math.log(1 + 1 / 1.5) + 10 * math.log(2.5) + 10 * math.log(10)
+    # 30 pairs 60% sure, 20 of them right; 20 certain, none right; 10 ties
+    sixty = math.log(1.5)
+    margins = [sixty] * 20 + [-sixty] * 10 + [-1000.0] * 20 + [0.0] * 10
+    loss = 20_000 + 20 * math.log(1 + 1 / 1.5) + 10 * math.log(2.5) + 10 * math.log(2)
     expected = {
         "eval/loss": loss / 60,
-        "eval/calibration_error": (20 - 18 + 8 + 10 + 5) / 60,
+        "eval/calibration_error": (20 - 18 + 20 + 5) / 60,
         "eval/accuracy": 20 / 60,  # a tie is not ranked right
         "eval/margin": sum(margins) / 60,
         "eval/scores_mean": 1 + sum(margins) / 120,
@@ -53,18 +53,10 @@ def test_evaluation_metrics_are_those_of_their_definitions():
     assert rm.evaluation_metrics(scores) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "size"), [(1, 1), (1, 3), (1, 8), pytest.param(2, 2, marks=pytest.mark.slow)]
-)
-def test_gradient_is_that_of_the_mean_over_pairs_however_cut(ranks, size, accelerator, tmp_path):
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_gradient_is_that_of_the_mean_over_pairs_however_cut(size, accelerator):
     model, pairs = tiny_reward_model(), make_pairs()
-    if ranks == 1:
-        gradient, metrics = gradient_and_sums(accelerator, model, size)
-    else:
-        result = gradient_of_ranks("reward_model", ranks, size, tmp_path)
-        gradient, metrics = result["gradient"], result["sums"]
-        scores = scores_alone(model.model, pairs[:5])
-        torch.testing.assert_close(result["forward"], scores, rtol=0, atol=1e-5)
+    gradient, metrics = gradient_and_sums(accelerator, model, size)
     model.zero_grad()
     good, bad = scores_alone(model.model, pairs)
     loss = (torch.log1p((bad - good).exp()) + 0.1 * (good + bad) ** 2).mean()
@@ -183,7 +175,8 @@ def options(assets, accelerator, tmp_path_factory):
     rows = rm.load_rows(str(assets / "preference_train.parquet"), None, None)[:192]
     path = str(write_rows(folder / "pairs.jsonl", [EQUAL, *rows]))
     AutoTokenizer.from_pretrained(assets / "model", pad_token="<|end|>").save_pretrained(folder)
-    options = {"dataset": path, "eval_dataset": path, "tokenizer_name_or_path": str(folder)}
+    few = str(write_rows(folder / "few.jsonl", rows[:33]))  # one of two ranks has a pair more
+    options = {"dataset": path, "eval_dataset": few, "tokenizer_name_or_path": str(folder)}
     # A file has no configurations
     options |= {"dataset_config": "main", "eval_dataset_config": "other"}
     options |= {"run_name": "run", "dtype": "float32", "per_device_train_batch_size": 32}
@@ -199,19 +192,16 @@ def run(folder, options):
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
     seen = SimpleNamespace(folder=tmp_path_factory.mktemp("whole"), orders=[], sources=[])
+
+    def note_update(given):
+        seen.orders.append(given["mini_batch"])
+
+    def note_rows(given):
+        seen.sources.append((given["config"], given["split"]))
+
     with pytest.MonkeyPatch.context() as patch:
-        hooks.before(
-            rm,
-            "accumulate_gradients",
-            lambda given: seen.orders.append(given["mini_batch"]),
-            put=patch.setattr,
-        )
-        hooks.before(
-            rm,
-            "load_rows",
-            lambda given: seen.sources.append((given["config"], given["split"])),
-            put=patch.setattr,
-        )
+        hooks.before(rm, "accumulate_gradients", note_update, put=patch.setattr)
+        hooks.before(rm, "load_rows", note_rows, put=patch.setattr)
         seen.metrics = run(seen.folder, options)
     return seen
 
@@ -221,7 +211,7 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     path = str(whole.folder / "run/model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    pairs = load_pairs(options["dataset"], tokenizer)
+    pairs = load_pairs(options["eval_dataset"], tokenizer)
     scores = scores_alone(AutoModelForSequenceClassification.from_pretrained(path), pairs)
     expected = whole.metrics[-1] | rm.evaluation_metrics(scores)
     assert whole.metrics[-1] == pytest.approx(expected, rel=1e-4)
@@ -235,8 +225,11 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
-def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
+def test_configuration_and_split_are_those_of_the_dataset(whole):
     assert whole.sources == [("main", "train"), ("other", "test")]
+
+
+def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
     orders = torch.tensor(whole.orders).view(2, 192)
     assert orders.sort().values.tolist() == [list(range(192))] * 2
     assert not torch.equal(*orders)
@@ -290,4 +283,4 @@ def test_two_ranks_do_what_one_does(options, whole, tmp_path):
     subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=900)
     lines = map(without_clock, read_json_lines(tmp_path / "run/metrics.jsonl"))
     for line, expected in zip(lines, whole.metrics, strict=True):
-        assert line == pytest.approx(expected, rel=1e-3, abs=1e-3)  # sums in another order: 6e-6
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-4)  # sums in another order: 6e-6

@@ -1,8 +1,13 @@
-"""A tiny reward model and made-up pairs, for test_reward_model.py and for two_rank_gradient.py."""
+"""A tiny reward model and made-up pairs; and train_reward_model.py in this process."""
+
+import os
+import signal
+from unittest import mock
 
 import torch
 import train_reward_model as rm
 
+import ppo_sync as ppo
 from helpers.rollouts import STOP, VOCAB, tiny_classifier
 
 # Responses of (chosen, rejected): no two micro-batches have the same width.
@@ -15,7 +20,7 @@ def tiny_args(**changes):
 
 
 def tiny_reward_model():
-    return rm.RewardModel(tiny_classifier(seed=1), tiny_args())
+    return ppo.ValueModel(tiny_classifier(seed=1), tiny_args(), is_value_model=False)
 
 
 def make_pairs():
@@ -34,3 +39,15 @@ def gradient_and_sums(accelerator, model, size):
     metrics = rm.accumulate_gradients(accelerator, model, make_pairs(), list(range(8)), args)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return gradient, metrics
+
+
+def train(args):
+    """main() in this process, for whose signals and children it would set some things for good."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with mock.patch.dict(os.environ):
+            rm.main(args)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

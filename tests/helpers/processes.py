@@ -121,20 +121,6 @@ def finish(process, timeout, started_at):
     return Run(process.returncode, stdout, stderr, process.run_dir, time.monotonic() - started_at)
 
 
-def gradient_of_ranks(subject, ranks, size, folder):
-    """What two_rank_gradient.py writes on one or two ranks, with micro-batches of a size."""
-    import torch
-
-    path = folder / f"{ranks}x{size}.pt"
-    script = str(REPO / "tests" / "helpers" / "two_rank_gradient.py")
-    launcher = TWO_RANKS if ranks == 2 else ()
-    command = [sys.executable, *launcher, script, subject, str(path), str(size)]
-    subprocess.run(command, env=environment(), check=True, timeout=900, capture_output=True)
-    result = torch.load(path)
-    assert result["ranks"] == ranks
-    return result
-
-
 def answers_of_vllm(model, prompts, folder):
     """The texts that plain vLLM answers greedily; vllm_answers.py."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
