@@ -32,17 +32,17 @@ def copy_to(folder):
 
 def try_change(folder, row, is_right, is_slow):
     """What comes of a row's change: noticed, or one of RESULTS."""
-    texts = {path: path.read_text() for path in folder.glob(row.get("file", "*.py"))}
+    texts = {path: path.read_text("utf-8") for path in folder.glob(row.get("file", "*.py"))}
     texts = {path: text for path, text in texts.items() if row["text"] in text}
     if {text.count(row["text"]) for text in texts.values()} != {1}:
         return "does not apply"
     for path, text in texts.items():
-        path.write_text(text if is_right else text.replace(row["text"], row["other"]))
+        path.write_text(text if is_right else text.replace(row["text"], row["other"]), "utf-8")
     command = ["timeout", "600", sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
     command += ["-m", "slow" if is_slow else "not slow", *shlex.split(row["tests"])]
     status = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
     for path, text in texts.items():
-        path.write_text(text)
+        path.write_text(text, "utf-8")
     return RESULTS.get(status, "noticed")
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     results = []
     with tempfile.TemporaryDirectory(prefix="net_") as folder:
         copy_to(Path(folder))
-        for name, row in tomllib.loads((REPO / "tests/net.toml").read_text()).items():
+        for name, row in tomllib.loads((REPO / "tests/net.toml").read_text("utf-8")).items():
             if row.get("slow", False) == is_slow and any(word in name for word in words):
                 results.append(try_change(Path(folder), row, is_right, is_slow))
                 print(f"{results[-1]:<16}{name}", flush=True)
