@@ -2780,7 +2780,7 @@ def report_prompt_lengths(accelerator, prompts, run_dir):
     """Histograms of the prompts' token counts: token_length.png, and in the trackers."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
-    drawing.submit(run_program, "plot_lengths.py", run_dir)
+    drawing.submit(run_program, "plot_runs.py", run_dir, "--lengths")
     for tracker in accelerator.trackers:
         import wandb
 

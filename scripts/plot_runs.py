@@ -10,15 +10,20 @@ Metrics of your own come after those that the scripts have.
     # runs that differ in their seed alone as one curve, by the time they took
     python scripts/plot_runs.py output/A1 output/A2 output/B1 output/B2 \\
         --seeds --x seconds
+    # token_length.png in the run's folder: how long its prompts are
+    python scripts/plot_runs.py output/RUN --lengths
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from statistics import fmean as mean
 from typing import NamedTuple
+
+import health
 
 # What an x axis can show: the metric that it is read from, and its title
 X_AXES = {
@@ -65,18 +70,10 @@ PANELS = [
         (0, 0),
     ),
 ]
-# What the scripts log besides, with all of time/, perf/ and mismatch/: drawn if --metrics names it
-UNDRAWN = """
-    training_step episode epoch lr objective/scores_std objective/reward_failures
-    objective/non_score_reward objective/rlhf_reward objective/entropy objective/stop_rate
-    objective/loss loss/policy_avg loss/value_avg loss/kl_avg policy/approxkl_avg policy/version
-    policy/staleness val/sequence_lengths val/num_stop_token_ids val/ratio val/ratio_var
-    val/clipfrac_avg val/computed_responses val/zero_variance_groups eval/verifiable_score
-    eval/reward_model_score eval/reward_failures eval/stop_rate eval/policy_version
-    eval/calibration_error eval/scores_mean eval/scores_std
-"""
-KNOWN = {*UNDRAWN.split(), *(name for panel in PANELS for name in panel.metrics)}
-KNOWN |= {"time", "perf", "mismatch"}
+# All that the scripts and the reward trainer log; what has no panel is drawn if --metrics names it
+OF_TRAINER = {"eval/calibration_error", "eval/scores_mean", "eval/scores_std"}
+KNOWN = {"training_step", *health.METRICS, *OF_TRAINER}
+KNOWN |= {"time", "perf", "mismatch", *(name for panel in PANELS for name in panel.metrics)}
 SMALLEST_SPAN = 0.2  # of a y axis, as a share of the largest value: noise is not blown up
 LINE_STYLES = ["-", "--", ":"]
 
@@ -93,6 +90,8 @@ COLUMNS = {
     "steps": ("training_step", False),
     "minutes": ("time/from_scratch", False),
 }
+FOOTNOTE = "* the last evaluation, on held-out prompts or pairs; other columns, but steps and "
+FOOTNOTE += f"minutes: means of the last {LAST_STEPS} training steps"
 # Arguments in which the runs of one group may differ: what a seed changes, and names
 OF_A_RUN = {"seed", "data_hash", "run_name", "output_dir", "resume_from_checkpoint", "provenance"}
 OF_A_RUN |= {"with_tracking", "wandb_project_name", "wandb_entity"}
@@ -134,29 +133,6 @@ def read_metrics(run_dir):
     return read_lines(run_dir / "metrics.jsonl")
 
 
-def own_metrics(metrics: list[dict]) -> list[str]:
-    """Names of metrics that are none of the scripts': a fork's, or from a reward's dictionary.
-
-    Without those that split another metric by data source.
-
-    >>> line = {"time/reward": 2, "objective/scores": 1, "objective/scores/debug/sorting": 1}
-    >>> own_metrics([line, {"objective/reward/right": 1, "objective/reward/right/a": 1}])
-    ['objective/reward/right']
-    """
-    names = sorted({name for line in metrics for name in line})
-    wholes = {*KNOWN, *names}
-    return [
-        name
-        for name in names
-        if name not in KNOWN and not any(name.startswith(f"{whole}/") for whole in wholes)
-    ]
-
-
-def short_name(name: str) -> str:
-    """What a metric of held-out prompts and its counterpart of training have in common."""
-    return name.removeprefix("eval/").removeprefix("objective/")
-
-
 def read_runs(run_dirs: list[Path]) -> list[Run]:
     """Of several runs each is called by its path, which tells folders of one name apart."""
     runs = []
@@ -169,15 +145,25 @@ def read_runs(run_dirs: list[Path]) -> list[Run]:
     return runs
 
 
+def own_metrics(metrics: list[dict]) -> list[str]:
+    """Names of metrics that are none of the scripts': a fork's, or from a reward's dictionary.
+
+    Without those that split another metric by data source.
+    """
+    names = {name for line in metrics for name in line}
+    wholes = tuple(f"{whole}/" for whole in KNOWN | names)
+    return sorted(name for name in names - KNOWN if not name.startswith(wholes))
+
+
+def short_name(name: str) -> str:
+    """What a metric of held-out prompts and its counterpart of training have in common."""
+    return name.removeprefix("eval/").removeprefix("objective/")
+
+
 def group_seeds(runs: list[Run]) -> list[Curve]:
     """Runs whose arguments differ in nothing but seed and names become one curve.
 
     It is called by its script, and by what sets it apart from the others.
-
-    >>> def run(seed, beta):
-    ...     return Run(f"run_{seed}", [], {"exp_name": "ppo", "seed": seed, "beta": beta})
-    >>> [curve.name for curve in group_seeds([run(1, 0.0), run(2, 0.0), run(3, 0.1)])]
-    ['ppo, beta 0.0 (2 runs)', 'run_3']
     """
     groups = {}
     for run in runs:
@@ -186,56 +172,37 @@ def group_seeds(runs: list[Run]) -> list[Curve]:
     settings = [json.loads(same) for same in groups]
     curves = []
     for own, group in zip(settings, groups.values(), strict=True):
-        differing = [
-            f"{name} {value}"
-            for name, value in own.items()
-            if any(other.get(name) != value for other in settings)
-        ]
-        name = ", ".join([str(own.get("exp_name", group[0].name)), *differing[:3]])
-        name = f"{name} ({len(group)} runs)" if len(group) > 1 else group[0].name
-        curves.append(Curve(name, group))
+        apart = [name for name in own if any(other.get(name) != own[name] for other in settings)]
+        name = ", ".join([own["exp_name"], *(f"{name} {own[name]}" for name in apart[:3])])
+        is_alone = len(group) == 1
+        curves.append(Curve(group[0].name if is_alone else f"{name} ({len(group)} runs)", group))
     return curves
-
-
-def step_of(line: dict, key: str) -> int:
-    """The training steps that were done when a line's metric was taken.
-
-    An evaluation is of the policy before its line's update, but for the last one.
-
-    >>> line = {"training_step": 3, "eval/policy_version": 2}
-    >>> step_of(line, "eval/scores"), step_of(line, "objective/scores")
-    (2, 3)
-    """
-    step = line["training_step"]
-    return line.get("eval/policy_version", step) if key.startswith("eval/") else step
 
 
 # ------------------------------------------------------------------------------ the picture
 
 
 def points_of(metrics: list[dict], key: str, x_axis: str) -> dict[int, tuple[float, float]]:
-    """{training steps that were done: (x, value)} of one metric."""
+    """{training steps that were done: (x, value)} of one metric.
+
+    An evaluation is of the policy before its line's update, but for the last one. Seconds are
+    without the first step of each process, which has the start of vLLM or of CUDA in its time.
+    """
     x_metric, _ = X_AXES[x_axis]
     x_of = {0: 0} | {line["training_step"]: line[x_metric] for line in metrics if x_metric in line}
-    left_out = first_steps(metrics) if key.startswith("time/") else set()
+    # After a resume the first responses are the checkpoint's: they took no time
+    is_timed = any("time/generation" in line for line in metrics)
     points = {}
-    for line in metrics:
-        if line.get(key) is None or line["training_step"] in left_out:
+    for number, line in enumerate(metrics):
+        is_first = number == 0 or (is_timed and "time/generation" not in line)
+        if line.get(key) is None or (is_first and key.startswith("time/")):
             continue
-        step = step_of(line, key)
+        step = line["training_step"]
+        if key.startswith("eval/"):
+            step = line.get("eval/policy_version", step)
         if step in x_of:
             points[step] = (x_of[step], line[key])
     return points
-
-
-def first_steps(metrics: list[dict]) -> set[int]:
-    """The first step of each process: it has the start of vLLM or of CUDA in its time.
-
-    The responses of the first step after a resume are the checkpoint's: they took no time.
-    """
-    generated = {line["training_step"] for line in metrics if "time/generation" in line}
-    resumed = {line["training_step"] for line in metrics} - generated if generated else set()
-    return {metrics[0]["training_step"], *resumed}
 
 
 def mean_points(runs: list[Run], key: str, x_axis: str) -> list[tuple[float, ...]]:
@@ -246,6 +213,24 @@ def mean_points(runs: list[Run], key: str, x_axis: str) -> list[tuple[float, ...
         xs, values = zip(*(points[step] for points in every), strict=True)
         rows.append((mean(xs), mean(values), min(values), max(values)))
     return rows
+
+
+def panels_of(curves: list[Curve], x_axis: str, more: list[str]) -> list[Panel]:
+    """The panels that the runs have metrics for: the scripts', the runs' own, and `more`."""
+    own = {}
+    for name in own_metrics(lines_of(curves)):
+        own.setdefault(short_name(name), []).append(name)
+    every = PANELS + [Panel(title, names) for title, names in own.items()]
+    every += [Panel(name, [name]) for name in more]
+    panels = []
+    for panel in every:
+        runs = [curve.runs for curve in curves]
+        drawn = [
+            key for key in panel.metrics if any(mean_points(each, key, x_axis) for each in runs)
+        ]
+        if len(drawn) >= panel.fewest:
+            panels.append(panel._replace(metrics=drawn))
+    return panels
 
 
 def set_y_axis(axes, panel: Panel):
@@ -269,9 +254,7 @@ def draw_panel(axes, panel: Panel, curves: list[Curve], x_axis: str):
     """Lines with dots are of held-out prompts; a shade goes from the least run to the greatest."""
     from matplotlib.lines import Line2D
 
-    handles = []
-    styles = iter(LINE_STYLES)
-    has_both = any(key.startswith("eval/") for key in panel.metrics)
+    handles, styles = [], iter(LINE_STYLES)
     for key in panel.metrics:
         held_out = key.startswith("eval/")
         look = {"linewidth": 1.2, "markersize": 4, "linestyle": "--" if held_out else next(styles)}
@@ -286,34 +269,12 @@ def draw_panel(axes, panel: Panel, curves: list[Curve], x_axis: str):
             if len(curve.runs) > 1:
                 axes.fill_between(xs, least, greatest, color=f"C{number}", alpha=0.2, linewidth=0)
         color = "0.3" if len(curves) > 1 else "C0"
-        kind = ("held-out: " if held_out else "training: ") if has_both else ""
-        handles.append(Line2D([], [], color=color, label=f"{kind}{key}", **look))
+        kind = "held-out" if held_out else "training"
+        handles.append(Line2D([], [], color=color, label=f"{kind}: {key}", **look))
     set_y_axis(axes, panel)
     axes.set_title(panel.title, fontsize=10)
     axes.grid(alpha=0.3)
-    if len(panel.metrics) > 1:
-        axes.legend(handles=handles, fontsize=7)
-    else:
-        axes.set_ylabel(panel.metrics[0], fontsize=7)
-
-
-def panels_of(curves: list[Curve], x_axis: str, more: list[str]) -> list[Panel]:
-    """The panels that the runs have metrics for: the scripts', the runs' own, and `more`."""
-    own = {}
-    for name in own_metrics(lines_of(curves)):
-        own.setdefault(short_name(name), []).append(name)
-    every = PANELS + [Panel(title, sorted(names)) for title, names in own.items()]
-    every += [Panel(name, [name]) for name in more]
-    panels = []
-    for panel in every:
-        drawn = [
-            key
-            for key in panel.metrics
-            if any(mean_points(curve.runs, key, x_axis) for curve in curves)
-        ]
-        if len(drawn) >= panel.fewest:
-            panels.append(panel._replace(metrics=drawn))
-    return panels
+    axes.legend(handles=handles, fontsize=7)
 
 
 def draw_curves(curves: list[Curve], x_axis="step", more=()):
@@ -325,8 +286,7 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
     panels = panels_of(curves, x_axis, more)
     if not panels:
         raise SystemExit("plot_runs.py: these runs have no metric that it draws; see --metrics")
-    rows = (len(panels) + 2) // 3
-    columns = min(3, len(panels))
+    rows, columns = math.ceil(len(panels) / 3), min(3, len(panels))
     figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), dpi=90, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     x_metric, x_title = X_AXES[x_axis]
@@ -338,21 +298,17 @@ def draw_curves(curves: list[Curve], x_axis="step", more=()):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
 
     runs = [run for curve in curves for run in curve.runs]
-    scripts = sorted({run.args["exp_name"] for run in runs if "exp_name" in run.args})
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    if scripts:
-        title += f" ({', '.join(scripts)})"
+    if len(runs) == 1:
+        figure.suptitle(f"{runs[0].name} ({runs[0].args.get('exp_name', '')})", fontsize=12)
+        return figure
+    title = f"{len(runs)} runs"
     if len(curves) < len(runs):
         title += "; lines: means; shades: from the least to the greatest"
-    if len(curves) == 1:
-        figure.suptitle(title, fontsize=12)
-        return figure
     handles = [
         Line2D([], [], color=f"C{number}", linewidth=3, label=curve.name)
         for number, curve in enumerate(curves)
     ]
-    legend = figure.legend(handles=handles, title=title, loc="outside upper center", ncols=columns)
-    legend.get_title().set_fontsize(12)
+    figure.legend(handles=handles, title=title, loc="outside upper center", ncols=columns)
     return figure
 
 
@@ -366,13 +322,33 @@ def save(write, path: Path):
         unfinished.unlink(missing_ok=True)
 
 
-def draw_run(run_dir: Path, x_axis="step", more=()) -> list[Path]:
-    """Draws a run's own picture: its curves."""
+def draw_run(run_dir: Path):
     (run,) = read_runs([run_dir])
-    pictures = [run_dir / "curves.png"]
-    figure = draw_curves([Curve(run.name, [run])], x_axis, more)
-    save(figure.savefig, pictures[0])
-    return pictures
+    save(draw_curves([Curve(run.name, [run])]).savefig, run_dir / "curves.png")
+
+
+def draw_lengths(run_dir: Path):
+    """How long a run's prompts are, or a sentence where all are of one length.
+
+    The scripts write the file. Prompts above the limit are dropped and not in it.
+    """
+    from matplotlib.figure import Figure
+
+    lengths = json.loads((run_dir / "prompt_lengths.json").read_bytes())
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        print(f"All {len(lengths):,} prompts have {longest} tokens")
+        return
+    limit = json.loads((run_dir / "args.json").read_bytes())["max_prompt_token_length"]
+    figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xlabel="tokens of a prompt", ylabel="prompts")
+    # At most 50 bars, each of as many lengths as the others
+    width = math.ceil((longest - shortest + 1) / 50)
+    edges = range(shortest, longest + 1 + width, width)
+    axes.hist(lengths, bins=[edge - 0.5 for edge in edges])
+    said = f"{len(lengths):,} prompts of {shortest} to {longest} tokens, limit {limit}"
+    axes.set_title(said)
+    save(figure.savefig, run_dir / "token_length.png")
 
 
 # ------------------------------------------------------------------------------ the table
@@ -389,10 +365,6 @@ def last_number(metrics: list[dict], name: str, is_mean: bool) -> float | None:
 
 
 def show(number: float | None) -> str:
-    """
-    >>> [show(number) for number in (0.93824, 12345.0, 6.0, -0.00039, None)]
-    ['0.938', '12,345', '6', '-0.00039', '']
-    """
     if number is None:
         return ""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
@@ -426,12 +398,7 @@ def lines_of_table(curves: list[Curve]) -> list[str]:
     for name, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         said.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    if any(title.endswith("*") for title in columns):
-        said.append("* the last evaluation, on held-out prompts or pairs")
-    titles = [title for title, (_, is_mean) in columns.items() if is_mean]
-    if titles:
-        said.append(f"{', '.join(titles)}: means of the last {LAST_STEPS} training steps")
-    return said
+    return [*said, FOOTNOTE]
 
 
 # ------------------------------------------------------------------------------ the program
@@ -452,7 +419,7 @@ def check(args, parser):
     for name in args.metrics:
         if name not in known:
             parser.error(f"none of these runs has the metric {name}")
-    if args.output and args.output.exists() and not args.overwrite:
+    if args.output.exists() and not args.overwrite and args.output.name != "curves.png":
         parser.error(f"{args.output} exists: --overwrite replaces it, --output names another")
 
 
@@ -471,30 +438,29 @@ def main():
     add("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
     output = "the picture, .png, .svg or .pdf; default: of one run its curves.png, of several "
     output += "comparison.png in this folder"
-    add("--output", type=lambda path: Path(path).expanduser(), metavar="FILE", help=output)
+    add("--output", type=Path, metavar="FILE", help=output)
     overwrite = "replace the picture if it exists; a run's own curves.png always is"
     add("--overwrite", action="store_true", help=overwrite)
-    add("--quiet", action="store_true", help="do not name the pictures that were written")
+    add("--quiet", action="store_true", help="do not name the picture that was written")
+    add("--lengths", action="store_true", help="a script's own call: how long its prompts are")
     args = parser.parse_args()
     args.runs = [run.expanduser() for run in args.runs]
-    if len(args.runs) > 1 and args.output is None:
-        args.output = Path("comparison.png")
+    if args.lengths:
+        draw_lengths(args.runs[0])
+        return
+    one = args.runs[0] / "curves.png" if len(args.runs) == 1 else Path("comparison.png")
+    args.output = (args.output or one).expanduser()
     check(args, parser)
 
-    if args.output is None:
-        pictures = draw_run(args.runs[0], args.x, args.metrics)
-    else:
-        runs = read_runs(args.runs)
-        curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
-        try:
-            save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
-        except (OSError, ValueError) as error:  # no such folder, or kind of picture
-            parser.error(f"--output {args.output}: {error}")
-        pictures = [args.output]
+    runs = read_runs(args.runs)
+    curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
+    try:
+        save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
+    except (OSError, ValueError) as error:  # no such folder, or kind of picture
+        parser.error(f"--output {args.output}: {error}")
     if not args.quiet:
-        for picture in pictures:
-            print(f"Wrote {picture}")
-    if len(args.runs) > 1:
+        print(f"Wrote {args.output}")
+    if len(runs) > 1:
         print(*lines_of_table(curves), sep="\n")
 
 

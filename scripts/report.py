@@ -25,11 +25,16 @@ from pathlib import Path
 import health
 import inspect_run as inspect
 import plot_runs as plots
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from tokenizers import Tokenizer
 
 PAGE, DOCS = Path(__file__).parent / "page", Path(__file__).parent.parent / "docs"
 FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 # Bytes of the page; of its curves and answers at most. Rollouts take what is left
 MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
+# Lists of a line that are no number for each token
+NO_NUMBERS = {"token_ids", "turns", "observed"}
 # Characters of a text, tokens and evaluations of a response: fewer where too few items fit
 DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
 
@@ -93,11 +98,19 @@ def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     return curves
 
 
-def describe(row: dict, args: dict, detail: tuple) -> dict:
+def is_right(row: dict) -> bool | None:
+    """Whether a response is right, as in the run's metrics; None: it has no verifiable score."""
+    if row["ground_truth"] == "None" or row["verifiable_score"] is None:
+        return None
+    return row["reward_metrics"].get("right", row["verifiable_score"]) >= 1
+
+
+def describe(row: dict, detail: tuple) -> dict:
     """What is said of a response beside its tokens."""
     text = "\n".join(row.get("turns") or [row["response"]])
-    right = inspect.is_right(row, args.get("verification_reward", 1.0))
-    said = {name: row[name] for name in ("policy_version", "score", "length")} | {"right": right}
+    said = {name: row[name] for name in ("policy_version", "score", "length")} | {
+        "right": is_right(row)
+    }
     return said | {"figures": inspect.show_figures(row), "text": inspect.both_ends(text, detail[0])}
 
 
@@ -113,12 +126,50 @@ def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
 
     def build(key, detail):
         texts, answers = [inspect.both_ends(text, detail[0]) for text in key[:3]], []
-        for run, rows in zip(runs, prompts[key], strict=True):
+        for rows in prompts[key]:
             rows = spread_out(rows, detail[2])
-            answers.append([describe(row, run.args, detail) for row in rows])
+            answers.append([describe(row, detail) for row in rows])
         return [*texts, answers]
 
     return {"asked": len(prompts), "answers": fit([*prompts], build, most, few=50)}
+
+
+def load_tokenizer(run_dir: Path, name: str, revision: str | None):
+    """The run's tokenizer, or while there is no model in the run's folder the one it began with.
+
+    None: not here. Nothing is downloaded. (transformers would take seconds to start.)
+    """
+    for folder in (run_dir / "model", Path(name)):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
+    with contextlib.suppress(HFValidationError):  # a path
+        path = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
+        if isinstance(path, str):
+            return Tokenizer.from_buffer(Path(path).read_bytes())
+    return None
+
+
+def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
+    """The text of each token. None: it is a part of a character, whose last token has the text."""
+    texts, context, start = [], 0, 0
+    for end in range(1, len(token_ids) + 1):
+        # A token's text may depend on the one before it, such as a space at its beginning
+        before = tokenizer.decode(token_ids[context:start], skip_special_tokens=False)
+        text = tokenizer.decode(token_ids[context:end], skip_special_tokens=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+            texts.append(None)
+            continue
+        texts.append(text[len(before) :])
+        context, start = start, end
+    return texts
+
+
+def numbers_of(row: dict, name: str) -> list[float]:
+    """A number for each of a response's token_ids: NaN for observed ones, which have none."""
+    numbers = row[name]
+    for start, end in row.get("observed", []):
+        numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
+    return numbers
 
 
 def describe_tokens(row: dict, tokenizer, most: int) -> dict:
@@ -126,11 +177,11 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
     count, gap = len(row["token_ids"]), max(0, len(row["token_ids"]) - most)
     kept = [*range((count - gap) // 2), *range((count + gap) // 2, count)]
     ids = [row["token_ids"][place] for place in kept]
-    texts = inspect.token_texts(ids, tokenizer) if tokenizer else [f"{i} " for i in ids]
+    texts = token_texts(ids, tokenizer) if tokenizer else [f"{i} " for i in ids]
     spans, numbers = row.get("observed", []), {}
     observed = [i for i, place in enumerate(kept) if any(a <= place < b for a, b in spans)]
-    for name in {name for name in row if isinstance(row[name], list)} - inspect.NO_NUMBERS:
-        values = inspect.numbers_of(row, name)
+    for name in {name for name in row if isinstance(row[name], list)} - NO_NUMBERS:
+        values = numbers_of(row, name)
         numbers[name] = [values[place] for place in kept]
     said = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
     return said | {"stopped": row["stopped"], "text": ""}
@@ -145,7 +196,7 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
             lines[row["training_step"]].append(line)
             whole |= {row["training_step"]} if "token_ids" in row else set()
     name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
-    tokenizer = inspect.load_tokenizer(run_dir, name, args.get("model_revision"))
+    tokenizer = load_tokenizer(run_dir, name, args.get("model_revision"))
 
     def build(step, detail):
         groups = []
@@ -153,7 +204,7 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
             groups.append({"prompt": inspect.both_ends(prompt, detail[0]), "rows": []})
             for row in rows:
                 tokens = describe_tokens(row, tokenizer, detail[1]) if step in whole else {}
-                groups[-1]["rows"].append(describe(row, args, detail) | tokens)
+                groups[-1]["rows"].append(describe(row, detail) | tokens)
                 groups[-1]["truth"] = inspect.show_truth(row)
         return {"step": step, "groups": groups}
 

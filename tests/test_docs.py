@@ -16,8 +16,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 OTHER_FLAGS = """
     num_processes machine_rank main_process_ip main_process_port nproc_per_node help config_file
     privileged quiet steps local_save_dir local_dataset_path split center_rewards_coefficient
-    num_gpus gpu_memory disk positions seeds output overwrite metrics watch responses samples
-    temperature model summary repo_id private seed ipc shm-size compare wrong rounds step_ms draw
+    num_gpus gpu_memory disk positions seeds output overwrite metrics responses samples
+    temperature model summary repo_id private seed ipc shm-size compare rounds step_ms draw
     results show lags corrections exclude dry_run network init nodes job-name signal batch adapters
     temperatures answer bug runs
 """

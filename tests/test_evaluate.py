@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import evaluate
-import inspect_run
 import numpy as np
 import pytest
+import report
 from helpers import REPO
 from helpers.files import read_json_lines, write_configurations, write_rows, write_text
 from helpers.processes import environment
@@ -145,7 +145,7 @@ def test_reward_may_say_what_is_right():
     rows = [row(i, 0.95, reward_metrics={"right": float(i > 1)}) for i in range(4)]
     assert evaluate.summarize(rows)["pass@1"]["mean"] == 0.5
     lines = [line | {"ground_truth": "4"} for line in rows]
-    assert [inspect_run.is_right(line, 1.0) for line in lines] == [False, False, True, True]
+    assert [report.is_right(line) for line in lines] == [False, False, True, True]
 
 
 def test_two_models_are_compared_prompt_by_prompt():

@@ -59,7 +59,6 @@ def test_run_is_read_shown_and_drawn(run_program, tmp_path):
     run = write_run(tmp_path / "été")
     assert escaped(NAME) in run_program("inspect_run.py", run)
     assert escaped("« deux »…") in run_program("inspect_run.py", run)
-    assert escaped(NAME) in run_program("inspect_run.py", run, "--wrong")
     run_program("plot_runs.py", run)
     assert (run / "curves.png").exists()
     run_program("report.py", run)

@@ -565,12 +565,12 @@ def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
 
 def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):
     names, steps = zip(*rough_loop.programs, strict=True)
-    drawn = ("plot_lengths.py", "plot_runs.py", "plot_runs.py")
+    drawn = ("plot_runs.py", "plot_runs.py", "plot_runs.py")  # the first time lengths
     assert names == ("provenance.py", *drawn, "inspect_run.py", "inspect_run.py")
     assert steps[0] == 0 < steps[2] and steps[3:] == (3, 3, 3)  # with the lines of evaluations
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
-    assert names == ["provenance.py", "plot_lengths.py", "inspect_run.py", "push_to_hub.py"]
+    assert names == ["provenance.py", "plot_runs.py", "inspect_run.py", "push_to_hub.py"]
 
 
 def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):

@@ -499,20 +499,11 @@ def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, few_prompts, tmp_pa
     assert (forked.run_dir / path).read_bytes() == (own.run_dir / path).read_bytes()
 
 
-def test_turns_are_shown(fork, tmp_path):
-    row = {"token_ids": [4, 5, 6, 7, 8], "advantages": [0.5, 0.5, 0.5], "observed": [[1, 3]]}
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))
-    pieces = inspect_run.split_response(row, tokenizer)
-    assert [text for text, _ in pieces] == list("45678")
-    styles = [inspect_run.style_of(advantage, 0.5) for _, advantage in pieces]
-    green = inspect_run.style_of(0.5, 0.5)
-    assert styles == [green, "italic", "italic", green, green]
-    row |= {"score": 1.0, "stopped": True, "length": 3, "prompt": "1=", "ground_truth": "2"}
-    row |= {"training_step": 1, "policy_version": 0}
-    options = SimpleNamespace(responses=8, tokens=120)
-    parts = [str(part) for part in inspect_run.show_responses([row], tokenizer, options)]
-    assert "Italic: observed, not sampled" in parts
-    assert "score 1, advantage +0.50, 3 tokens, stopped" in parts
+def test_turns_are_shown():
+    row = {"score": 1.0, "stopped": True, "length": 3, "prompt": "1=", "ground_truth": "2"}
+    row |= {"training_step": 1, "policy_version": 0, "response": "789", "turns": ["7", "8", "9"]}
+    padding = [*inspect_run.show_responses([row], 8)][-2]
+    assert padding.renderable == "7 [8] 9"
 
     sample = {"prompt": "1=", "score": 1.0, "response": "9"}
     old, new = ({"policy_version": version, "turns": ["7", "8", "9"]} for version in (0, 4))

@@ -14,7 +14,7 @@ import report
 import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
-from test_inspect import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ppo_sync as ppo
 
@@ -25,6 +25,15 @@ ARGS |= {"dtype": "float32", "temperature": 1.0, "beta": 0.001}
 ARGS["provenance"] = {"command": ["ppo_vllm_async.py", "--learning_rate", "3e-4"]}
 ARGS["provenance"] |= {"commit": "abc", "versions": {"torch": "2.13.0"}}
 NUMBERS = ["advantages", "logprobs", "sampler_logprobs", "ref_logprobs", "entropies", "values"]
+
+
+def byte_tokenizer():
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def metrics_of(steps):
@@ -275,6 +284,25 @@ def test_observations_have_no_numbers_and_turns_are_no_tokens(make_run, make_rep
     (said,) = rows_of(make_report(make_run(rollouts=[row])).data["runs"][0]["steps"][0])
     assert said["observed"] == [1] and said["numbers"]["advantages"] == [0.5, None, -0.5]
     assert said["numbers"]["versions"] == [4, None, 5] and "turns" not in said["numbers"]
+
+
+def test_tokens_have_their_characters_and_spaces():
+    ids = byte_tokenizer().encode("ä €").ids  # characters of several tokens are whole
+    assert report.token_texts(ids, byte_tokenizer()) == [None, "ä", " ", None, None, "€"]
+    assert report.token_texts(ids[:-1], byte_tokenizer())[-1] == "\N{REPLACEMENT CHARACTER}"
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert tokenizer.decode([1]) == "b"  # a lone token would lose its space
+    assert report.token_texts([0, 1], tokenizer) == ["a", " b"]
+
+
+def test_penalties_and_the_reward_of_a_form_make_nothing_right_or_wrong():
+    rows = [answer(i, 0, right) for i, right in enumerate([True, False, True, True, True])]
+    rows[0]["score"], rows[1]["score"] = -1.0, 1.0
+    rows[2]["reward_metrics"] = {"right": 0.0}
+    rows[3] |= {"verifiable_score": None, "score": None}
+    rows[4]["ground_truth"] = "None"  # a reward model alone scored
+    assert [report.is_right(row) for row in rows] == [True, False, False, None, None]
 
 
 def test_without_a_tokenizer_tokens_are_their_ids(make_run, make_report):

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
-import plot_lengths
+import plot_runs
 import pytest
 from accelerate import Accelerator
 from helpers import REPO, SCRIPTS
@@ -115,7 +115,7 @@ def test_metrics_of_the_seed_are_logged_under_its_names(name, run_main):
 def test_lengths_of_prompts_are_drawn_or_told(lengths, tmp_path, capsys):
     (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
     (tmp_path / "args.json").write_text(json.dumps({"max_prompt_token_length": 64}))
-    plot_lengths.draw(tmp_path)
+    plot_runs.draw_lengths(tmp_path)
     picture = tmp_path / "token_length.png"
     if len(set(lengths)) == 1:
         assert capsys.readouterr().out == "All 3 prompts have 3 tokens\n"
