@@ -42,6 +42,8 @@ class Panel(NamedTuple):
     fewest: int = 1  # metrics; a run with fewer of them has no such panel
 
 
+LARGEST = "Sampler against learner: largest log-probability difference"
+SECONDS = ["time/training", "time/generation", "time/update"]
 RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
 PARTS = ["verifiable_score", "reward_model_score"]
 PANELS = [
@@ -59,16 +61,8 @@ PANELS = [
     Panel("Share of tokens clipped", ["policy/clipfrac_avg"], (0, 0.05)),
     Panel("Gradient norm before clipping", ["optim/grad_norm", "optim/value_grad_norm"], (0, 0)),
     Panel("Sampler against learner: effective sample size", ["mismatch/ess"], (0, 1)),
-    Panel(
-        "Sampler against learner: largest log-probability difference",
-        ["mismatch/logprob_diff_max"],
-        logarithmic=True,
-    ),
-    Panel(
-        "Seconds per step, without a process's first",
-        ["time/training", "time/generation", "time/update"],
-        (0, 0),
-    ),
+    Panel(LARGEST, ["mismatch/logprob_diff_max"], logarithmic=True),
+    Panel("Seconds per step, without a process's first", SECONDS, (0, 0)),
 ]
 # All that the scripts and the reward trainer log; what has no panel is drawn if --metrics names it
 OF_TRAINER = {"eval/calibration_error", "eval/scores_mean", "eval/scores_std"}
@@ -174,8 +168,8 @@ def group_seeds(runs: list[Run]) -> list[Curve]:
     for own, group in zip(settings, groups.values(), strict=True):
         apart = [name for name in own if any(other.get(name) != own[name] for other in settings)]
         name = ", ".join([own["exp_name"], *(f"{name} {own[name]}" for name in apart[:3])])
-        is_alone = len(group) == 1
-        curves.append(Curve(group[0].name if is_alone else f"{name} ({len(group)} runs)", group))
+        name = group[0].name if len(group) == 1 else f"{name} ({len(group)} runs)"
+        curves.append(Curve(name, group))
     return curves
 
 
@@ -354,6 +348,12 @@ def draw_lengths(run_dir: Path):
 # ------------------------------------------------------------------------------ the table
 
 
+def show(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def last_number(metrics: list[dict], name: str, is_mean: bool) -> float | None:
     """A metric's last value, or its mean over the last steps; None: the run does not have it."""
     lines = metrics[-LAST_STEPS:] if is_mean else metrics
@@ -362,12 +362,6 @@ def last_number(metrics: list[dict], name: str, is_mean: bool) -> float | None:
         return None
     number = mean(values) if is_mean else values[-1]
     return number / 60 if name == "time/from_scratch" else number
-
-
-def show(number: float | None) -> str:
-    if number is None:
-        return ""
-    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def lines_of_table(curves: list[Curve]) -> list[str]:
@@ -394,10 +388,10 @@ def lines_of_table(curves: list[Curve]) -> list[str]:
             means = [None if None in numbers else mean(numbers) for numbers in every]
             table.append([f"mean: {curve.name}", *map(show, means)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    said = []
-    for name, *cells in table:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        said.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    said = [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+        for name, *cells in table
+    ]
     return [*said, FOOTNOTE]
 
 
@@ -431,16 +425,12 @@ def main():
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--x", choices=X_AXES, default="step", help="what the x axis shows; default: step")
-    seeds = "runs whose args.json differ in nothing but the seed and names are one curve: their "
-    seeds += "mean, shaded from the least to the greatest, as far as all of them came"
-    add("--seeds", action="store_true", help=seeds)
+    add("--seeds", action="store_true", help="runs that differ in their seed alone are one curve")
     metrics = "metrics of the scripts that have no panel otherwise, with a panel each"
     add("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
-    output = "the picture, .png, .svg or .pdf; default: of one run its curves.png, of several "
-    output += "comparison.png in this folder"
+    output = "the picture, .png, .svg or .pdf, in place of curves.png or comparison.png"
     add("--output", type=Path, metavar="FILE", help=output)
-    overwrite = "replace the picture if it exists; a run's own curves.png always is"
-    add("--overwrite", action="store_true", help=overwrite)
+    add("--overwrite", action="store_true", help="replace a picture; curves.png always is")
     add("--quiet", action="store_true", help="do not name the picture that was written")
     add("--lengths", action="store_true", help="a script's own call: how long its prompts are")
     args = parser.parse_args()
