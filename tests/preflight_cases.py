@@ -24,6 +24,8 @@ from helpers.files import write_rows, write_text
 from helpers.processes import flags_of
 from safetensors.torch import load_file, save_file
 
+import ppo_sync
+
 TRAINER = ("scripts/train_reward_model.py",)
 EVERY = SCRIPTS + TRAINER
 MODEL = REPO / "debug_assets" / "model"
@@ -581,7 +583,7 @@ def save_run(folder, script):
         write_text(run_dir / "metrics.jsonl", '{"training_step": 7}\n')
         (run_dir / "checkpoints/unfinished").mkdir(parents=True)
         rank_0 = SimpleNamespace(is_main_process=True)
-        module.finish_checkpoint(rank_0, run_dir, step, state, args)
+        ppo_sync.finish_checkpoint(rank_0, run_dir, step, state, args)
 
 
 def nothing(run_dir):
