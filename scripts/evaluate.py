@@ -34,15 +34,11 @@ and on how many prompts the one was better, worse, or equal. Other models that
 were asked the same are in RUN/evaluations, or where --compare says.
 
 It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
-evaluation.json. NAME says what was asked, how many prompts and how many answers
-to each, and ends in a hash of the prompts, the reward's code and all settings.
-What is there is not made again. What was sampled is in RUN/evaluations/sampled
-before it is graded: with another reward it is graded anew, not sampled.
+evaluation.json. NAME says what was asked, how many prompts, how many answers to
+each, and when.
 """
 
 import argparse
-import ast
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -51,13 +47,13 @@ import json
 import math
 import os
 import queue
-import re
 import signal
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import fields, replace
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -323,38 +319,10 @@ def read_lines(path: Path) -> list[dict]:
         return [json.loads(line) for line in file]
 
 
-def write(path: Path, text: str):
-    """Writes a file that is whole as soon as it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text, "utf-8")
-    os.replace(unfinished, path)
-
-
 def write_lines(path: Path, rows: list[dict]):
     """What JSON does not know is text: a truth may be a decimal, a date, bytes."""
-    write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
-
-
-def files_of_reward(path: Path) -> list[Path]:
-    """The file of a reward, and those that it imports from its folder; packages as a whole."""
-    files, ahead = [], [path]
-    while ahead:
-        path = ahead.pop()
-        if path in files or not path.is_file():
-            continue
-        files.append(path)
-        names = []
-        with contextlib.suppress(SyntaxError):  # of a package's file that may never be imported
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, ast.Import):
-                    names += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    names.append(node.module)
-        for name in names:
-            beside = files[0].parent / name.partition(".")[0]
-            ahead += [beside.with_suffix(".py"), *sorted(beside.rglob("*.py"))]
-    return files
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), "utf-8")
 
 
 # ---------------------------------------------------------------------------------------- answers
@@ -430,43 +398,22 @@ def saved_at(folder):
 
 
 def settings_of(script, args, options, prompts):
-    """What sampled responses are known by, and what their scores are: two dictionaries.
+    """What decides which responses are sampled, and what they score: two models can be compared
+    where all is alike but for OF_A_MODEL.
 
-    Hashes of what was read, not the paths where it lies. Without a reward of the run's own the rule
-    is the script's.
+    Without a reward of the run's own the rule is the script's.
     """
-    model = options.model or options.run / "model"
-    sampled = {
+    path, _, function = (args.reward_fn or f"{script.__file__}:").rpartition(":")
+    settings = {
         "model": str(options.model or "trained"),  # and not by the place of the run, which may move
-        "model_saved": saved_at(model),  # a resumed run saves another
-        "rows": len(prompts),
-        "tokens": script.stable_hash([prompt.token_ids for prompt in prompts]),
+        "model_saved": saved_at(options.model or options.run / "model"),
         "samples": options.samples,
-    }
-    path, _, function = (args.reward_fn or "").rpartition(":")
-    files = files_of_reward(Path(path)) if function else [Path(script.__file__)]
-    for module in re.findall(r"([\w.]+)\.\w", function):  # which trl_rewards.py imports
-        files += files_of_reward(Path(module.replace(".", "/")).with_suffix(".py"))
-    code = b"".join(file.read_bytes() for file in files)
-    scored = {
         "prompts": script.stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
-        "reward": f"{function or 'the rule'} {hashlib.sha256(code).hexdigest()[:16]}",
+        "reward": f"{function} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}",
         "reward_model_saved": saved_at(args.reward_model_path) if args.reward_model_path else None,
     }
-    sampled |= {name: getattr(args, name) for name in SAMPLED_BY}
-    return sampled, scored | {name: getattr(args, name) for name in SCORED_BY}
-
-
-def place_of(folder, settings, dataset, ending=""):
-    """Where an evaluation, or what was sampled for it, is or will be.
-
-    It is known by the hash of its settings, whatever the dataset was called.
-    """
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
-    size = f"{settings['rows']}x{settings['samples']}_t{settings['eval_temperature']:g}"
-    name = f"{model}_{Path(dataset).stem}_{size}_{digest}{ending}"
-    return next(folder.glob(f"*_{digest}{ending}"), folder / name)
+    settings |= {name: getattr(args, name) for name in (*SAMPLED_BY, *SCORED_BY)}
+    return json.loads(json.dumps(settings))  # tuples are lists there
 
 
 def load_held_out(script, args, options):
@@ -527,34 +474,14 @@ def sample(script, prompts, args, options):
     return vllm.sample(repeated, seeds, args.eval_temperature)
 
 
-def sample_once(script, prompts, args, options, path):
-    """The Responses in a file; where there is none they are sampled, and the file is written."""
-    if not path.exists():
-        responses = sample(script, prompts, args, options)
-        rows = [
-            {"token_ids": response.token_ids.tolist(), "stopped": bool(response.stopped)}
-            for response in responses
-        ]
-        write_lines(path, rows)
-        return responses
-    print(f"These responses were sampled before: {path}. They are graded.", flush=True)
-    repeated = [prompt for prompt in prompts for _ in range(options.samples)]
-    responses = []
-    for prompt, row in zip(repeated, read_lines(path), strict=True):
-        token_ids = script.np.array(row["token_ids"], script.np.int32)
-        logprobs = script.np.zeros(len(token_ids), script.np.float32)  # no score needs them
-        responses.append(script.Response(prompt, token_ids, logprobs, row["stopped"]))
-    return responses
-
-
-def answer_prompts(script, tokenizer, prompts, args, options, path):
-    """The Responses to some Prompts with their scores; path: of what was, or will be, sampled."""
+def answer_prompts(script, tokenizer, prompts, args, options):
+    """The Responses to some Prompts with their scores."""
     workers = queue.Queue()
     try:
         if args.reward_fn:  # first, for it may not load
             for _ in range(args.reward_workers):
                 workers.put(script.start_reward_worker(args.reward_fn))
-        responses = sample_once(script, prompts, args, options, path)
+        responses = sample(script, prompts, args, options)
         responses = script.grade_responses(responses, tokenizer, workers, args)
     finally:
         script.end_children()
@@ -591,7 +518,7 @@ def describe(script, response, number, num_samples):
 
 
 def find_others(run_dir, settings, compared, fail):
-    """The folders of other evaluations of the same prompts, samples and reward.
+    """The folders of other evaluations of the same prompts, samples and reward; the newest of each.
 
     compared: --compare, a run's folder or an evaluation's, which must have one; None: those of this
     run, if there are any. fail: as in evaluate.
@@ -599,22 +526,22 @@ def find_others(run_dir, settings, compared, fail):
     paths = sorted((compared or run_dir).glob("evaluations/*/evaluation.json"))
     if compared and (compared / "evaluation.json").is_file():
         paths = [compared / "evaluation.json"]
-    found, differing = [], []
+    found, differing = {}, []
     for path in paths:
         others = json.loads(path.read_bytes())["settings"]
         names = {name for name, value in settings.items() if others.get(name, ...) != value}
         differing.append(sorted(names - OF_A_MODEL))
         if names <= OF_A_MODEL and names & {"model", "model_saved"}:
-            found.append(path.parent)
+            found[others["model"], others["model_saved"]] = path.parent
     if compared and not found:
         nearest = ", ".join(min(differing, key=len, default=()))
         said = f" (the nearest differs in {nearest})" if nearest else ""
         fail(f"--compare {compared} has no evaluation of another model like this one{said}")
-    return found
+    return list(found.values())
 
 
 def evaluate(options, fail):
-    """Makes the evaluation, or shows it where it exists, and compares it with others.
+    """Makes the evaluation, shows it, and compares it with others.
 
     fail: parser.error, which ends this program with a line.
     """
@@ -632,40 +559,31 @@ def evaluate(options, fail):
         tokenizer, prompts = load_held_out(script, args, options)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         fail(" ".join([str(error), *getattr(error, "__notes__", [])]))
-    sampled, scored = settings_of(script, args, options, prompts)
-    settings = json.loads(json.dumps(sampled | scored))  # tuples are lists there
-    folder = place_of(options.run / "evaluations", settings, args.eval_dataset)
+    settings = settings_of(script, args, options, prompts)
     others = find_others(options.run, settings, options.compare, fail)
+    started_at = time.time()
+    responses = answer_prompts(script, tokenizer, prompts, args, options)
+    rows = [describe(script, r, i, options.samples) for i, r in enumerate(responses)]
 
-    path = folder / "evaluation.json"
-    was_there = path.exists()
-    if not was_there:
-        started_at = time.time()
-        sampled_path = options.run / "evaluations" / "sampled"
-        sampled_path = place_of(sampled_path, sampled, args.eval_dataset, ".jsonl")
-        responses = answer_prompts(script, tokenizer, prompts, args, options, sampled_path)
-        rows = [describe(script, r, i, options.samples) for i, r in enumerate(responses)]
-        write_lines(folder / "responses.jsonl", rows)
-        evaluation = {
-            "model": str(options.model or options.run / "model"),
-            "dataset": args.eval_dataset,
-            "settings": settings,
-            "sampled": sampled_path.name,
-            "results": summarize(rows, args.verification_reward),
-            "by_source": summarize_sources(rows, args.verification_reward),
-            "seconds": round(time.time() - started_at, 1),
-        }
-        write(path, json.dumps(evaluation, indent=2))
-    evaluation = json.loads(path.read_bytes())
+    model = options.model or options.run / "model"
+    of_model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
+    size = f"{len(prompts)}x{options.samples}_t{args.eval_temperature:g}"
+    name = f"{of_model}_{Path(args.eval_dataset).stem}_{size}_{datetime.now():%Y%m%d_%H%M%S_%f}"
+    folder = options.run / "evaluations" / name
+    write_lines(folder / "responses.jsonl", rows)
+    evaluation = {
+        "model": str(model),
+        "dataset": args.eval_dataset,
+        "settings": settings,
+        "results": summarize(rows, args.verification_reward),
+        "by_source": summarize_sources(rows, args.verification_reward),
+        "seconds": round(time.time() - started_at, 1),
+    }
+    (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2), "utf-8")
     show(evaluation)
     for other in others:
         show_comparison(folder, other, args.verification_reward)
-    if was_there:
-        print(f"\nThis evaluation was there already: {folder}")
-        print("Without this folder the responses are graded again. They are sampled again without")
-        print(folder.parent / "sampled" / evaluation["sampled"])
-    else:
-        print(f"\nAll responses and figures: {folder}")
+    print(f"\nAll responses and figures: {folder}")
 
 
 def main():

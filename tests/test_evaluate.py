@@ -14,7 +14,6 @@ import sys
 from dataclasses import asdict
 from decimal import Decimal
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import ClassVar
 
 import evaluate
@@ -269,40 +268,12 @@ def test_several_samples_of_each_prompt(faked_run, call):
     assert "pass@2               0.6667    0.3678 to 0.873" in said
 
 
-def evaluations_in(run_dir):
-    return len(list(run_dir.glob("evaluations/*/evaluation.json")))
-
-
-def test_what_is_there_is_not_made_again(faked_run, call):
-    first = call(faked_run, "--prompts", 500)
-    again = call(faked_run, "--prompts", 500)
-    assert len(FakeVLLM.asked) == 1
-    figures = again[again.index(" on ") : again.index("\nThis evaluation was there already")]
-    assert "pass@1 " in figures and figures in first
-    (path,) = faked_run.glob("evaluations/*/evaluation.json")
-    assert path.parent.name.startswith("trained_test_32x1_t0_")  # of 500 prompts there were 32
-    call(faked_run, "--temperature", 0.5)
-    call(faked_run, "--model", REPO / "debug_assets" / "model")
-    os.utime(faked_run / "model" / "config.json", (1e9, 1e9))  # a resumed run saves another model
-    call(faked_run, "--prompts", 500)
-    assert len(FakeVLLM.asked) == evaluations_in(faked_run) == 4
-
-
-def test_prompts_are_known_by_what_they_say_and_not_by_their_file(faked_run, call, tmp_path):
-    args = json.loads((faked_run / "args.json").read_text())
-    rows = script.load_rows(args["eval_dataset"], None, None)[:8]
-    path = write_rows(tmp_path / "here.jsonl", rows)
-    call(faked_run, "--dataset", path)
-    moved = path.rename(tmp_path / "there.jsonl")
-    assert "was there already" in call(faked_run, "--dataset", moved)
-    assert len(FakeVLLM.asked) == evaluations_in(faked_run) == 1
-    rows[0]["reward_model"]["ground_truth"] = "99999"  # of the same prompt
-    write_rows(moved, rows)
-    assert "were sampled before" in call(faked_run, "--dataset", moved)
-    assert (len(FakeVLLM.asked), evaluations_in(faked_run)) == (1, 2)
-    write_rows(moved, rows[1:])
-    assert "before" not in call(faked_run, "--dataset", moved)
-    assert (len(FakeVLLM.asked), evaluations_in(faked_run)) == (2, 3)
+def test_same_question_is_asked_anew_and_nothing_is_lost(faked_run, call):
+    said = [call(faked_run, "--prompts", 500) for _ in range(2)]
+    assert len(FakeVLLM.asked) == len(list(faked_run.glob("evaluations/*/evaluation.json"))) == 2
+    names = {path.name for path in faked_run.glob("evaluations/trained_test_32x1_t0_*")}
+    assert len(names) == 2  # of 500 prompts there were 32
+    assert not any("prompt by prompt" in text for text in said)  # of a model with itself
 
 
 def test_rows_of_one_prompt_are_one_prompt_where_their_truth_is_one(faked_run, call, tmp_path):
@@ -316,15 +287,14 @@ def test_rows_of_one_prompt_are_one_prompt_where_their_truth_is_one(faked_run, c
 
 
 REWARD = """
-import words
 def score(data_source, response, ground_truth, extra_info=None):
-    return {{"score": {score}, "tokens": extra_info["num_tokens"], "ended": extra_info["stopped"]}}
+    return {"score": 0.5, "tokens": extra_info["num_tokens"], "ended": extra_info["stopped"]}
 """
 
 
 @pytest.fixture
 def reward(monkeypatch, tmp_path):
-    """reward(score): writes the file of a reward, which is called in this process."""
+    """The path of a reward, which is called in this process."""
 
     def call_worker(workers, response, args):
         path, _, name = args.reward_fn.rpartition(":")
@@ -332,67 +302,17 @@ def reward(monkeypatch, tmp_path):
         monkeypatch.setattr(script, "load_reward_fn", lambda *_: runpy.run_path(path)[name])
         return script.call_reward_fn(args.reward_fn, response)
 
-    def write(score=1.0):
-        write_text(tmp_path / "words.py", "")
-        path = write_text(tmp_path / "reward.py", REWARD.format(score=score))
-        return f"{path}:score"
-
     monkeypatch.setattr(script, "start_reward_worker", lambda *_: None)
     monkeypatch.setattr(script, "call_worker", call_worker)
-    return write
+    return f"{write_text(tmp_path / 'reward.py', REWARD)}:score"
 
 
-def means(run_dir):
-    """The mean scores of all evaluations in a run's folder."""
-    paths = sorted(run_dir.glob("evaluations/*/evaluation.json"))
-    return sorted(json.loads(path.read_text())["results"]["score"]["mean"] for path in paths)
-
-
-def test_another_reward_grades_what_was_sampled(faked_run, call, reward, tmp_path):
-    call(faked_run, "--reward_fn", reward(1.0))
-    (path,) = faked_run.glob("evaluations/*/responses.jsonl")
-    for line in read_json_lines(path):
+def test_another_reward_grades(faked_run, call, reward):
+    call(faked_run, "--reward_fn", reward)
+    evaluation, rows = evaluation_in(faked_run)
+    assert evaluation["results"]["score"]["mean"] == 0.5
+    for line in rows:
         assert line["reward_metrics"] == {"tokens": line["length"], "ended": 1.0}
-    reward(0.5)
-    call(faked_run, "--reward_fn", f"{tmp_path}/reward.py:score")
-    assert means(faked_run) == [0.5, 1.0]
-    other = (tmp_path / "reward.py").rename(tmp_path / "same.py")
-    assert "was there already" in call(faked_run, "--reward_fn", f"{other}:score")
-    write_text(tmp_path / "words.py", "X = 1")  # which the reward imports
-    call(faked_run, "--reward_fn", f"{other}:score")
-    call(faked_run)  # the script's own rule
-    assert means(faked_run) == [0.5, 0.5, 1.0, 1.0]
-    assert len(FakeVLLM.asked) == 1
-
-
-def test_what_was_sampled_outlives_a_crash_while_it_is_graded(faked_run, call, monkeypatch):
-    def crash(*_):
-        raise RuntimeError("power cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "grade_responses", crash)
-        with pytest.raises(RuntimeError, match="power cut"):
-            call(faked_run)
-    assert "were sampled before" in call(faked_run)
-    assert len(FakeVLLM.asked) == 1
-    _, rows = evaluation_in(faked_run)
-    assert all(row["stopped"] and row["length"] == len(row["response"]) + 1 for row in rows)
-    assert [row["score"] for row in rows] == [1.0] * 10
-    assert not list(faked_run.glob("evaluations/*/*.[0-9]*"))  # no half-written file is left
-
-
-def test_reward_is_known_with_what_it_imports_from_its_folder(tmp_path):
-    texts = {"beside.py": "def f():\n    import late", "late.py": "import reward"}
-    texts["reward.py"] = "import json, beside\nfrom package.inner import f"
-    texts["package/inner.py"] = "from . import other\nfrom .beside_not import x"
-    texts |= {"package/__init__.py": "", "package/other.py": "not python"}
-    known = sorted(texts)
-    texts |= dict.fromkeys(("unrelated.py", "beside_not.py", "other.py"), "")
-    for name, text in texts.items():
-        write_text(tmp_path / name, text)
-    files = evaluate.files_of_reward(tmp_path / "reward.py")
-    names = [str(path.relative_to(tmp_path)) for path in files]
-    assert sorted(names) == known
 
 
 def add_provenance(run_dir, path, **changes):
@@ -423,18 +343,6 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, call, tmp_path, monkeypatch
     assert "pass@1                    1 " in said
 
 
-def test_rewards_of_trls_form_are_known_with_their_own_file(tmp_path, monkeypatch):
-    """Which trl_rewards.py imports by what stands after the colon."""
-    monkeypatch.chdir(tmp_path)
-    args = script.Args(reward_fn=f"{REPO}/scripts/rewards/trl_rewards.py:mine.short,mine.right=2")
-    options = SimpleNamespace(model=None, run=tmp_path, samples=1)
-    known = set()
-    for text in ("one = 1", "one = 2", "one = 1"):
-        write_text(tmp_path / "mine.py", text)
-        known.add(evaluate.settings_of(script, args, options, [])[1]["reward"])
-    assert len(known) == 2
-
-
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call, reward, capsys):
     base = REPO / "debug_assets" / "model"
     whole = call(faked_run, "--samples", 2)
@@ -449,15 +357,15 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
         ["mean", "95%", "interval", "better", "worse", "equal"],
         ["score", "-0.5", "-0.573", "to", "-0.2603", "0", "10", "0"],
     ]
-    # Beside each other, without a flag; and not where the question is another
+    # The newest of each; beside each other, without a flag; and not where the question is another
     script.VLLM.is_blind = False
     said = call(faked_run, "--samples", 2, "--model", base)
     assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
     assert "score                     0 " in said
     assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
     for flags, differs in (
-        (["--reward_fn", reward()], "like this one (the nearest differs in reward)"),
-        (["--prompts", 5], "(the nearest differs in prompts, rows, tokens)"),
+        (["--reward_fn", reward], "like this one (the nearest differs in reward)"),
+        (["--prompts", 5], "(the nearest differs in prompts)"),
         (["--compare", other.parent], "of another model like this one"),
     ):
         with pytest.raises(SystemExit):
