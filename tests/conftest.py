@@ -39,7 +39,7 @@ Helpers, in tests/helpers; each says more in its first lines.
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
     machines                            what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
-    saving_batches, lagging, run_with_fault, vllm_answers, compute_on_ranks
+    saving_batches, run_with_fault, vllm_answers, compute_on_ranks
                                         are programs
     wandb_log                           what wandb wrote
 

@@ -304,7 +304,6 @@ CALLS = [
     ),
     ("dev/make_debug_assets.py", "--output_dir=~/made", "{home}/made is up to date"),
     ("forks/calculator.py", "--output_dir=~/made", "{home}/made is up to date"),
-    ("benchmark/lag.py", "--draw --results=~/no.jsonl", "{home}/no.jsonl"),
 ]
 
 
