@@ -16,11 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-import requests
 from helpers import REPO
 from helpers.machines import why_no_sandbox
 from helpers.processes import alive, descendants, environment, wait_until
@@ -322,61 +320,3 @@ def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):
         sandbox.find_sandbox()
     for probe in ("no network", "this project cannot", "System V memory", "user namespaces are"):
         assert probe in str(refused.value)
-
-
-@pytest.fixture
-def service(monkeypatch, tmp_path):
-    """SandboxFusion, in place of requests.post; it runs what these tests have written."""
-    service = SimpleNamespace(jobs=[], now=0.0, queue_seconds=0.0, run_seconds=0.0, status=None)
-
-    def post(url, json, timeout):
-        service.jobs.append(json)
-        seconds = service.queue_seconds + service.run_seconds
-        service.now += min(seconds, timeout)
-        if seconds > timeout:
-            raise requests.Timeout
-        command = [sys.executable, "-c", json["code"]]
-        ran = subprocess.run(command, input=json["stdin"], capture_output=True, text=True)
-        passed = ran.returncode == 0 and service.run_seconds < json["run_timeout"]
-        answer = {"status": service.status or ("Success" if passed else "Failed")}
-        answer["run_result"] = {"stdout": ran.stdout, "execution_time": service.run_seconds}
-        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: answer)
-
-    monkeypatch.setenv("TANDEM_SANDBOX_URL", "http://sandbox/run_code")
-    monkeypatch.setenv("TANDEM_SANDBOX_SECONDS", "2")
-    monkeypatch.setenv("TANDEM_SANDBOX_TOTAL_SECONDS", "5")
-    monkeypatch.setenv("PATH", str(tmp_path))  # without bubblewrap
-    service.score = load().compute_score
-    monkeypatch.setattr(requests, "post", post)
-    clock = SimpleNamespace(monotonic=lambda: service.now)
-    monkeypatch.setitem(service.score.__globals__, "time", clock)
-    return service
-
-
-def test_service_runs_the_code_instead(service):
-    for program, truth, expected in (
-        (WRONG, HONEST_TESTS, 0.5),
-        ("import sys\nsys.exit(0)", HONEST_TESTS, 0.0),
-        (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
-        (HONEST, ["assert double(2) > 3", "assert double(2) < 3"], 0.5),
-        ("print(3)", PAIRS, 0.5),
-    ):
-        assert service.score("code", program, truth) == expected
-    asked = {"language": "python", "stdin": "1 2\n", "code": "print(3)"}
-    assert asked.items() <= service.jobs[-2].items()
-    # Of an assertion that something equals a literal, only the something is sent
-    assert "== 4" not in "".join(job["code"] for job in service.jobs)
-
-
-def test_trouble_of_a_service_is_no_failure_of_the_program(service):
-    service.queue_seconds = 2.5
-    assert service.score("code", HONEST, HONEST_TESTS) == 1.0
-    with pytest.raises(RuntimeError, match=r"too slow: 2 of 30 test cases in 6 s"):
-        service.score("code", HONEST, HONEST_TESTS * 15)
-    service.status = "SandboxError"
-    with pytest.raises(RuntimeError, match="SandboxError"):
-        service.score("code", HONEST, HONEST_TESTS)
-    # The time of an endless program is its own
-    service.status, service.queue_seconds, service.run_seconds, service.jobs = None, 0.0, 2.0, []
-    assert service.score("code", HONEST, HONEST_TESTS * 10) == 0.0
-    assert [job["run_timeout"] for job in service.jobs] == [2, 2, 1]

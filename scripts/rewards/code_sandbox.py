@@ -21,14 +21,11 @@ or aarch64): namespaces without a network, a read-only system without /home, /ro
 an empty environment, a /tmp of its own in memory, and CLOSED_CALLS. Limits are constants below, and
 four of them environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS
 a response, TANDEM_SANDBOX_MEMORY_MB a process and all of them in sum, TANDEM_SANDBOX_PROCESSES a
-response (threads count). With TANDEM_SANDBOX_URL=http://host:8080/run_code a service with the
-interface of SandboxFusion runs the code instead. Without one of the two this file does not load:
-nothing is ever run unprotected.
+response (threads count). Without it this file does not load: nothing is ever run unprotected.
 
 The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds: when
 the latter is over, the test cases left count as failed; the former ends the worker, and counts as a
-failure of the reward. Time that a service lets a program wait is not the program's: too much of it
-is an error, not a score.
+failure of the reward.
 
 Each test case starts the program anew, in a process of its own that has an empty /tmp and knows no
 later test case, and counts only if that process reaches its end, so leaving early, printing or
@@ -59,16 +56,13 @@ import json
 import os
 import platform
 import re
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-SERVICE_URL = os.environ.get("TANDEM_SANDBOX_URL")
 CASE_SECONDS = float(os.environ.get("TANDEM_SANDBOX_SECONDS", "4"))
 TOTAL_SECONDS = float(os.environ.get("TANDEM_SANDBOX_TOTAL_SECONDS", "8"))
 MEMORY_MB = int(os.environ.get("TANDEM_SANDBOX_MEMORY_MB", "1024"))
@@ -114,8 +108,7 @@ def compute_score(
     ValueError: a ground truth of no known form; RuntimeError: no sandbox.
     """
     prefix, cases = parse_ground_truth(ground_truth)
-    run = run_at_service if SERVICE_URL else run_in_sandbox
-    return sum(run(prefix + extract_code(response), cases)) / len(cases)
+    return sum(run_in_sandbox(prefix + extract_code(response), cases)) / len(cases)
 
 
 def extract_code(response: str) -> str:
@@ -647,67 +640,23 @@ def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[b
             sandbox.kill()
 
 
-def run_at_service(code: str, cases: list[dict]) -> list[bool]:
-    """The same by a service: one POST a case, in the form of SandboxFusion's run_code.
-
-    Only the time that programs ran, as the service reports it, counts against TOTAL_SECONDS.
-    RuntimeError: the service is in trouble, or let them wait for so long that cases are left a
-    second after that.
-    """
-    import requests
-
-    passed, ran, end = [], 0.0, time.monotonic() + TOTAL_SECONDS + 1
-    while len(passed) < len(cases) and ran < TOTAL_SECONDS:
-        case, secret = cases[len(passed)], secrets.token_hex(16)
-        program = code
-        if "test" in case:
-            program = f"{code}\n{case['test']}\nprint({secret!r})"
-        elif "call" in case:
-            # In names of its own, for the program may have a `print`.
-            report = f"{inspect.getsource(canonical)}\nprint('\\n' + canonical(result))"
-            program = f"{code}\n{case['setup']}\nexec({report!r}, {{'result': {case['call']}}})"
-        job = {"language": "python", "code": program, "stdin": case.get("stdin", "")}
-        job |= {"run_timeout": min(CASE_SECONDS, TOTAL_SECONDS - ran), "memory_limit_MB": MEMORY_MB}
-        try:
-            left = max(0.001, end - time.monotonic())
-            answer = requests.post(SERVICE_URL, json=job, timeout=left)
-        except requests.Timeout:
-            done = f"{len(passed)} of {len(cases)} test cases in {TOTAL_SECONDS + 1:g} s"
-            raise RuntimeError(
-                f"{SERVICE_URL} is too slow: {done}, of which programs ran {ran:.1f} s"
-            ) from None
-        answer.raise_for_status()
-        answer = answer.json()
-        if answer["status"] == "SandboxError":
-            raise RuntimeError(f"{SERVICE_URL}: SandboxError: {answer.get('message')}")
-        result = answer.get("run_result") or {}
-        stdout, ran = result.get("stdout") or "", ran + (result.get("execution_time") or 0.0)
-        if "test" in case:
-            right = stdout.rstrip().endswith(secret)
-        else:
-            printed = stdout.rstrip("\n").rpartition("\n")[2] if "call" in case else stdout
-            right = is_as_expected(printed, case)
-        passed.append(answer["status"] == "Success" and right)
-    return passed + [False] * (len(cases) - len(passed))
-
-
 def find_sandbox() -> list[str]:
     """The command of a sandbox that was seen to hold.
 
     RuntimeError with one sentence where there is none.
     """
-    hint = "or give a sandbox service in TANDEM_SANDBOX_URL; code is never run outside a sandbox"
+    hint = "code is never run outside a sandbox"
     if not shutil.which("bwrap"):
         raise RuntimeError(
             "code is run in bubblewrap, which is not installed: "
-            f"`apt-get install bubblewrap`, {hint}"
+            f"`apt-get install bubblewrap`; {hint}"
         )
     if tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14):
         versions = f"Linux 5.14 or newer, this is {platform.release()}"
-        raise RuntimeError(f"the code sandbox needs {versions}: update, {hint}")
+        raise RuntimeError(f"the code sandbox needs {versions}: update; {hint}")
     if platform.machine() not in ARCHITECTURES:
         machines = f"{' or '.join(ARCHITECTURES)}, this is {platform.machine()}"
-        raise RuntimeError(f"the code sandbox needs {machines}: take another machine, {hint}")
+        raise RuntimeError(f"the code sandbox needs {machines}: take another machine; {hint}")
     probes = {
         "a program can run": "open('/tmp/file', 'w').write('x')",
         "there is no network": (
@@ -756,4 +705,4 @@ def raises(statement: str, error: str) -> str:
     )
 
 
-SANDBOX = [] if SERVICE_URL else find_sandbox()
+SANDBOX = find_sandbox()
