@@ -6,7 +6,6 @@ what ranks make together in test_fsdp2.py.
 
 import json
 import math
-import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
-from helpers.endings import check_end, new_mark
 from helpers.processes import CPU, TWO_RANKS
 from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sync, vllm_args
 from helpers.rollouts import make_noise
@@ -387,14 +385,3 @@ def test_ranks_and_their_engine_have_one_policy(name, options, run_script, tmp_p
     assert abs(run.metrics[2]["objective/kl"]) > 1e-3  # it has moved
     names = load_file(run.run_dir / "model" / "model.safetensors").keys()
     assert not any("lora" in name for name in names)
-
-
-@pytest.mark.slow
-def test_checkpoint_is_the_users_whatever_ends_the_run(run_with_fault, assets, tmp_path):
-    shutil.copytree(assets / "model", tmp_path / "base")
-    before, mark = files_of(tmp_path / "base"), new_mark()
-    options = {"total_episodes": 320, "lora_rank": 4, "model_name_or_path": tmp_path / "base"}
-    run = run_with_fault("grpo_vllm_async.py", "SIGKILL", tmp_path, env=mark, **options)
-    check_end(run, mark)
-    assert len(run.metrics) == 1
-    assert files_of(tmp_path / "base") == before

@@ -5,7 +5,6 @@ First without vLLM; then runs with it, on one rank and on two.
 
 import functools
 import importlib
-import json
 import math
 import shutil
 import sys
@@ -21,7 +20,6 @@ import torch
 from helpers import loops, modules
 from helpers.files import read_json_lines, write_rows, write_text
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, TWO_RANKS
 from helpers.rollouts import STOP, one_of_ranks, tiny_language_model
 from helpers.runs import VLLM_OPTIONS, check_equal_to_the_bit, weights_of_versions, without_clock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -656,23 +654,3 @@ def test_resumed_run_gives_the_same_bits(one_rank, launched, tmp_path):
     for step in (3, 4):
         one, other = vars(batch_of(one_rank, step)), vars(batch_of(again, step))
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.slow
-def test_two_ranks_do_what_one_does(one_rank, launched):
-    halves = {
-        "local_rollout_batch_size": 4,
-        "local_mini_batch_size": 16,
-        "per_device_train_batch_size": 4,
-        "local_rollout_forward_batch_size": 16,
-        "total_episodes": 64,
-        "num_evals": 1,
-    }
-    run = launched(CPU, TWO_RANKS, **halves)
-    assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
-    one, two = batch_of(one_rank, 1), batch_of(run, 1)
-    for name in ("input_ids", "mask", "lengths", "scores", "has_score", "loss_mask"):
-        assert torch.equal(getattr(one, name), getattr(two, name)), name
-    for name, value in one_rank.metrics[0].items():
-        if not name.startswith(("time/", "perf/", "mismatch/")):
-            assert run.metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

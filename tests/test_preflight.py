@@ -942,44 +942,6 @@ def test_checkpoint_takes_what_is_written(tmp_path):
     assert plan.checkpoints_on_disk(run) == (2, pytest.approx(written, rel=0.02))
 
 
-def test_gradients_are_there_once_in_every_pass():
-    """Also in those of models that are not trained, of which there are none."""
-    run = launch("ppo_sync", "0.6", 80, "ddp.yaml", learners=2)
-    trained = sum(map(plan.count_parameters, (run.model, run.value_model)))
-    for rows in (1, 1000):
-        changes = {"micro_batch_tokens": 0, "local_rollout_forward_batch_size": rows}
-        name, parts = plan.learner_memory(plan.with_changes(run, changes))
-        assert ("reference policy" in name) == (rows > 1)
-        assert parts["gradients"] == 4 * trained
-
-
-@pytest.mark.parametrize(("gpu_memory", "chunk"), [(80, 2**27), (None, 2**25)])
-def test_logits_are_in_the_chunks_of_the_device(gpu_memory, chunk):
-    run = launch(GRPO, "0.6", gpu_memory)
-    assert plan.pass_parts(run, run.model, 4, is_trained=False)["logits"] == 16 * chunk
-
-
-@pytest.mark.parametrize(
-    ("dtype", "changes", "more"),
-    [
-        ("bfloat16", {"sliding_window": 1536}, 0),
-        ("bfloat16", {"sliding_window": 512}, 2 * 1536),  # then there is a mask
-        # Fewer keys and values; the keys' norm has float32, and what comes out
-        ("bfloat16", {"num_key_value_heads": 8}, -8 * 128 * (2 * 2 + 4 + 2)),
-        # Then there are scores of 16 heads, too
-        ("float32", {"num_key_value_heads": 8}, 4 * 16 * 1536 - 8 * 128 * (2 * 4 + 4 + 4)),
-    ],
-)
-def test_attention_takes_a_square_where_no_kernel_is_fused(dtype, changes, more, monkeypatch):
-    run = plan.with_changes(launch(PPO), {"dtype": dtype})
-    monkeypatch.setattr(run.value_model.config, "num_key_value_heads", 16)
-    before = plan.layer_activations(run, run.value_model, 1536, is_trained=True)
-    for name, value in changes.items():
-        monkeypatch.setattr(run.value_model.config, name, value)
-    after = plan.layer_activations(run, run.value_model, 1536, is_trained=True)
-    assert after - before == more * 1536
-
-
 @pytest.mark.parametrize(
     ("learners", "vllm_gpus", "left"),
     [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
@@ -1006,14 +968,6 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name,
     assert f"samples at most {most:,} at once" in plan.room_for_responses(run)
     cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
     assert cache == most * plan.cache_memory(run)
-
-
-def test_ddp_has_other_buckets_beside_the_gradients_once():
-    """Of one model at a time, and where nothing else takes more: see test_fake_memory.py."""
-    runs = [launch(PPO, "1.7", 80, "ddp.yaml", learners=count) for count in (1, 2)]
-    (_, one), (name, two) = map(plan.learner_memory, runs)
-    assert name == "DDP's second update" and "other buckets of DDP" not in one
-    assert two["other buckets of DDP"] == 4 * plan.count_parameters(runs[0].value_model)
 
 
 def test_keys_and_values_have_the_head_size_of_the_config():
@@ -1068,37 +1022,6 @@ def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
     assert any(changed.options.num_shards() == 8 for _, changed in found) == has_several
 
 
-@pytest.mark.parametrize(
-    ("script", "options", "launch"),
-    [
-        ("ppo_vllm_async.py", {"gradient_checkpointing": False}, {"num_processes": 1}),
-        ("ppo_sync.py", {"beta": 0.1}, {"num_processes": 8}),
-        ("grpo_vllm_async.py", {"dtype": "float32"}, {"config_file": cases.SHARDED}),
-    ],
-)
-def test_advice_on_memory_is_what_the_plan_says_then(
-    script, options, launch, ask, folder, monkeypatch
-):
-    for module in (preflight, plan):
-        monkeypatch.setattr(module, "in_words", lambda count: f"{round(count)} bytes")
-    launch = launch | {"num_gpus": 16, "gpu_memory": 4.0}
-    options = cases.good_options(folder, script) | options | {"response_length": 500}
-    options["vllm_gpu_memory_utilization"] = 0.9
-    _, _, mistakes = ask(script, options, **launch)
-    advice = mistakes.partition("this fits: ")[2]
-    advice = re.findall(r"(--[^:]*): (\d+ bytes) of (\d+ bytes)", advice)
-    assert advice, mistakes
-    for flags, need, room in advice:
-        words = re.findall(r"--(\w+)(?: ([^-\s]\S*))?", flags)
-        changes = {name: value or True for name, value in words}
-        names = changes.keys() & {"num_processes", "config_file", "num_machines"}
-        launched = launch | {name: changes.pop(name) for name in names}
-        if "config_file" in names:
-            launched["config_file"] = REPO / launched["config_file"]
-        answer = ask(script, options | changes, **launched)
-        check_plan(answer, f"of a learner: about {need}, of the {room}")
-
-
 # ---------------------------------------------------------------------------------------- adapters
 
 
@@ -1131,62 +1054,3 @@ def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
     # vLLM has two versions
     without = plan.with_changes(run, {"lora_rank": 0})
     assert plan.engine_memory(run) - plan.engine_memory(without) == 2 * 2 * own
-
-
-def test_reference_policy_is_the_policy_without_its_adapter():
-    runs = [plan.with_changes(launch(GRPO, rank=16), {"beta": beta}) for beta in (0.0, 0.1)]
-    assert plan.learner_memory(runs[0]) == plan.learner_memory(runs[1])
-    # It has a pass of its own, with more rows
-    rows = {"micro_batch_tokens": 0, "local_rollout_forward_batch_size": 1000}
-    name, parts = plan.learner_memory(plan.with_changes(runs[1], rows))
-    assert "passes of the reference policy" in name and "reference policy, frozen" not in parts
-
-
-def test_adapters_are_shared_out_with_the_rest():
-    _, parts = plan.learner_memory(launch(PPO, "8", 80, "fsdp2.yaml", learners=8, rank=16))
-    _, whole = plan.learner_memory(launch(PPO, "8", 80, rank=16))
-    for part in ("policy, frozen", "adapters of policy and value model", "AdamW's moments"):
-        assert 8 * parts[part] == pytest.approx(whole[part])
-    # Gathered in bfloat16 and without gradients: less than of weights that are trained
-    _, full = plan.learner_memory(launch(PPO, "8", 80, "fsdp2.yaml", learners=8))
-    assert parts["gathered by FSDP2"] < full["gathered by FSDP2"]
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.05), ("float32", 1.15)])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_activations_are_what_pytorch_keeps(family, dtype, most, rank, monkeypatch):
-    """The difference of four layers and two, by what autograd saves on a CPU of 2 x 128 tokens.
-
-    Qwen3 has norms of queries and keys, and here more queries than hidden states, and fewer keys.
-    """
-    monkeypatch.setattr(fits, "PROMPT", 64)
-    monkeypatch.setattr(fits, "RESPONSE", 64)
-    run = launch(GRPO, "0.6", None, rank=rank)
-    run = plan.with_changes(run, {"dtype": dtype, "gradient_checkpointing": False})
-    kept, planned = [], []
-    for model, _ in (tiny(layers=2, family=family), tiny(layers=4, family=family)):
-        planned.append(sum(plan.pass_parts(run, model, 2, True).values()))
-        if rank:
-            model = model.to(getattr(torch, dtype))
-            add_adapter(model, rank)
-        kept.append(saved_bytes(model.train(), dtype))
-    measured = kept[1] - kept[0]
-    assert 0.95 * measured <= planned[1] - planned[0] <= most * measured
-
-
-def saved_bytes(model, dtype):
-    """Bytes that autograd keeps of a forward pass over two rows of 128 tokens, but weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # which keeps it
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        _ = model.base_model(torch.zeros(2, 128, dtype=torch.int64), use_cache=False)
-    return sum(size for size, _ in saved.values())
