@@ -12,26 +12,15 @@ Functions that the scripts share are tested through ppo_vllm_async.py alone; tes
 holds the other scripts to the same text. main() is each script's own: test_loop.py and
 test_resume.py run it in all three, in seconds.
 
-Which file.
-    test_losses, test_forward, test_grpo    mathematics, passes, gradients; what is GRPO's own
-    test_dataset, test_rewards, test_graders    from files to prompts, from responses to scores
-    test_engine, test_weight_sync       class VLLM; weights by CUDA's ways, with a faked device
-    test_ranks, test_fsdp2              several ranks and engines; models that ranks share
-    test_adapters, test_gpus            LoRA; what GPUs need, as far as a CPU shows it
-    test_loop, test_resume              main() with a stub of vLLM: its steps; interruptions
-    test_runs, test_ends                with vLLM, in processes: what a run leaves; how it ends
-    test_inflight, test_refill, test_multiturn    scripts/forks: rounds, turns; whole runs
-    test_distill                        the fork distill: its gradient, its runs
-    test_mistakes, test_preflight       what the scripts refuse; what is found before a launch
-    test_lag, test_failures             benchmarks: old weights; twelve bugs
-    test_recipes, test_commands         the commands of scripts/train, and those of the docs
-    test_coming_from                    data and rewards of TRL
-    test_launch                         accelerate's launcher; paths that begin with ~
-    test_heads          architectures whose log-probabilities are right, or which are refused
-    test_seeds          what the two documents name that the project began with
-    test_scripts_agree, test_doctests, test_budget, test_docs, test_fork, test_sources    texts
-    test_setup, test_fresh_machine, test_locales    what machines lack
-The others are about a program of scripts/ each.
+Which folder.
+    algorithm    mathematics, passes, gradients; main() with a stub of vLLM, step by step
+    data         from files to prompts, from responses to scores; what the scripts refuse
+    engine       class VLLM, weight syncs, adapters, GPUs, several ranks
+    life         how a run starts, resumes and ends; what machines lack
+    programs     scripts/, each in a file of its own; recipes and the commands of the docs
+    forks        scripts/forks, scripts/failures, and the changes of docs/fork.md
+    promise      the seeds' list, one text in three scripts, budgets, docs
+net.py makes the wrong changes of net.toml, each of which tests must notice.
 
 Helpers, in tests/helpers; each says more in its first lines.
     formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
@@ -39,7 +28,7 @@ Helpers, in tests/helpers; each says more in its first lines.
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
     machines                            what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
-    saving_batches, run_with_fault, vllm_answers, compute_on_ranks
+    saving_batches, run_with_fault, compute_on_ranks
                                         are programs
     wandb_log                           what wandb wrote
 

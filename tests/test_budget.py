@@ -5,7 +5,7 @@ import re
 import tokenize
 
 import pytest
-from helpers import REPO
+from helpers import PAGES, REPO
 
 BUDGETS = {
     "ppo_sync.py": 16_295,
@@ -16,6 +16,9 @@ BUDGETS = {
     "scripts/odd_data.py": 1_845,
     "scripts/plan.py": 3_300,
 }
+
+# What stands around the scripts: lines of programs, lines of tests, words of the pages
+SURROUNDINGS = {"scripts/**/*.py": 12_150, "tests/**/*.py": 18_000, "README.md and docs": 20_000}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
 PART_ONE = {"ppo_sync.py": 4_700, "ppo_vllm_async.py": 5_000, "grpo_vllm_async.py": 5_000}
@@ -56,6 +59,14 @@ def test_tokens_are_counted_alike_by_every_python(source, count):
 @pytest.mark.parametrize("script", BUDGETS)
 def test_script_is_within_its_budget(script):
     assert count_tokens((REPO / script).read_text()) <= BUDGETS[script]
+
+
+@pytest.mark.parametrize("files", SURROUNDINGS)
+def test_what_stands_around_the_scripts_is_within_its_budget(files):
+    """A new program, test or page says which one it replaces."""
+    paths = [*REPO.glob(files)] if "*.py" in files else [*PAGES, REPO / "scripts/train/README.md"]
+    parts = str.splitlines if "*.py" in files else str.split
+    assert sum(len(parts(path.read_text())) for path in paths) <= SURROUNDINGS[files]
 
 
 @pytest.mark.parametrize("script", PART_ONE)

@@ -228,15 +228,6 @@ def test_old_weights_and_no_learning_are_errors(part, metric, value, is_right, m
     assert ("error" not in gpu_check.PARTS[part]()) == is_right
 
 
-@pytest.mark.slow
-def test_plan_is_read_from_the_preflight(assets, few_prompts):
-    command = ["grpo_vllm_async.py", "--dataset", str(few_prompts / "train.parquet")]
-    command += ["--model_name_or_path", str(assets / "model")]
-    figures = gpu_check.plan(command)
-    assert 0 < figures["plan_gib"] < 1 and "plan_refuses" not in figures
-    assert "--lr_decay" in gpu_check.plan([*command, "--lr_decay", "1"])["plan_refuses"]
-
-
 def test_memory_of_each_process_is_the_drivers_peak(tmp_path, monkeypatch):
     """With a shell script for nvidia-smi, whose figures fall the second time."""
     answers = tmp_path / "answers"
@@ -256,21 +247,3 @@ else echo "17, 5120"; echo "18, 4096"; fi
         wait_until(lambda: answers.exists() and len(answers.read_text()) >= 6, "three answers")
     assert memory.peak == 20
     assert memory.of_processes == {"17": 10, "18": 4}
-
-
-def test_size_that_does_not_fit_is_skipped(check, monkeypatch):
-    plan = {"plan_gib": 59.0, "plan_refuses": "memory: a learner needs about 59.0 GiB"}
-    monkeypatch.setattr(gpu_check, "plan", lambda command: plan)
-    monkeypatch.setattr(gpu_check, "make_random_model", lambda size, folder: None)
-    monkeypatch.setattr(gpu_check, "run", lambda *_: pytest.fail("it runs"))
-    status, lines, _ = check("size_1.5B_ppo")
-    assert status == 0
-    assert lines[-1].startswith("size_1.5B_ppo: skipped") and "plan_gib 59" in lines[-1]
-
-
-@pytest.mark.slow
-def test_sampler_and_learner_agree_on_this_machine(assets):
-    line = gpu_check.check_sync(gpu_check.PPO, "float32")
-    assert "error" not in line and line["vllm/model_runner"] == 1  # as on all CPUs
-    assert len(line["time/weight_sync"]) == 4
-    assert 0 < max(line["mismatch/logprob_diff_max"]) < 1e-3

@@ -24,7 +24,6 @@ import fits
 import fork
 import huggingface_hub
 import odd_data
-import peft
 import plan
 import preflight
 import preflight_cases as cases
@@ -911,16 +910,6 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
     return [auto_class.from_config(config) for auto_class in classes]
 
 
-def add_adapter(model, rank):
-    model.requires_grad_(False)
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    peft.inject_adapter_in_model(config, model.base_model)
-    for name, parameter in model.named_parameters():
-        if "lora" in name or name.startswith("score"):
-            parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)
-
-
 def test_memory_is_the_sum_of_its_parts(ask, folder):
     options = cases.good_options(folder, "ppo_sync.py") | {"vllm_gpus": "2"}
     _, said, _ = ask("ppo_sync.py", options, num_processes=2, num_gpus=3, gpu_memory=80.0)
@@ -970,33 +959,6 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name,
     assert cache == most * plan.cache_memory(run)
 
 
-def test_keys_and_values_have_the_head_size_of_the_config():
-    """Which in Qwen3-0.6B is not the hidden size by the heads: 128, and not 64."""
-    run = launch(GRPO)
-    of_token = 28 * 8 * 128 * 2 * 2  # layers, key-value heads, head size, keys and values, bytes
-    assert plan.cache_memory(run) == of_token * run.max_length()
-
-
-def test_share_is_proposed_where_few_responses_are_sampled_at_once():
-    run = launch(GRPO)
-    assert 25 <= plan.responses_at_once(run) <= 40
-    share, words = plan.propose_share(run), plan.room_for_responses(run)
-    other = plan.with_changes(run, {"vllm_gpu_memory_utilization": share})
-    more = plan.responses_at_once(other)
-    assert more > plan.responses_at_once(run) and plan.fits(other)
-    assert words.endswith(f": few; with {share:g} there is room for {more}")
-    # A hundredth more would take what the learner is to keep
-    assert plan.learner_room(other) - 1.1 * plan.learner_needs(other) < 0.24 * GIB
-    # Without room there is another proposal, without need none, and none is larger than needed
-    assert plan.room_for_responses(launch(PPO)).endswith("the rest; see --vllm_gpus")
-    assert plan.room_for_responses(launch(GRPO, "0.6", 80)).endswith("prompts")
-    run.args.local_rollout_batch_size = 4  # of 8 responses
-    shares = (plan.propose_share(run) - less for less in (0, 0.01))
-    runs = (plan.with_changes(run, {"vllm_gpu_memory_utilization": share}) for share in shares)
-    enough, fewer = map(plan.responses_at_once, runs)
-    assert enough == 32 > fewer
-
-
 @pytest.mark.parametrize(
     ("numbers", "num_gpus"),
     [
@@ -1025,16 +987,6 @@ def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
 # ---------------------------------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_trained_parameters_are_those_that_peft_trains(rank):
-    run = launch(PPO, rank=rank)
-    for model in tiny():
-        expected = plan.count_trained(run, model)
-        if rank:
-            add_adapter(model, rank)
-        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
-
-
 def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
     run = launch(PPO, rank=16)
     # Queries, keys and values, output; gate and up, down: of 28 layers
@@ -1046,11 +998,3 @@ def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
     assert parts["policy, frozen"] == 2 * plan.count_parameters(run.model)
     assert parts["value model, frozen"] == 2 * plan.count_parameters(run.value_model)
     assert plan.checkpoints_on_disk(run)[1] == 12 * trained
-    own = (trained - 1024) // 2
-    assert plan.final_model(run) == 4 * (plan.count_parameters(run.model) + own)
-    # The merged model is in the memory of the machine, which without GPUs is the learner's
-    names = [plan.learner_memory(launch(GRPO, "8", gpus, rank=16))[0] for gpus in (80, None)]
-    assert ["merged" in name for name in names] == [False, True]
-    # vLLM has two versions
-    without = plan.with_changes(run, {"lora_rank": 0})
-    assert plan.engine_memory(run) - plan.engine_memory(without) == 2 * 2 * own

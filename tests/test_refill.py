@@ -12,8 +12,8 @@ import pytest
 from helpers import GRPO, REPO, loops
 from helpers.files import write_text
 from helpers.processes import CPU, TWO_RANKS
+from helpers.runs import check_equal_to_the_bit
 from test_inflight import check_same
-from test_resume import check_equal_to_the_bit
 
 
 def flat_for_half(data_source, response, ground_truth):

@@ -1,11 +1,9 @@
 """The processes that tests start: how they begin, what they leave behind, how they end."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import psutil
 import pytest
 
 from helpers import REPO
-from helpers.files import read_json_lines, write_text
+from helpers.files import read_json_lines
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ONE_RANK = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
@@ -119,17 +117,3 @@ def finish(process, timeout, started_at):
         pytest.fail(f"{process.args} still ran after {timeout} s; stderr ends with:\n{tail}")
     stdout, stderr = ((process.folder / name).read_text() for name in ("stdout", "stderr"))
     return Run(process.returncode, stdout, stderr, process.run_dir, time.monotonic() - started_at)
-
-
-def answers_of_vllm(model, prompts, folder):
-    """The texts that plain vLLM answers greedily; vllm_answers.py."""
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    variables["TORCH_COMPILE_DISABLE"] = "1"
-    path = write_text(folder / "prompts.json", json.dumps(prompts))
-    command = [sys.executable, REPO / "tests" / "helpers" / "vllm_answers.py", model, path]
-    result = subprocess.run(
-        command, env=environment(variables), capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stderr
-    (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT"))
-    return json.loads(line.removeprefix("RESULT"))
