@@ -17,7 +17,7 @@ sampled by version max(0, g - 1 - lag): from step lag + 1 on the sampler is exac
 behind. The engine is told the version that it really has. So policy/staleness and
 eval/policy_version are true, and check_sampler compares what has equal weights: batch 1, and with
 lag 0 every batch. Lag 0 is the script in turns to the bit, and lag 1 is the script with
---async_mode to the bit (tests/test_lag.py).
+--async_mode to the bit (tests/programs/test_lag.py).
 
 Noise. Each weight of the sampler is multiplied by 1 + noise * z, z standard normal; rounding to
 bfloat16 changes it by up to 0.4%. That is an error of the engine which has nothing to do with age.

@@ -57,7 +57,7 @@ def wait_until(condition, seconds, what):
 
 def ask(*command):
     """What a command prints."""
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8").stdout.strip()
 
 
 @contextlib.contextmanager
