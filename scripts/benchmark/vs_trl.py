@@ -2,35 +2,26 @@
 updates, on this machine.
 
     python scripts/benchmark/vs_trl.py                  # throughput and memory: two workloads
-    python scripts/benchmark/vs_trl.py --what learning  # held-out rate against time, and a picture
 
-Throughput: float32, learning rate 0, no KL term, one update a step, all cores for either side, no
-gradient checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves,
-after a third of 256 tokens on average. "equal": the end token is out of the model's reach, 64
-tokens each. Our learner has one thread, as `accelerate launch` gives it, and micro-batches of 8
-rows of like length; TRL has all threads and micro-batches of 32, which it does not sort.
-The sides take turns. Episodes a second are counted from the end
-of step WARM_UP to the end of the last step but one (the last async step overlaps with nothing).
-Memory is the peak, over the whole run, of the sum over all processes of a side: what this script
-starts and all that comes from it, so on our side vLLM's process and the reward workers too. It is
-Linux's PSS: a page that processes share is divided among them. RSS would count it in full for each.
-Pages shared with a process of neither side are divided too, so nothing else should run from the
-same environments meanwhile.
-Both sides make the same number of updates; response tokens, over all pairs, must be as many within
-2%.
+Float32, learning rate 0, no KL term, one update a step, all cores for either side, no gradient
+checkpointing; a random model of 0.5 M parameters. "varied": responses end by themselves, after a
+third of 256 tokens on average. "equal": the end token is out of the model's reach, 64 tokens each.
+Our learner has one thread, as `accelerate launch` gives it, and micro-batches of 8 rows of like
+length; TRL has all threads and micro-batches of 32, which it does not sort.
 
-Learning: the debug task with the flags of scripts/train/debug/grpo.sh, but for a learning rate
-with which it takes more than a few steps (--learning_rate 5e-4 --updates 100 is what is there).
-Seconds of training, without evaluations, until 0.9 of the held-out prompts are answered right; and
-seconds since the imports, which on our side have the start of vLLM and the evaluations in them, on
-TRL's the loading of the model.
+The sides take turns. Episodes a second are counted from the end of step WARM_UP to the end of the
+last step but one (the last async step overlaps with nothing). Memory is the peak, over the whole
+run, of the sum over all processes of a side: what this script starts and all that comes from it, so
+on our side vLLM's process and the reward workers too. It is Linux's PSS: a page that processes
+share is divided among them, also with a process of neither side, so nothing else should run from
+the same environments meanwhile. Both sides make the same number of updates; response tokens, over
+all pairs, must be as many within 2%.
 
 TRL runs in .venv_trl, which the first call makes.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -44,8 +35,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
+from run import REPO, flags_of, run
 
-REPO = Path(__file__).resolve().parent.parent.parent
 TRL_VERSION = "1.16.0"
 WARM_UP = 3
 MEMORY_EVERY = 0.2  # seconds
@@ -57,80 +48,36 @@ def score(data_source, response, ground_truth, extra_info=None):
 """
 
 
-# ------------------------------------------------------------------------------------- TRL's side
-
-
-def run_trl(folder, settings):
-    """TRL's side: writes metrics.jsonl lines with what the comparison needs."""
+def run_trl(run_dir, model, dataset, length, updates, seed):
+    """TRL's side, in .venv_trl: writes metrics.jsonl with what the comparison needs."""
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    imported = time.perf_counter()
     torch.set_num_threads(os.cpu_count())
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    rows = datasets.Dataset.from_parquet(dataset).to_list()
+    template = {"tokenize": False, "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template(row["prompt"], **template) for row in rows]
+    run_dir.mkdir()
 
-    def load(path):
-        """Prompts as text, and their ground truths."""
-        rows = datasets.Dataset.from_parquet(path).to_list() if path else []
-        template = {"tokenize": False, "add_generation_prompt": True}
-        texts = [tokenizer.apply_chat_template(row["prompt"], **template) for row in rows]
-        return texts, [row["reward_model"]["ground_truth"] for row in rows]
-
-    texts, truths = load(settings["dataset"])
-    train = datasets.Dataset.from_dict({"prompt": texts, "ground_truth": truths})
-    held_out, held_out_truths = load(settings.get("eval_dataset"))
-
-    def reward(completions, ground_truth, completion_ids, **_):
-        if settings["reward"] == "parity":
-            return [float(len(text) % 2) for text in completions]
-        ends = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        right = map(is_right, completions, ground_truth)
-        return [float(score) if end else -1.0 for score, end in zip(right, ends, strict=True)]
-
-    def is_right(text, truth):
-        return text.strip() == truth
-
-    def correct_rate():
-        inputs = tokenizer(held_out, return_tensors="pt", padding=True, add_special_tokens=False)
-        options = {"do_sample": False, "max_new_tokens": settings["response_length"]}
-        with torch.no_grad():
-            output = model.generate(**inputs, **options)
-        new = output[:, inputs["input_ids"].shape[1] :]
-        answers = tokenizer.batch_decode(new, skip_special_tokens=True)
-        return statistics.mean(map(is_right, answers, held_out_truths))
+    def parity(completions, **_):
+        return [float(len(text) % 2) for text in completions]
 
     class Log(TrainerCallback):
         def on_train_begin(self, *_, **__):
-            self.start, self.lines, self.paused = time.perf_counter(), [], 0.0
-            if held_out:
-                self.evaluate(step=0)
-
-        def evaluate(self, step):
-            before = time.perf_counter()
-            line = {"training_step": step, "seconds": before - self.start - self.paused}
-            line["since_imports"] = before - imported - self.paused
-            self.lines.append(json.dumps(line | {"eval/verifiable_correct_rate": correct_rate()}))
-            self.paused += time.perf_counter() - before
-
-        def on_step_end(self, args, state, control, **_):
-            if held_out and state.global_step % settings["eval_every"] == 0:
-                self.evaluate(state.global_step)
+            self.start = time.perf_counter()
 
         def on_log(self, args, state, control, logs, **_):
-            if not held_out and "completions/mean_length" in logs:
-                seconds = time.perf_counter() - self.start
-                line = {"training_step": state.global_step, "seconds": seconds}
+            if "completions/mean_length" in logs:
+                line = {"time/from_scratch": time.perf_counter() - self.start}
                 line["objective/sequence_lengths"] = logs["completions/mean_length"]
-                self.lines.append(json.dumps(line))
-
-        def on_train_end(self, *_, **__):
-            (folder / "metrics.jsonl").write_text("\n".join(self.lines), "utf-8")
+                with open(run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str(run_dir / "trl"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -138,26 +85,48 @@ def run_trl(folder, settings):
         save_strategy="no",
         logging_steps=1,
         disable_tqdm=True,
-        seed=settings["seed"],
-        per_device_train_batch_size=settings["micro_batch"],
-        gradient_accumulation_steps=settings["mini_batch"] // settings["micro_batch"],
-        steps_per_generation=settings["episodes"] // settings["micro_batch"],
-        num_generations=settings["group"],
-        max_completion_length=settings["response_length"],
-        max_steps=settings["updates"],
+        seed=seed,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=PROMPTS * GROUP // 32,
+        steps_per_generation=PROMPTS * GROUP // 32,
+        num_generations=GROUP,
+        max_completion_length=length,
+        max_steps=updates,
         temperature=1.0,
-        beta=settings["beta"],
-        learning_rate=settings["learning_rate"],
-        warmup_steps=settings["warm_up"],
+        beta=0.0,
+        learning_rate=0.0,
     )
     trainer = GRPOTrainer(
-        model, reward, args=config, train_dataset=train, processing_class=tokenizer
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        parity,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+        processing_class=tokenizer,
     )
     trainer.add_callback(Log())
     trainer.train()
 
 
-# ----------------------------------------------------------------------------------- the comparison
+def words_of_ours(folder, model, dataset, length, updates, seed):
+    """The script and its flags for the same."""
+    flags = {
+        "model_name_or_path": model,
+        "dataset": dataset,
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "seed": seed,
+        "response_length": length,
+        "total_episodes": updates * PROMPTS * GROUP,
+        "local_rollout_batch_size": PROMPTS,
+        "number_samples_per_prompt": GROUP,
+        "local_mini_batch_size": PROMPTS * GROUP,
+        "per_device_train_batch_size": 8,
+        "local_rollout_forward_batch_size": 8,
+        "beta": 0.0,
+        "learning_rate": 0.0,
+        "reward_fn": f"{folder / 'reward.py'}:score",
+    }
+    return [REPO / "grpo_vllm_async.py", *flags_of(flags)]
 
 
 def trl_python():
@@ -225,205 +194,73 @@ def memory_of(process):
     return total
 
 
-def run_side(side, settings):
-    """One run in processes of its own; returns its metrics and their memory at the peak, in MiB."""
+def measure(side, folder, *settings):
+    """A run: its episodes a second, its memory at the peak in MiB, its tokens a response."""
+    peak = 0
+
+    def watch(process):
+        nonlocal peak
+        while process.poll() is None:
+            peak = max(peak, memory_of(psutil.Process(process.pid)))
+            time.sleep(MEMORY_EVERY)
+
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         if side == "trl":
-            (folder / "settings.json").write_text(json.dumps(settings), "utf-8")
-            command, threads = [trl_python(), __file__, "--trl_folder", folder], os.cpu_count()
+            words = [__file__, "--trl", f"{name}/run", json.dumps(settings)]
+            lines, _ = run(words, name, os.cpu_count(), watch=watch, python=trl_python())
         else:
-            command = [sys.executable, REPO / "grpo_vllm_async.py", *flags_of(settings, folder)]
-            threads = 1
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        output, peak = folder / "output.txt", 0
-        with (
-            output.open("w", encoding="utf-8") as file,
-            psutil.Popen(command, stdout=file, stderr=file, env=environment) as process,
-        ):
-            while process.poll() is None:
-                peak = max(peak, memory_of(process))
-                time.sleep(MEMORY_EVERY)
-        if process.returncode:
-            sys.exit(output.read_text("utf-8"))
-        path = folder / ("metrics.jsonl" if side == "trl" else "run/metrics.jsonl")
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()], peak / 2**20
+            lines, _ = run(words_of_ours(folder, *settings), name, watch=watch)
+    _, _, _, updates, _ = settings
+    if len(lines) != updates:
+        sys.exit(f"{side} made {len(lines)} updates")
+    seconds = [line["time/from_scratch"] for line in lines]
+    speed = PROMPTS * GROUP * (updates - 1 - WARM_UP) / (seconds[-2] - seconds[WARM_UP - 1])
+    length = statistics.mean(line["objective/sequence_lengths"] for line in lines)
+    return speed, peak / 2**20, length
 
 
-def flags_of(settings, folder):
-    """The flags of grpo_vllm_async.py for these settings."""
-    episodes, group = settings["episodes"], settings["group"]
-    steps = settings["updates"] * settings["mini_batch"] // episodes
-    flags = {
-        "model_name_or_path": settings["model"],
-        "dataset": settings["dataset"],
-        "dtype": "float32",
-        "output_dir": folder,
-        "run_name": "run",
-        "seed": settings["seed"],
-        "response_length": settings["response_length"],
-        "total_episodes": steps * episodes,
-        "local_rollout_batch_size": episodes // group,
-        "number_samples_per_prompt": group,
-        "local_mini_batch_size": settings["mini_batch"],
-        "per_device_train_batch_size": settings["micro_batch"],
-        "local_rollout_forward_batch_size": settings["micro_batch"],
-        "beta": settings["beta"],
-        "learning_rate": settings["learning_rate"],
-        "warm_up_steps": settings["warm_up"],
-        "lr_scheduler_type": "linear",  # as TRL's
-    }
-    if settings["reward"] == "parity":
-        flags["reward_fn"] = f"{Path(settings['dataset']).parent.parent / 'reward.py'}:score"
-    else:
-        flags |= {"eval_dataset": settings["eval_dataset"], "penalty_reward_value": -1}
-        flags["num_evals"] = settings["updates"] // settings["eval_every"]
-    extra = ["--no-gradient_checkpointing"]
-    if settings["reward"] != "parity":
-        extra.append("--non_stop_penalty")
-    return [text for name, value in flags.items() for text in (f"--{name}", str(value))] + extra
-
-
-def speed(lines):
-    """Episodes a second after the first WARM_UP steps and without the last."""
-    seconds = [line.get("seconds", line.get("time/from_scratch")) for line in lines]
-    return PROMPTS * GROUP * (len(lines) - 1 - WARM_UP) / (seconds[-2] - seconds[WARM_UP - 1])
-
-
-def compare_throughput(args):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with ProcessPoolExecutor(max_workers=1) as pool:  # so that torch's pages are not ours too
-            pool.submit(make_assets, folder).result()
-        for workload in WORKLOADS:
-            settings = {
-                "model": str(folder / workload / "model"),
-                "dataset": str(folder / workload / "train.parquet"),
-                "reward": "parity",
-                "response_length": WORKLOADS[workload],
-                "episodes": PROMPTS * GROUP,
-                "mini_batch": PROMPTS * GROUP,
-                "group": GROUP,
-                "updates": args.steps,
-                "learning_rate": 0.0,
-                "warm_up": 0,
-                "beta": 0.0,
-            }
-            pairs = []
-            for seed in range(1, args.pairs + 1):
-                pairs.append(run_pair(settings | {"seed": seed}))
-                speeds, memory, lengths = (
-                    pairs[-1][name] for name in ("speed", "memory", "length")
-                )
-                print(
-                    f"{workload}, pair {seed}: {speeds[0]:.1f} against {speeds[1]:.1f} episodes/s; "
-                    f"memory {memory[0]:.0f} against {memory[1]:.0f} MiB at the peak; "
-                    f"{lengths[0]:.1f} and {lengths[1]:.1f} tokens a response",
-                    flush=True,
-                )
-            ratios = {}
-            for name in ("speed", "memory"):
-                ratios[name] = statistics.median(pair[name][0] / pair[name][1] for pair in pairs)
-            ours, theirs = (sum(pair["length"][side] for pair in pairs) for side in (0, 1))
-            is_same = abs(ours / theirs - 1) <= 0.02
-            print(
-                f"{workload}: median {ratios['speed']:.2f} times the episodes/s, "
-                f"{ratios['memory']:.2f} times the memory; tokens in all {ours / theirs:.3f} to 1, "
-                + ("as they must be" if is_same else "NOT the same work: take more --steps")
-            )
-
-
-def run_pair(settings):
-    """{figure: (ours, TRL's)}: episodes a second, peak in MiB, tokens of a response."""
-    figures = {"speed": [], "memory": [], "length": []}
-    for side, micro_batch in (("tandem", 8), ("trl", 32)):
-        lines, peak = run_side(side, settings | {"micro_batch": micro_batch})
-        if len(lines) != settings["updates"]:
-            sys.exit(f"{side} made {len(lines)} updates")
-        figures["speed"].append(speed(lines))
-        figures["memory"].append(peak)
-        lengths = (line["objective/sequence_lengths"] for line in lines)
-        figures["length"].append(statistics.mean(lengths))
-    return figures
-
-
-def compare_learning(args):
-    from matplotlib.figure import Figure
-
-    command = [sys.executable, REPO / "scripts" / "dev" / "make_debug_assets.py"]
-    subprocess.run(command, cwd=REPO, check=True)
-    assets = REPO / "debug_assets"
-    settings = {
-        "model": str(assets / "model"),
-        "dataset": str(assets / "train.parquet"),
-        "eval_dataset": str(assets / "test.parquet"),
-        "reward": "debug",
-        "response_length": 8,
-        "episodes": 512,
-        "mini_batch": 256,
-        "micro_batch": 128,
-        "group": 8,
-        "updates": args.updates,
-        "eval_every": 4,
-        "learning_rate": args.learning_rate,
-        "warm_up": 10,
-        "beta": 0.01,
-        "seed": args.seed,
-    }
-    axes, key = (figure := Figure(figsize=(7, 4))).subplots(), "eval/verifiable_correct_rate"
-    labels = {"tandem": "grpo_vllm_async.py", "trl": f"TRL {TRL_VERSION} GRPOTrainer"}
-    for side, label in labels.items():
-        lines, _ = run_side(side, settings)
-        evaluated = [line for line in lines if key in line]
-        if side == "tandem":
-            # Reported a step late; and nothing is left out since the imports
-            after = [0.0, *itertools.accumulate(line["time/training"] for line in lines)]
-            for line in evaluated:
-                line["seconds"] = after[int(line["eval/policy_version"])]
-                line["since_imports"] = line["time/from_scratch"]
-        reached = next((line for line in evaluated if line[key] >= 0.9), None)
-        when = "0.9 not reached"
-        if reached:
-            when = (
-                f"0.9 after {reached['seconds']:.1f} s "
-                f"({reached['since_imports']:.1f} s since the imports)"
-            )
-        points = [(line["seconds"], line[key]) for line in evaluated]
-        (_, first), (end, last) = points[0], points[-1]
+def compare(workload, folder, pairs, updates):
+    rows = []  # (ours, TRL's) of each pair, by figure
+    paths = [str(folder / workload / name) for name in ("model", "train.parquet")]
+    for seed in range(1, pairs + 1):
+        settings = (*paths, WORKLOADS[workload], updates, seed)
+        sides = [measure(side, folder, *settings) for side in ("tandem", "trl")]
+        rows.append(list(zip(*sides, strict=True)))
+        speeds, memory, lengths = rows[-1]
         print(
-            f"{label}: held-out rate {first:.3f} at first, {when}, {last:.3f} after {end:.1f} s",
+            f"{workload}, pair {seed}: {speeds[0]:.1f} against {speeds[1]:.1f} episodes/s; "
+            f"memory {memory[0]:.0f} against {memory[1]:.0f} MiB at the peak; "
+            f"{lengths[0]:.1f} and {lengths[1]:.1f} tokens a response",
             flush=True,
         )
-        axes.plot(*zip(*points, strict=True), marker=".", label=label)
-    axes.set_xlabel("seconds of training (evaluation left out)")
-    axes.set_ylabel("held-out prompts answered right")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(args.output.expanduser(), dpi=120, bbox_inches="tight")
-    print(f"Picture: {args.output}")
+    speeds, memory, lengths = zip(*rows, strict=True)
+    speed, space = (
+        statistics.median(ours / theirs for ours, theirs in figures) for figures in (speeds, memory)
+    )
+    ours, theirs = map(sum, zip(*lengths, strict=True))
+    is_same = abs(ours / theirs - 1) <= 0.02
+    print(
+        f"{workload}: median {speed:.2f} times the episodes/s, {space:.2f} times the memory; "
+        f"tokens in all {ours / theirs:.3f} to 1, "
+        + ("as they must be" if is_same else "NOT the same work: take more --steps")
+    )
 
 
 def main():
+    if sys.argv[1:2] == ["--trl"]:
+        run_trl(Path(sys.argv[2]), *json.loads(sys.argv[3]))
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", choices=["throughput", "learning"], default="throughput")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
-    learning = "in the comparison of learning"
-    parser.add_argument("--seed", type=int, default=1, help=learning)
-    parser.add_argument("--learning_rate", type=float, default=1e-4, help=learning)
-    parser.add_argument("--updates", type=int, default=200, help=learning)
-    parser.add_argument("--output", type=Path, default=Path("vs_trl.png"), help=learning)
-    parser.add_argument("--trl_folder", type=Path, help=argparse.SUPPRESS)  # a run of TRL's side
     args = parser.parse_args()
-    if args.trl_folder:
-        run_trl(args.trl_folder, json.loads((args.trl_folder / "settings.json").read_bytes()))
-    elif args.what == "learning":
-        compare_learning(args)
-    else:
-        compare_throughput(args)
+    with tempfile.TemporaryDirectory() as name:
+        with ProcessPoolExecutor(max_workers=1) as pool:  # so that torch's pages are not ours too
+            pool.submit(make_assets, Path(name)).result()
+        for workload in WORKLOADS:
+            compare(workload, Path(name), args.pairs, args.steps)
 
 
 if __name__ == "__main__":
