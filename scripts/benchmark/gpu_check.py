@@ -59,10 +59,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from run import REPO, debug_command, flags_of, rounded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-REPO = Path(__file__).resolve().parent.parent.parent
 DEBUG_MODEL = REPO / "debug_assets" / "model"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"  # without a GPU main() ends: "cpu" is for tests
@@ -149,21 +149,6 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
     return [json.loads(line) | of_vllm for line in lines]
 
 
-def flags_of(options: dict) -> list[str]:
-    """Options as words of a command line.
-
-    >>> flags_of({"response_length": 8, "async_mode": False})
-    ['--response_length', '8', '--no-async_mode']
-    """
-    flags = []
-    for name, value in options.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags += [f"--{name}", str(value)]
-    return flags
-
-
 def short_command(script: str, steps: int, **options) -> list[str]:
     """Script and flags of a few steps of RESPONSES episodes on the prompts of the debug task."""
     defaults = {
@@ -178,20 +163,6 @@ def short_command(script: str, steps: int, **options) -> list[str]:
     if script == GRPO:
         defaults |= {"local_rollout_batch_size": RESPONSES // 4, "number_samples_per_prompt": 4}
     return [script, *flags_of(defaults | options)]
-
-
-def debug_command(name: str) -> list[str]:
-    """Script and flags of scripts/train/debug/NAME.sh, without its set-up and its launcher.
-
-    So a debug command can run where .venv is not what it would set up.
-    """
-    text = (REPO / "scripts" / "train" / "debug" / f"{name}.sh").read_text("utf-8")
-    last_command = text.partition("\nexec ")[2].replace("\\\n", " ")
-    last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
-    words = shlex.split(last_command)
-    words.remove("$@")
-    script = next(word for word in words if word.endswith(".py"))
-    return words[words.index(script) :]
 
 
 def make_random_model(size: str, folder: str) -> None:
@@ -266,15 +237,6 @@ def ask_driver(fields: str, kind: str = "gpu") -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------- figures
-
-
-def rounded(value: float | None) -> float | None:
-    """Four digits of a figure; None: the run does not have it.
-
-    >>> rounded(0.0123456), rounded(None)
-    (0.01235, None)
-    """
-    return None if value is None else float(f"{value:.4g}")
 
 
 def known(steps: list[dict], metric: str) -> list[float]:
