@@ -12,7 +12,6 @@ import pytest
 from helpers import GRPO, REPO, loops
 from helpers.files import write_text
 from helpers.processes import CPU, TWO_RANKS
-from helpers.runs import check_equal_to_the_bit
 from test_inflight import check_same
 
 
@@ -50,7 +49,7 @@ def test_where_every_group_has_a_signal_it_is_the_script_to_the_bit(run):
     assert counts(forked, "dropped") == [0] * 6 and forked.vllm.order == script.vllm.order
     for line, of_fork in zip(script.metrics, forked.metrics, strict=True):
         line |= {name: of_fork[name] for name in of_fork if name.startswith("refill/")}
-    check_equal_to_the_bit(forked, script)
+    check_same(forked, script)
 
 
 @pytest.mark.parametrize("async_mode", [True, False])
@@ -75,7 +74,7 @@ def test_resumed_run_goes_on_to_the_bit_also_where_it_asks_in_vain(score, most, 
         assert (counts(whole, "sampled"), counts(whole, "dropped")) == ([12] * 6, [8] * 6)
     shutil.copytree(broken.run_dir, tmp_path / "run")
     again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest", "max_refill": most}
-    check_equal_to_the_bit(resumed := run(score, **again), whole)
+    check_same(resumed := run(score, **again), whole)
     assert resumed.vllm.order[1:] == whole.vllm.order[whole.vllm.order.index("weights 3") :]
 
 
