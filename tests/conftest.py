@@ -62,7 +62,6 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# The files that take longest, the longest first
 LONG = ["ends", "inflight", "runs", "adapters", "multiturn", "refill", "engine", "preflight"]
 LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_check", "lag"]
 
