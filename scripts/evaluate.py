@@ -39,6 +39,8 @@ each, and when.
 """
 
 import argparse
+import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -47,6 +49,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import statistics
 import sys
@@ -397,6 +400,30 @@ def saved_at(folder):
     return round(config.stat().st_mtime, 3) if config.exists() else None
 
 
+def files_of_reward(path: Path) -> list[Path]:
+    """The file of a reward, and those that it imports from its folder; packages as a whole."""
+    files, ahead = [], [path]
+    while ahead:
+        path = ahead.pop()
+        if path in files or not path.is_file():
+            continue
+        files.append(path)
+        names = []
+        with contextlib.suppress(SyntaxError):  # of a package's file that may never be imported
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.append(node.module)
+        for name in names:
+            beside = files[0].parent / name.partition(".")[0]
+            ahead += [beside.with_suffix(".py"), *sorted(beside.rglob("*.py"))]
+    return files
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
 def settings_of(script, args, options, prompts):
     """What decides which responses are sampled, and what they score: two models can be compared
     where all is alike but for OF_A_MODEL.
@@ -404,12 +431,16 @@ def settings_of(script, args, options, prompts):
     Without a reward of the run's own the rule is the script's.
     """
     path, _, function = (args.reward_fn or f"{script.__file__}:").rpartition(":")
+    files = files_of_reward(Path(path)) if function else [Path(path)]
+    for module in re.findall(r"([\w.]+)\.\w", function):  # which trl_rewards.py imports
+        files += files_of_reward(Path(module.replace(".", "/")).with_suffix(".py"))
+    code = b"".join(file.read_bytes() for file in files)
     settings = {
         "model": str(options.model or "trained"),  # and not by the place of the run, which may move
         "model_saved": saved_at(options.model or options.run / "model"),
         "samples": options.samples,
         "prompts": script.stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
-        "reward": f"{function} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}",
+        "reward": f"{function} {hashlib.sha256(code).hexdigest()[:16]}",
         "reward_model_saved": saved_at(args.reward_model_path) if args.reward_model_path else None,
     }
     settings |= {name: getattr(args, name) for name in (*SAMPLED_BY, *SCORED_BY)}

@@ -315,6 +315,12 @@ def test_another_reward_grades(faked_run, call, reward):
         assert line["reward_metrics"] == {"tokens": line["length"], "ended": 1.0}
 
 
+def test_reward_is_known_by_its_neighbours_too(tmp_path):
+    reward = write_text(tmp_path / "reward.py", "import beside\n")
+    beside = write_text(tmp_path / "beside.py", "")
+    assert evaluate.files_of_reward(reward) == [reward, beside]
+
+
 def add_provenance(run_dir, path, **changes):
     """As if the script at this path had made the run."""
     saved = json.loads((run_dir / "args.json").read_text())

@@ -401,12 +401,6 @@ def test_docs_quote_the_rules():
     assert {heading for heading, _ in health.FAILURES.values()} <= {*headings}
 
 
-def test_folder_that_is_no_run_s_is_one_line(tmp_path, make_report, capsys):
-    with pytest.raises(SystemExit):
-        make_report(tmp_path)
-    assert capsys.readouterr().err.endswith("no step in metrics.jsonl yet\n")
-
-
 # ------------------------------------------------------------------------------ hostile texts
 
 HOSTILE = [

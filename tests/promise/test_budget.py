@@ -18,7 +18,7 @@ BUDGETS = {
 }
 
 # What stands around the scripts: lines of programs, lines of tests, words of the pages
-SURROUNDINGS = {"scripts/**/*.py": 12_090, "tests/**/*.py": 18_000, "README.md and docs": 20_000}
+SURROUNDINGS = {"scripts/**/*.py": 12_120, "tests/**/*.py": 18_000, "README.md and docs": 20_000}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
 PART_ONE = {"ppo_sync.py": 4_700, "ppo_vllm_async.py": 5_000, "grpo_vllm_async.py": 5_000}
