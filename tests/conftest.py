@@ -60,6 +60,16 @@ os.environ["HF_DATASETS_CACHE"] = CACHE.name
 torch.set_num_threads(1)
 # Under nohup it is ignored, which processes inherit, and a test sends it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+HANDLERS = [signal.getsignal(number) for number in SIGNALS]
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """start_ranks sets them for good; what a later test starts would inherit an ignored one."""
+    yield
+    for number, handler in zip(SIGNALS, HANDLERS, strict=True):
+        signal.signal(number, handler)
 
 
 LONG = ["ends", "inflight", "runs", "adapters", "multiturn", "refill", "engine", "preflight"]

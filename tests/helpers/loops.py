@@ -8,7 +8,6 @@ import copy
 import importlib
 import io
 import queue
-import signal
 import sys
 import threading
 from collections import defaultdict
@@ -194,9 +193,6 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         seen.programs.append((program.name, steps))
 
     with contextlib.ExitStack() as stack:
-        # main() has one of its own
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            stack.callback(signal.signal, number, signal.getsignal(number))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
         patch.setattr(script, "VLLM", stub)

@@ -1,7 +1,6 @@
 """A tiny reward model and made-up pairs; and train_reward_model.py in this process."""
 
 import os
-import signal
 from unittest import mock
 
 import torch
@@ -42,12 +41,6 @@ def gradient_and_sums(accelerator, model, size):
 
 
 def train(args):
-    """main() in this process, for whose signals and children it would set some things for good."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        with mock.patch.dict(os.environ):
-            rm.main(args)
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    """main() in this process, whose children's environment it would set for good."""
+    with mock.patch.dict(os.environ):
+        rm.main(args)
