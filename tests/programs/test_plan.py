@@ -1,0 +1,123 @@
+"""The arithmetic of the preflight's plan, scripts/plan.py."""
+
+import math
+
+import fits
+import plan
+import preflight_cases as cases
+import pytest
+import torch
+import transformers
+from plan import GIB
+from torch.distributed import checkpoint
+
+import ppo_vllm_async
+
+PPO, GRPO = "ppo_vllm_async", "grpo_vllm_async"
+
+
+def launch(name, size="0.6", gpu_memory=24, file="one_gpu.yaml", *numbers, **more):
+    """A run of Qwen3, whose models have no memory."""
+    return fits.launch(name, size, gpu_memory, file, *numbers, **more)
+
+
+def tiny(layers=2, hidden=64, family="Qwen2"):
+    """A policy and a value model that have."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 192}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if family == "Qwen2" else 2}
+    sizes |= {"head_dim": 64} if family == "Qwen3" else {}
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(vocab_size=50, num_labels=1, **sizes)
+    classes = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    return [auto_class.from_config(config) for auto_class in classes]
+
+
+def test_tied_head_is_sent_as_a_tensor_of_its_own():
+    run = launch(GRPO, "0.6", None)
+    sizes = [plan.shared_memory(run)]
+    run.model.config.tie_word_embeddings = False
+    sizes.append(plan.shared_memory(run))
+    run.model.config.tie_word_embeddings = True
+    assert sizes[0] - sizes[1] == 6 * 151_936 * 1024
+    assert plan.shared_memory(launch(GRPO, "0.6", 24)) == 0
+
+
+def test_checkpoint_takes_what_is_written(tmp_path):
+    """Weights and both of AdamW's moments, but no gradients."""
+    run = plan.with_changes(launch(PPO), {"save_freq": 2, "keep_last_n": 0})
+    run.args.num_training_steps = 5
+    run.model, run.value_model = tiny(hidden=256)
+    trained = {"policy": cases.stepped(run.model), "value_model": cases.stepped(run.value_model)}
+    for state, path in ppo_vllm_async.checkpoint_parts(trained, tmp_path):
+        checkpoint.save(state, checkpoint_id=path)
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert plan.checkpoints_on_disk(run) == (2, pytest.approx(written, rel=0.02))
+
+
+@pytest.mark.parametrize(
+    ("learners", "vllm_gpus", "left"),
+    [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
+)
+def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
+    """A GiB for each process on the GPU, and one where GPUs exchange weights or gradients."""
+    numbers = (GRPO, "0.6", 24, "ddp.yaml", 1, learners, vllm_gpus)
+    run = plan.with_changes(launch(*numbers), {"vllm_gpu_memory_utilization": 0.5})
+    assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "name", "most"),
+    [(24, None, 256), (80, None, 1024), (80, "NVIDIA A100-SXM4-80GB", 256), (80, "H100", 1024)],
+)
+def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name, most, monkeypatch):
+    """get_batch_defaults of vLLM 0.32. The name is that of this machine's GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    run = launch(GRPO, "0.6", gpu_memory)
+    run.args.vllm_gpu_memory_utilization = 0.97
+    run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
+    assert plan.responses_at_once(run) == most
+    assert f"samples at most {most:,} at once" in plan.room_for_responses(run)
+    cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
+    assert cache == most * plan.cache_memory(run)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_gpus"),
+    [
+        ((PPO,), 1),
+        ((PPO, "8", 80), 8),
+        ((GRPO, "4", 40, "ddp.yaml", 1, 8), 8),
+        ((PPO, "8", 40, "ddp.yaml", 2, 4), 4),  # two nodes
+    ],
+)
+def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
+    run = launch(*numbers)
+    run.options.num_gpus = num_gpus
+    found = plan.what_fits(run)
+    assert found and not plan.fits(run)
+    launch_flags = {"config_file", "num_processes", "num_machines"}
+    for flags, changed in found:
+        assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags)), flags
+        assert changed.options.local_processes() <= run.options.num_gpus
+        for flag in flags.keys() - launch_flags:
+            fewer = {name: value for name, value in flags.items() if name != flag}
+            assert not plan.fits(plan.with_changes(run, fewer)), (flags, flag)
+    has_several = run.options.num_gpus * run.options.num_machines > 1
+    assert any(changed.options.num_shards() == 8 for _, changed in found) == has_several
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
+    run = launch(PPO, rank=16)
+    # Queries, keys and values, output; gate and up, down: of 28 layers
+    features = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024) + 3 * (1024 + 3072)
+    trained = 2 * 16 * 28 * features + 1024  # with the value head
+    _, parts = plan.learner_memory(run)
+    assert parts["adapters of policy and value model"] == parts["gradients"] == 4 * trained
+    assert parts["AdamW's moments"] == 8 * trained
+    assert parts["policy, frozen"] == 2 * plan.count_parameters(run.model)
+    assert parts["value model, frozen"] == 2 * plan.count_parameters(run.value_model)
+    assert plan.checkpoints_on_disk(run)[1] == 12 * trained
