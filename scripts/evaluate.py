@@ -39,8 +39,6 @@ each, and when.
 """
 
 import argparse
-import ast
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -54,35 +52,26 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
 from dataclasses import fields, replace
 from datetime import datetime
-from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas
 import paths
+from run_files import is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("grpo_vllm_async", "ppo_vllm_async", "ppo_sync")
-# Flags of the scripts that this program may replace
-REPLACED = (
-    "eval_dataset",
-    "eval_dataset_config",
-    "eval_dataset_split",
-    "num_eval_prompts",
-    "eval_temperature",
-)
-REPLACED += ("response_length", "reward_fn", "seed")
 # What of a run's arguments decides which responses are sampled, and what they score
-SAMPLED_BY = ("eval_temperature", "response_length", "stop_token_ids", "dtype", "seed")
-SCORED_BY = ("verification_reward", "add_r1_style_format_reward", "r1_style_format_reward")
-SCORED_BY += ("non_stop_penalty", "penalty_reward_value", "min_response_length", "reward_timeout")
-SCORED_BY += ("reward_model_path", "reward_model_revision", "reward_model_multiplier")
+SETTINGS = ("eval_temperature", "response_length", "stop_token_ids", "dtype", "seed")
+SETTINGS += ("verification_reward", "add_r1_style_format_reward", "r1_style_format_reward")
+SETTINGS += ("non_stop_penalty", "penalty_reward_value", "min_response_length", "reward_timeout")
+SETTINGS += ("reward_model_path", "reward_model_revision", "reward_model_multiplier")
 # In these two models that are compared may differ
 OF_A_MODEL = {"model", "model_saved", "stop_token_ids", "dtype", "seed"}
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
-MOST_SOURCES = 50  # that have figures of their own
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -161,9 +150,9 @@ def rounded(mean, low, high):
 
 
 class Figure(NamedTuple):
-    """A figure of each prompt that has it: {prompt: its mean over the prompt's answers}."""
+    """A figure of each prompt that has it: its mean over the prompt's answers."""
 
-    values: dict[str, float]
+    values: pandas.Series  # by prompt
     low: float  # what an answer's number is at least; seen, or known to be possible
     high: float
 
@@ -173,70 +162,56 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
 
     worth: what a right answer scores, --verification_reward.
     """
-    rows = [
-        row | {f"reward/{name}": number for name, number in row["reward_metrics"].items()}
+    names = ("score", "verifiable_score", "reward_model_score", "length")
+    numbers = [
+        {name: row.get(name) for name in names}
+        | {f"reward/{name}": number for name, number in row["reward_metrics"].items()}
+        | {"stop_rate": row["stopped"], "right": is_right(row)}
         for row in rows
     ]
+    # What is None or not finite is no number: it counts nowhere
+    frame = pandas.DataFrame(numbers).astype(float).replace([math.inf, -math.inf], math.nan)
+    prompts = frame.groupby([row["problem"] for row in rows])
+    right = prompts["right"].agg(["count", "sum"]).astype(int)
     figures = {}
-
-    def known(name):
-        """{prompt: the numbers of its answers}, of those that have one."""
-        numbers = defaultdict(list)
-        for row in rows:
-            if row.get(name) is not None and math.isfinite(row[name]):
-                numbers[row["problem"]].append(row[name])
-        return numbers
-
-    def add(name, numbers, *possible):
-        if numbers:
-            seen = [*chain(*numbers.values()), *possible]
-            means = {prompt: statistics.fmean(each) for prompt, each in numbers.items()}
-            figures[name] = Figure(means, min(seen), max(seen))
-
-    verifiable = known("verifiable_score")
-    add("score", known("score"), *((0.0, worth) if verifiable else ()))
-    add("verifiable_score", verifiable, 0.0, 1.0)
-    add("reward_model_score", known("reward_model_score"))
-    right = defaultdict(list)
-    for row in rows:
-        if row.get("verifiable_score") is not None:
-            says = row["reward_metrics"].get("right", row["verifiable_score"])
-            right[row["problem"]].append(says >= 1)
     # As many answers as most prompts have: a few prompts may be there twice
-    most = statistics.median_low(Counter(row["problem"] for row in rows).values())
+    most = statistics.median_low(prompts.size())
     for k in (2**i for i in range(most.bit_length())):
-        passed = {p: [pass_at_k(len(r), sum(r), k)] for p, r in right.items() if len(r) >= k}
-        add(f"pass@{k}", passed, 0.0, 1.0)
-    for name in sorted({name for row in rows for name in row if name.startswith("reward/")}):
-        add(name, known(name), 0.0, 1.0)
-    add("length", known("length"))
-    add("stop_rate", known("stopped"), 0.0, 1.0)
-    return figures
+        of_k = right[right["count"] >= k]
+        passed = [pass_at_k(*counts, k) for counts in of_k.itertuples(index=False)]
+        figures[f"pass@{k}"] = Figure(pandas.Series(passed, of_k.index, float), 0.0, 1.0)
+
+    unlimited = {"reward_model_score", "length"}
+    unlimited |= set() if right["count"].any() else {"score"}
+    for name in frame.columns.drop("right"):
+        possible = [] if name in unlimited else [0.0, worth if name == "score" else 1.0]
+        seen = [frame[name].min(), frame[name].max(), *possible]
+        figures[name] = Figure(prompts[name].mean().dropna(), min(seen), max(seen))
+    return {name: figure for name, figure in figures.items() if len(figure.values)}
 
 
 def summarize(rows: list[dict], worth: float = 1.0) -> dict:
     """Counts, and of each figure its mean, interval, and how many prompts have it."""
-    failures = sum(row["failure"] is not None for row in rows)
     counts = {
         "prompts": len({row["problem"] for row in rows}),
         "responses": len(rows),
-        "sources": len({str(row["data_source"]) for row in rows}),
-        "reward_failures": failures,
+        "reward_failures": sum(row["failure"] is not None for row in rows),
     }
     return counts | {
-        name: estimate([*values.values()], low, high) | {"prompts": len(values)}
+        name: estimate(values.tolist(), low, high) | {"prompts": len(values)}
         for name, (values, low, high) in figures_of(rows, worth).items()
     }
 
 
 def summarize_sources(rows: list[dict], worth: float = 1.0) -> dict:
-    """{data source: figures}; empty where there is one source, or over 50."""
-    by_source = defaultdict(list)
-    for row in rows:
-        by_source[str(row["data_source"])].append(row)
-    if not 1 < len(by_source) <= MOST_SOURCES:
+    """{data source: figures}; empty where there is one source."""
+    sources = sorted({str(row["data_source"]) for row in rows})
+    if len(sources) < 2:
         return {}
-    return {source: summarize(by_source[source], worth) for source in sorted(by_source)}
+    return {
+        source: summarize([row for row in rows if str(row["data_source"]) == source], worth)
+        for source in sources
+    }
 
 
 def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dict:
@@ -247,11 +222,7 @@ def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dic
         if name not in ones or name not in others:
             continue
         one, other = ones[name], others[name]
-        both = [
-            value - other.values[prompt]
-            for prompt, value in one.values.items()
-            if prompt in other.values
-        ]
+        both = (one.values - other.values).dropna().tolist()
         if both:
             span = max(one.high, other.high) - min(one.low, other.low)
             differences[name] = estimate_difference(both, span)
@@ -261,74 +232,56 @@ def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dic
 # ------------------------------------------------------------------------------------- the screen
 
 
+def show_figure(name: str, figure: dict, prompts: int, *counts: int):
+    """Prints a line of a table. prompts: how many were asked."""
+    interval = f"{figure['low']:.4g} to {figure['high']:.4g}" if "low" in figure else ""
+    line = f"{name:<24}{figure['mean']:>9.4g}    {interval:<22}"
+    line += "".join(f"{count:>8,}" for count in counts)
+    known = sum(counts) if counts else figure["prompts"]
+    print((line + f"  of {known:,} of {prompts:,} prompts" * (known < prompts)).rstrip())
+
+
 def show(evaluation: dict):
     """Prints an evaluation.json."""
-    settings = evaluation["settings"]
-    samples, temperature = settings["samples"], settings["eval_temperature"]
+    settings, results = evaluation["settings"], evaluation["results"]
+    samples, prompts = settings["samples"], results["prompts"]
     each = f"{samples} answers to each row" if samples > 1 else "an answer to each row"
     print(f"\n{evaluation['model']} on {evaluation['dataset']}")
-    print(f"{each}, at temperature {temperature:g}")
-    results, by_source = evaluation["results"], evaluation["by_source"]
-    for source, figures in [("all", results), *by_source.items()]:
-        about = f"{figures['prompts']:,} prompts, {figures['responses']:,} responses"
-        if figures["reward_failures"]:
-            about += f", the reward failed on {figures['reward_failures']:,}"
-        print(f"\n{source}: {about}\n{'':<18}{'mean':>9}    95% interval")
-        for name, figure in figures.items():
-            is_same = name == "verifiable_score" and figure == figures.get("score")
-            if not isinstance(figure, dict) or is_same:
-                continue
-            line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
-            print((line + show_share(figure["prompts"], figures["prompts"])).rstrip())
+    print(f"{each}, at temperature {settings['eval_temperature']:g}")
+    print(f"{prompts:,} prompts, {results['responses']:,} responses", end="")
+    failures = results["reward_failures"]
+    print(f", the reward failed on {failures:,}" if failures else "")
+    print(f"\n{'':<24}{'mean':>9}    95% interval")
+    for name, figure in results.items():
+        is_same = name == "verifiable_score" and figure == results.get("score")
+        if isinstance(figure, dict) and not is_same:
+            show_figure(name, figure, prompts)
+    of_source = "pass@1" if "pass@1" in results else "score"
+    for source, figures in evaluation["by_source"].items():
+        if of_source in figures:
+            show_figure(f"{of_source} {source}", figures[of_source], figures["prompts"])
     if results.get("pass@1", {}).get("mean") == 0 < results["score"]["mean"]:
         print("\nNo answer counts as right: that takes a score of 1, or a reward's `right`")
-    if results["sources"] > MOST_SOURCES:
-        print(f"\nThere are {results['sources']:,} data sources, too many for figures of each")
 
 
 def show_comparison(folder: Path, other: Path, worth: float):
     """Prints how the responses in two evaluations' folders compare: the trained model's first."""
-    named = [json.loads((each / "evaluation.json").read_bytes()) for each in (folder, other)]
-    is_after = [each["settings"]["model"] == "trained" for each in named]
-    pair = [other, folder] if is_after == [False, True] else [folder, other]
-    models = named[::-1] if is_after == [False, True] else named
-    rows, other_rows = (read_lines(each / "responses.jsonl") for each in pair)
-    differences = compare(rows, other_rows, worth)
-    print(f"\n{models[0]['model']} less {models[1]['model']}, prompt by prompt ({other.name})")
-    print(f"{'':<18}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
+    one, two = (
+        (json.loads((each / "evaluation.json").read_bytes()), read_lines(each / "responses.jsonl"))
+        for each in (folder, other)
+    )
+    if two[0]["settings"]["model"] == "trained" != one[0]["settings"]["model"]:
+        one, two = two, one
+    print(f"\n{one[0]['model']} less {two[0]['model']}, prompt by prompt ({other.name})")
+    print(f"{'':<24}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
+    differences = compare(one[1], two[1], worth)
     for name, figure in differences.items():
-        if name == "pass@1" and figure == differences.get("score"):
-            continue
-        counts = [figure[sign] for sign in ("better", "worse", "equal")]
-        line = f"{name:<18}{figure['mean']:>9.4g}    {show_interval(figure):<22}"
-        line += "".join(f"{count:>8,}" for count in counts)
-        print(line + show_share(sum(counts), len({row["problem"] for row in rows})))
+        if name == "score" or figure != differences.get("score"):
+            counts = [figure[sign] for sign in ("better", "worse", "equal")]
+            show_figure(name, figure, one[0]["results"]["prompts"], *counts)
 
 
-def show_interval(figure):
-    return f"{figure['low']:.4g} to {figure['high']:.4g}" if "low" in figure else ""
-
-
-def show_share(part, whole):
-    """What is said behind a figure that some prompts do not have."""
-    return f"  of {part:,} of {whole:,} prompts" if part < whole else ""
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def read_lines(path: Path) -> list[dict]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
-def write_lines(path: Path, rows: list[dict]):
-    """What JSON does not know is text: a truth may be a decimal, a date, bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), "utf-8")
-
-
-# ---------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------- the run, its script
 
 
 def load_script(run_dir):
@@ -337,7 +290,7 @@ def load_script(run_dir):
     Where it has changed since, that one; where it is gone, or asks vLLM otherwise than we do here,
     one of ours. Either is said.
     """
-    made = json.loads((run_dir / "args.json").read_bytes()).get("provenance", {})
+    made = read_args(run_dir).get("provenance", {})
     named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
     paths = [*named, *(ROOT / path.name for path in named), *(ROOT / f"{name}.py" for name in OURS)]
     paths = [path.resolve() for path in paths if path.is_file()]
@@ -352,16 +305,15 @@ def load_script(run_dir):
     script, ours = map(importlib.import_module, (path.stem, OURS[0]))
 
     def signatures(module):
-        functions = [getattr(module.VLLM, "sample", print), module.grade_responses]
-        return [inspect.signature(each) for each in (*functions, module.score_responses)]
+        names = ("VLLM.sample", "grade_responses", "score_responses", "describe")
+        return [inspect.signature(attrgetter(name)(module)) for name in names]
 
     trouble = "" if digest in digests else "is not here as it was"
     if signatures(script) != signatures(ours):
         script, trouble = ours, "asks vLLM otherwise"
     if trouble:
-        print(
-            f"Warning: the script that made {run_dir} {trouble}; {script.__file__} takes its place"
-        )
+        place = f"{script.__file__} takes its place"
+        print(f"Warning: the script that made {run_dir} {trouble}; {place}")
     return script
 
 
@@ -370,9 +322,8 @@ def read_arguments(script, options):
 
     Flags that only another of the scripts has are left out. All else on one process and one GPU.
     """
-    saved = json.loads((options.run / "args.json").read_bytes())
-    names = {field.name for field in fields(script.Args)}
-    args = script.Args(**{name: saved[name] for name in names & set(saved)})
+    saved, names = read_args(options.run), {field.name for field in fields(script.Args)}
+    args = script.Args(**{name: value for name, value in saved.items() if name in names})
     args = replace(
         args,
         world_size=1,
@@ -386,8 +337,8 @@ def read_arguments(script, options):
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
     if options.eval_dataset and options.eval_dataset_split is None:  # the run's is of its own data
         args = replace(args, eval_dataset_split=script.Args.eval_dataset_split)
-    given = {name: getattr(options, name) for name in REPLACED}
-    args = replace(args, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    args = replace(args, **{name: given[name] for name in names & given.keys()})
     # Several greedy answers would be one
     if options.samples > 1 and args.eval_temperature == 0:
         args = replace(args, eval_temperature=args.temperature)
@@ -401,27 +352,18 @@ def saved_at(folder):
 
 
 def files_of_reward(path: Path) -> list[Path]:
-    """The file of a reward, and those that it imports from its folder; packages as a whole."""
+    """The file of a reward, and what it imports from its folder, packages as a whole."""
     files, ahead = [], [path]
     while ahead:
         path = ahead.pop()
         if path in files or not path.is_file():
             continue
         files.append(path)
-        names = []
-        with contextlib.suppress(SyntaxError):  # of a package's file that may never be imported
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, ast.Import):
-                    names += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    names.append(node.module)
-        for name in names:
-            beside = files[0].parent / name.partition(".")[0]
+        imports = re.findall(r"^\s*(?:from|import)\s(.*)", path.read_text("utf-8"), re.MULTILINE)
+        for name in re.findall(r"\w+", " ".join(imports)):
+            beside = files[0].parent / name
             ahead += [beside.with_suffix(".py"), *sorted(beside.rglob("*.py"))]
     return files
-
-
-# ---------------------------------------------------------------------------------------- answers
 
 
 def settings_of(script, args, options, prompts):
@@ -443,109 +385,8 @@ def settings_of(script, args, options, prompts):
         "reward": f"{function} {hashlib.sha256(code).hexdigest()[:16]}",
         "reward_model_saved": saved_at(args.reward_model_path) if args.reward_model_path else None,
     }
-    settings |= {name: getattr(args, name) for name in (*SAMPLED_BY, *SCORED_BY)}
+    settings |= {name: getattr(args, name) for name in SETTINGS}
     return json.loads(json.dumps(settings))  # tuples are lists there
-
-
-def load_held_out(script, args, options):
-    """The tokenizer and the held-out Prompts, drawn as the run draws them."""
-    tokenizer = script.load_tokenizer(args)
-    if options.model:
-        own = script.AutoTokenizer.from_pretrained(options.model)
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{options.model} has other tokens than the run's model")
-    prompts = script.load_prompts(
-        args.eval_dataset,
-        args.eval_dataset_config,
-        args.eval_dataset_split,
-        tokenizer,
-        args,
-        is_eval=True,
-    )
-    if 0 < args.num_eval_prompts < len(prompts):
-        drawn = script.draw_prompts(len(prompts), 0, args.num_eval_prompts, seed=0)
-        prompts = [prompts[i] for i in drawn]
-    return tokenizer, prompts
-
-
-def sample(script, prompts, args, options):
-    """The Responses of a model to some Prompts, the samples of a prompt side by side."""
-    model_path = str(options.model or options.run / "model")
-    gpus = (0,) if script.torch.cuda.device_count() else ()
-    from safetensors.torch import load_file
-
-    adapter = options.run / "adapter" / "adapter_model.safetensors"
-    if options.model:
-        args = replace(args, lora_rank=0)
-    elif args.lora_rank:  # rounded to bfloat16 the merged model would lose a part of what it learnt
-        model_path = args.model_name_or_path
-    # Only its weights are needed, which vLLM gets one by one: on a GPU there is never a second copy
-    weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
-    model = script.load_model(script.AutoModelForCausalLM, model_path, weights_alone, trained=False)
-    repeated = [prompt for prompt in prompts for _ in range(options.samples)]
-    seeds = [
-        script.stable_hash(args.seed, "evaluation", index, sample)
-        for index in range(len(prompts))
-        for sample in range(options.samples)
-    ]
-    print("Starting vLLM ...", flush=True)
-    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-    vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
-    device = "cuda" if gpus else "cpu"
-    # As the scripts send them: a tied head as well on a CPU, once on a GPU
-    parameters = model.named_parameters(remove_duplicate=bool(gpus))
-    weights = ((name, weight.data.to(device)) for name, weight in parameters)
-    if args.lora_rank:  # then vLLM has the model
-        weights = (
-            (name.removeprefix("base_model.model."), weight)
-            for name, weight in load_file(adapter).items()
-        )
-    vllm.sync_weights(weights, 0)
-    print(f"Sampling {len(repeated):,} responses ...", flush=True)
-    return vllm.sample(repeated, seeds, args.eval_temperature)
-
-
-def answer_prompts(script, tokenizer, prompts, args, options):
-    """The Responses to some Prompts with their scores."""
-    workers = queue.Queue()
-    try:
-        if args.reward_fn:  # first, for it may not load
-            for _ in range(args.reward_workers):
-                workers.put(script.start_reward_worker(args.reward_fn))
-        responses = sample(script, prompts, args, options)
-        responses = script.grade_responses(responses, tokenizer, workers, args)
-    finally:
-        script.end_children()
-    accelerator = script.Accelerator(mixed_precision="no")
-    reward_model = None
-    if script.uses_reward_model(args):
-        reward_model = script.load_classifier(
-            accelerator, args.reward_model_path, args, trained=False
-        )
-    return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)
-
-
-def describe(script, response, number, num_samples):
-    """A response as a line of responses.jsonl."""
-    index, sample = divmod(number, num_samples)
-    prompt = response.prompt
-    return {
-        "prompt_index": index,
-        "sample": sample,
-        # The same in every evaluation of this prompt, and in rows that repeat it
-        "problem": f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}",
-        "prompt": prompt.text,
-        "response": response.text,
-        "score": response.score,
-        "verifiable_score": response.verifiable,
-        "reward_model_score": response.model_score,
-        "reward_metrics": response.reward_metrics,
-        "failure": response.failure,
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-        "length": len(response.token_ids),
-        "stopped": response.stopped,
-    }
 
 
 def find_others(run_dir, settings, compared, fail):
@@ -571,6 +412,86 @@ def find_others(run_dir, settings, compared, fail):
     return list(found.values())
 
 
+# ---------------------------------------------------------------------------------------- answers
+
+
+def load_held_out(script, args, options):
+    """The tokenizer and the held-out Prompts, drawn as the run draws them."""
+    tokenizer = script.load_tokenizer(args)
+    if options.model:
+        own = script.AutoTokenizer.from_pretrained(options.model)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{options.model} has other tokens than the run's model")
+    source = (args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split)
+    prompts = script.load_prompts(*source, tokenizer, args, is_eval=True)
+    if 0 < args.num_eval_prompts < len(prompts):
+        drawn = script.draw_prompts(len(prompts), 0, args.num_eval_prompts, seed=0)
+        prompts = [prompts[i] for i in drawn]
+    return tokenizer, prompts
+
+
+def sample(script, prompts, args, options):
+    """The Responses of a model to some Prompts, the samples of a prompt side by side."""
+    from safetensors.torch import load_file
+
+    model_path = str(options.model or options.run / "model")
+    gpus = (0,) if script.torch.cuda.device_count() else ()
+    if options.model:
+        args = replace(args, lora_rank=0)
+    elif args.lora_rank:  # rounded to bfloat16 the merged model would lose a part of what it learnt
+        model_path = args.model_name_or_path
+    # Only its weights are needed, which vLLM gets one by one: on a GPU there is never a second copy
+    weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
+    model = script.load_model(script.AutoModelForCausalLM, model_path, weights_alone, trained=False)
+    repeated = [prompt for prompt in prompts for _ in range(options.samples)]
+    places = (divmod(number, options.samples) for number in range(len(repeated)))
+    seeds = [script.stable_hash(args.seed, "evaluation", *place) for place in places]
+    print("Starting vLLM ...", flush=True)
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
+    device = "cuda" if gpus else "cpu"
+    # As the scripts send them: a tied head as well on a CPU, once on a GPU
+    parameters = model.named_parameters(remove_duplicate=bool(gpus))
+    weights = ((name, weight.data.to(device)) for name, weight in parameters)
+    if args.lora_rank:  # then vLLM has the model
+        items = load_file(options.run / "adapter/adapter_model.safetensors").items()
+        weights = ((name.removeprefix("base_model.model."), weight) for name, weight in items)
+    vllm.sync_weights(weights, 0)
+    print(f"Sampling {len(repeated):,} responses ...", flush=True)
+    return vllm.sample(repeated, seeds, args.eval_temperature)
+
+
+def answer_prompts(script, tokenizer, prompts, args, options):
+    """The Responses to some Prompts with their scores."""
+    workers = queue.Queue()
+    try:
+        if args.reward_fn:  # first, for it may not load
+            for _ in range(args.reward_workers):
+                workers.put(script.start_reward_worker(args.reward_fn))
+        responses = sample(script, prompts, args, options)
+        responses = script.grade_responses(responses, tokenizer, workers, args)
+    finally:
+        script.end_children()
+    accelerator = script.Accelerator(mixed_precision="no")
+    reward_model, path = None, args.reward_model_path
+    if script.uses_reward_model(args):
+        reward_model = script.load_classifier(accelerator, path, args, trained=False)
+    return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)
+
+
+def rows_of(script, responses, num_samples):
+    """Lines of responses.jsonl: what samples.jsonl has of a response, and which one it is."""
+    rows = []
+    for number, response in enumerate(responses):
+        index, sample = divmod(number, num_samples)
+        prompt = response.prompt
+        # The same in every evaluation of this prompt, and in rows that repeat it
+        problem = f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}"
+        rows.append({"prompt_index": index, "sample": sample, "problem": problem})
+        rows[-1] |= script.describe(response, None)
+    return rows
+
+
 def evaluate(options, fail):
     """Makes the evaluation, shows it, and compares it with others.
 
@@ -594,14 +515,16 @@ def evaluate(options, fail):
     others = find_others(options.run, settings, options.compare, fail)
     started_at = time.time()
     responses = answer_prompts(script, tokenizer, prompts, args, options)
-    rows = [describe(script, r, i, options.samples) for i, r in enumerate(responses)]
+    rows = rows_of(script, responses, options.samples)
 
     model = options.model or options.run / "model"
     of_model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
     size = f"{len(prompts)}x{options.samples}_t{args.eval_temperature:g}"
     name = f"{of_model}_{Path(args.eval_dataset).stem}_{size}_{datetime.now():%Y%m%d_%H%M%S_%f}"
     folder = options.run / "evaluations" / name
-    write_lines(folder / "responses.jsonl", rows)
+    folder.mkdir(parents=True)
+    lines = [json.dumps(row, default=str) + "\n" for row in rows]  # as the scripts write them
+    (folder / "responses.jsonl").write_text("".join(lines), "utf-8")
     evaluation = {
         "model": str(model),
         "dataset": args.eval_dataset,

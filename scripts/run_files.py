@@ -1,0 +1,48 @@
+"""What a run has written, for the programs that show it.
+
+A line that is half written is none: the run may go on.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+STEP = re.compile(rb'"training_step": ?(\d+)')  # in a text its quotes would be escaped
+
+
+def read_args(run_dir: Path) -> dict:
+    return json.loads((run_dir / "args.json").read_bytes())
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The whole lines of a file; none where there is no file."""
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in lines_of(path)]
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    return read_lines(run_dir / "metrics.jsonl")
+
+
+def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
+    """The lines of rollouts.jsonl of each training step, as JSON: they may be many, and long."""
+    steps = defaultdict(list)
+    for line in lines_of(run_dir / "rollouts.jsonl"):
+        steps[int(STEP.search(line)[1])].append(line)
+    return steps
+
+
+def is_right(row: dict) -> bool | None:
+    """Whether a response is right, as in the run's metrics; None: it has no verifiable score.
+
+    >>> row = {"verifiable_score": 0.9, "reward_metrics": {}}
+    >>> is_right(row), is_right(row | {"reward_metrics": {"right": 1.0}})
+    (False, True)
+    """
+    if row["verifiable_score"] is None:
+        return None
+    return row["reward_metrics"].get("right", row["verifiable_score"]) >= 1
