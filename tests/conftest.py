@@ -49,6 +49,7 @@ import torch
 from helpers import REPO
 from helpers.processes import end, environment, finish, flags_of
 from helpers.runs import VLLM_OPTIONS
+from helpers.zygote import Zygote
 
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
@@ -164,13 +165,41 @@ def saved_policy(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def start_script(assets, take_rows):
-    """Starts a script of the repository on the debug assets; it ends with the session at last."""
+def zygote():
+    zygote = Zygote(environment())
+    yield zygote
+    zygote.end()
+
+
+def start_python(argv, env, folder):
+    with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            cwd=REPO,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            # So that a test can press Ctrl-C, which a shell in the background had us ignore
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+
+@pytest.fixture(scope="session")
+def start_script(assets, take_rows, request):
+    """Starts a script of the repository on the debug assets; it ends with the session at last.
+
+    A Zygote forks it, on so many ranks; with a launcher, () being Python alone, it is started as a
+    user starts it.
+    """
     # All 20,000 prompts would take two seconds to read, on each rank
     dataset = take_rows({"train.parquet": 1000}) / "train.parquet"
     started = []
 
-    def start(script, folder, launcher=(), env=None, save_batches=False, **options):
+    def start(
+        script, folder, launcher=None, ranks=1, env=None, program=(), save_batches=False, **options
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         defaults = {
             "output_dir": folder,
@@ -190,22 +219,15 @@ def start_script(assets, take_rows):
             "value_learning_rate": 1e-3,
         }
         if save_batches:
-            launcher = (*launcher, str(REPO / "tests" / "helpers" / "saving_batches.py"))
-        if any("grpo" in str(part) for part in (script, *launcher)):
+            program = (str(REPO / "tests" / "helpers" / "saving_batches.py"),)
+        if any("grpo" in str(part) for part in (script, *program)):
             del defaults["value_learning_rate"]
-        command = [sys.executable, *launcher, str(script), *flags_of(defaults | options)]
-        with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-            process = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=environment(env),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                # So that a test can press Ctrl-C, which a shell in the background had us ignore
-                start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+        argv = [*program, str(script), *flags_of(defaults | options)]
+        if launcher is None:
+            zygote = request.getfixturevalue("zygote")
+            process = zygote.start(argv, environment(env), folder, ranks)
+        else:
+            process = start_python([*launcher, *argv], environment(env), folder)
         process.folder, process.run_dir = folder, folder / "run"
         started.append(process)
         return process
@@ -220,9 +242,9 @@ def start_script(assets, take_rows):
 def run_script(start_script):
     """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
-    def run(script, folder, **options):
+    def run(script, folder, launcher=None, **options):
         started_at = time.monotonic()
-        return finish(start_script(script, folder, **options), 900, started_at)
+        return finish(start_script(script, folder, launcher, **options), 900, started_at)
 
     return run
 
@@ -233,7 +255,7 @@ def run_with_fault(run_script):
     program = str(REPO / "tests" / "helpers" / "run_with_fault.py")
 
     def run(script, fault, folder, launcher=(), **options):
-        return run_script(fault, folder, launcher=(*launcher, program, script), **options)
+        return run_script(fault, folder, launcher, program=(program, script), **options)
 
     return run
 
@@ -241,7 +263,7 @@ def run_with_fault(run_script):
 @pytest.fixture(scope="session")
 def vllm_run(run_script, small_eval, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
-    run = run_script("ppo_sync.py", folder, eval_dataset=small_eval, **VLLM_OPTIONS)
+    run = run_script("ppo_sync.py", folder, (), eval_dataset=small_eval, **VLLM_OPTIONS)
     assert run.returncode == 0, run.output
     return run
 

@@ -18,7 +18,7 @@ from helpers import ASYNC, REPO, SCRIPTS
 from helpers.endings import new_mark, processes_with
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, TWO_RANKS, folders_of_vllm
+from helpers.processes import CPU, folders_of_vllm
 from helpers.rollouts import STOP  # <|end|> of the debug model too
 from helpers.runs import (
     VLLM_OPTIONS,
@@ -51,13 +51,13 @@ OF_GRPO |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # it 
 
 @pytest.fixture(scope="module")
 def launched(run_script, small_eval, tmp_path_factory):
-    """launched("ppo_vllm_async.py", "ppo", wandb's variables, seed=2): a run that went well."""
+    """launched("ppo_vllm_async.py", "ppo", LAUNCHER, wandb's variables): a run that went well."""
 
-    def run(script, name, env, **options):
+    def run(script, name, launcher=None, env=None, **options):
         folder, mark = tmp_path_factory.mktemp(name), new_mark()
-        env = {"WANDB_DIR": str(folder)} | env | mark
+        env = {"WANDB_DIR": str(folder)} | mark | (env or {})
         options = {"eval_dataset": small_eval} | ASYNC_OPTIONS | options
-        run = run_script(script, folder, launcher=LAUNCHER, env=env, **options)
+        run = run_script(script, folder, launcher, env=env, **options)
         assert run.returncode == 0, run.output
         run.mark = mark
         return run
@@ -67,13 +67,13 @@ def launched(run_script, small_eval, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ppo_run(launched):
-    return launched("ppo_vllm_async.py", "ppo", {})
+    return launched("ppo_vllm_async.py", "ppo", LAUNCHER)
 
 
 @pytest.fixture(scope="module")
 def grpo_run(launched):
     env = {"WANDB_MODE": "offline"}
-    return launched("grpo_vllm_async.py", "grpo", env, with_tracking=True, **OF_GRPO)
+    return launched("grpo_vllm_async.py", "grpo", LAUNCHER, env, with_tracking=True, **OF_GRPO)
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -225,9 +225,17 @@ def test_resumed_run_gives_the_same_bits(ppo_run, launched, tmp_path):
     for name in ("model", "batches"):
         shutil.rmtree(tmp_path / "run" / name)
     options = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_2"}
-    again = launched("ppo_vllm_async.py", "again", {}, output_dir=tmp_path, **options)
+    again = launched("ppo_vllm_async.py", "again", output_dir=tmp_path, **options)
     again.run_dir = tmp_path / "run"
     check_equal_to_the_bit(ppo_run, again, steps=(3, 4))
+
+
+def test_forked_run_gives_the_bits_of_the_real_command(run, launched):
+    """Else what other tests find in forked runs would not be what a user has."""
+    of_sync = {"learning_rate": 5e-4, "save_freq": None}
+    changes = {"ppo_sync.py": of_sync, "grpo_vllm_async.py": OF_GRPO}
+    again = launched(run.script, "forked", **changes.get(run.script, {}))
+    check_equal_to_the_bit(run, again, STEPS)
 
 
 # What a sampler's rounding or a padded width moves
@@ -244,7 +252,7 @@ def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
         "num_evals": 1,
     }
     options = VLLM_OPTIONS | halves | {"eval_dataset": small_eval}
-    run = run_script("ppo_sync.py", tmp_path, launcher=TWO_RANKS, env=CPU, **options)
+    run = run_script("ppo_sync.py", tmp_path, ranks=2, env=CPU, **options)
     assert run.returncode == 0, run.output
     assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
     one, two = batch_of(vllm_run, 1), batch_of(run, 1)
