@@ -1,9 +1,10 @@
-"""scripts/rewards/if_constraints.py: which responses follow which instructions."""
+"""scripts/rewards/if_constraints.py and tulu3.py: which responses follow which instructions."""
 
 import json
 
 import if_constraints
 import pytest
+import tulu3
 
 # Each constraint with its parameters, responses that meet it (+) and others (-)
 EXAMPLES = r"""
@@ -95,15 +96,14 @@ def examples():
                 yield name, json.loads(parameters), response, line is right
 
 
-@pytest.mark.parametrize(("name", "parameters", "response", "meets"), examples())
-def test_constraint_is_met_by_the_right_responses_only(name, parameters, response, meets):
-    truth = {"instruction_id_list": [name], "kwargs": [parameters]}
-    assert if_constraints.compute_score("ifeval", response, truth) == float(meets)
-    # IFEval: saying nothing follows no instruction, "no commas" included
-    assert if_constraints.compute_score("ifeval", " \n", truth) == 0.0
-
-
-def test_examples_cover_every_constraint():
+def test_constraint_is_met_by_the_right_responses_only():
+    wrong = []
+    for name, parameters, response, meets in examples():
+        truth = {"instruction_id_list": [name], "kwargs": [parameters]}
+        # IFEval: saying nothing follows no instruction, "no commas" included
+        scores = [if_constraints.compute_score("ifeval", text, truth) for text in (response, " \n")]
+        wrong += [(name, response)] if scores != [meets, 0] else []
+    assert wrong == []
     assert {name for name, *_ in examples()} == set(if_constraints.CONSTRAINTS)
 
 
@@ -129,3 +129,44 @@ def test_ground_truth_that_cannot_be_checked_is_an_error(names, kwargs, message)
     truth = {"instruction_id_list": names, "kwargs": kwargs}
     with pytest.raises(ValueError, match=message):
         if_constraints.compute_score("ifeval", "Some text.", truth)
+
+
+# A function of open-instruct, its parameters, a response that meets them, and one that does not
+OF_TULU3 = [
+    ("verify_keywords", {"keyword_list": ["sea", "salt"]}, "Sea and salt.", "Sea."),
+    ("verify_keyword_frequency", {"word": "sea", "N": 2}, "sea, Sea seas", "sea"),
+    ("validate_forbidden_words", {"forbidden_words": ["sea"]}, "A season.", "The sea."),
+    ("verify_letter_frequency", {"letter": "a", "N": 2}, "banA a", "banana"),
+    ("validate_response_language", {"language": "en"}, "This is an English text.", "Das ist es."),
+    ("verify_paragraph_count", {"N": 2}, "One.\n* * *\nTwo.", "One.\n\nTwo."),
+    ("validate_word_constraint", {"N": 3, "quantifier": "at most"}, "one two", "1 2 3 4"),
+    ("verify_sentence_constraint", {"N": 3, "quantifier": "around"}, "One. Two.", "One."),
+    ("validate_paragraphs", {"N": 2, "i": 2, "first_word": "So"}, "A.\n\nSo.", "So.\n\nA."),
+    ("verify_postscript", {"postscript_marker": "P.S."}, "Yes.\nP.S. No.", "Yes."),
+    ("validate_placeholders", {"N": 2}, "[name], [town]", "[name]"),
+    ("verify_bullet_points", {"N": 2}, "* one\n- two", "* one\n* two\n* three"),
+    ("validate_title", {}, "<<Sea>> It is salty.", "Sea"),
+    ("validate_choice", {"options": ["yes", "no"]}, "I say yes.", "Perhaps."),
+    ("validate_highlighted_sections", {"N": 1}, "*this*", "this"),
+    ("validate_sections", {"N": 2, "section_splitter": "Part"}, "Part 1 a Part 2 b", "Part 1 a"),
+    ("validate_json_format", {}, '{"a": 1}', "a: 1"),
+    ("validate_repeat_prompt", {"original_prompt": "Why?"}, "Why? Because.", "Because."),
+    ("validate_two_responses", {}, "One ****** two", "One"),
+    ("validate_uppercase", {}, "ALL OF IT", "Some of IT"),
+    ("validate_lowercase", {}, "all of it", "Some of it"),
+    ("validate_frequency_capital_words", {"N": 2, "quantifier": "at least"}, "AN ODD one", "AN"),
+    ("validate_end", {"end_phrase": "That is all."}, "Yes. That is all.", "That is all. Yes."),
+    ("validate_quotation", {}, '"Yes."', "Yes."),
+    ("validate_no_commas", {}, "Yes and no", "Yes, and no"),
+]
+
+
+def test_constraints_of_tulu3_are_met_by_the_right_responses_only():
+    wrong = []
+    for name, parameters, good, bad in OF_TULU3:
+        truth = json.dumps({"func_name": name, "N": None} | parameters)
+        scores = [tulu3.compute_score("ifeval", text, truth) for text in (good, bad, "")]
+        wrong += [(name, scores)] if scores != [1, 0, 0] else []
+    assert wrong == []
+    assert {name for name, *_ in OF_TULU3} == set(tulu3.RULES)
+    assert tulu3.compute_score("gsm8k", "So the answer is 42.", "42") == 1.0

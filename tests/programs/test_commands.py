@@ -1,44 +1,109 @@
-"""README.md and docs/: each command is asked of the preflight, or is run by another test."""
+"""README.md, docs/ and scripts/train: what their commands launch passes the preflight, and fits.
+
+Recipes are run in a folder in which .venv/bin/python and accelerate only note how they are called.
+Then the notes are followed, in one process that calls rewards itself and asks no vLLM:
+test_preflight.py does. Rows have the form of the hub's; models have the right shape, no weights.
+"""
 
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import fork
+import plan
 import preflight
 import pytest
 from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
-from helpers.files import write_rows, write_text
+from helpers.files import read_json_lines, write_rows, write_text
+from transformers import AutoConfig
 
 from ppo_sync import Args
 
-pytestmark = pytest.mark.slow
+TRAIN = REPO / "scripts" / "train"
+LOADED = [*SCRIPTS, TRAINER, "my_rewards.py", "calculator.py", "tools.py", "__mp_main__.py"]
+LOADED += [path.name for path in (REPO / "scripts" / "rewards").glob("*.py")]
+LOADED = [Path(name).stem for name in LOADED]
+NOTE = f"""#!{sys.executable} -SE
+import json, os, sys
+with open("notes.jsonl", "a") as file:
+    print(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]), file=file)
+"""
 
-# What the others begin with. Benchmarks take minutes: they are run by hand
-TESTED_ELSEWHERE = (
-    "accelerate launch",  # by itself
-    "accelerate config",  # asks
-    "bash scripts/test.sh",
-    "bash scripts/setup.sh",
-    "bash scripts/gpu_check.sh",
-    "bash scripts/train/gsm8k/",
-    "python make_sums.py",
-    "python -m pip",
-    "python ppo_sync.py --help",
-    "python scripts/benchmark/",
-    "python scripts/dev/",
-    "python scripts/data_preprocess/",
-    *(f"python scripts/{name}.py" for name in ("plot_runs", "inspect_run", "report", "fork")),
-    *(f"python scripts/{name}.py" for name in ("evaluate", "push_to_hub", "dev/worked_example")),
-)
+
+def make_folder(folder):
+    """Where commands are called: scripts/, but for the set-up, and stubs in place of .venv."""
+    (folder / "scripts").mkdir(parents=True)
+    for path in (REPO / "scripts").iterdir():
+        if path.name != "setup.sh":
+            (folder / "scripts" / path.name).symlink_to(path)
+    write_text(folder / "scripts" / "setup.sh", "")
+    for name in ("python", "accelerate"):
+        write_text(folder / ".venv" / "bin" / name, NOTE).chmod(0o755)
+    return folder
+
+
+def notes_of(words, folder, **env):
+    """How a bash script calls python and accelerate: their words."""
+    (folder / "notes.jsonl").unlink(missing_ok=True)
+    ran = subprocess.run(words, cwd=folder, env=os.environ | env, capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise RuntimeError(ran.stderr)
+    return read_json_lines(folder / "notes.jsonl")
+
+
+def split_words(words):
+    """A command's options and its script with flags."""
+    start = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    return words[:start], words[start:]
+
+
+@pytest.fixture
+def ask(monkeypatch, capfd):
+    """ask(words): the preflight's Run of a launch that it finds right."""
+    load, runs = preflight.load_script, []
+
+    def load_script(path):
+        script = load(path)
+        no_process = SimpleNamespace(shutdown=lambda: None)
+        script.start_reward_worker = lambda *functions: (no_process, 0)
+        script.call_worker = lambda workers, response, args: script.call_reward_fn(
+            args if hasattr(args, "env_fn") else args.reward_fn, response
+        )
+        return script
+
+    monkeypatch.setattr(preflight, "load_script", load_script)
+    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: "")
+    monkeypatch.setattr(preflight, "print_plan", runs.append)
+
+    def ask(words):
+        options, script = split_words(words)
+        if not Path(script[0]).exists():  # it is no fork
+            script = [str(REPO / script[0]), *script[1:]]
+        with modules.put_back(LOADED):
+            status = preflight.main([*options, *script])
+        assert status == 0, capfd.readouterr().err
+        return runs[-1]
+
+    return ask
+
+
+# ---------------------------------------------------------------------------------------- documents
+
 PROGRAM = r"(?:\w+=\S+ )*(?:\S*/)?(?:bash|python|accelerate|torchrun) "
+# What launches a script or asks about it. Other programs are run by their own tests
+ASKED = r"(?:SCRIPT=\S+ )?(?:(?:accelerate|torchrun) .*\.py"
+ASKED += r"|python (?:scripts/preflight|(?!make_sums|ppo_sync\.py --help)\w+)\.py"
+ASKED += r"|bash scripts/train/(?:debug|smollm2)/)"
 # In place of what the pages leave to the reader
 LEFT_OPEN = {
     "...": "--dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B",
@@ -48,9 +113,8 @@ LEFT_OPEN = {
     "N": "3",
     "F": "my_rewards.py:score",
 }
-LOADED = [Path(script).stem for script in [*SCRIPTS, TRAINER]]
-LOADED += [f"grpo_{path.stem}" for path in fork.FORKS.glob("*.diff")]
-LAUNCH_OPTIONS = ("--num_processes", "--config_file", "--num_machines")
+LAUNCH_OPTIONS = {name: name for name in ("--num_processes", "--config_file", "--num_machines")}
+LAUNCH_OPTIONS["--nproc_per_node"] = "--num_processes"
 
 
 def commands_of(page):
@@ -69,24 +133,20 @@ def commands_of(page):
         yield (*scripts, Path(program).name, *rest)
 
 
-def is_asked(command):
-    line = " ".join(command)
-    return line != TESTED_ELSEWHERE[0] and not line.startswith(TESTED_ELSEWHERE[1:])
-
-
-COMMANDS = sorted(filter(is_asked, {each for page in PAGES for each in commands_of(page)}))
+FOUND = {each for page in PAGES for each in commands_of(page)}
+COMMANDS = sorted(words for words in FOUND if re.match(ASKED, " ".join(words)))
 
 
 def block_of(page, pattern):
     """A program that a page shows."""
-    (block,) = re.findall(pattern, (REPO / "docs" / page).read_text())
+    (block,) = re.findall(pattern, (REPO / "docs" / page).read_text(), re.DOTALL)
     return re.sub("^    ", "", block, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def folder(git, assets, take_rows, reward_model, tmp_path_factory):
-    """What the commands need where they are called: data, rewards, models of any name."""
-    folder = tmp_path_factory.mktemp("newcomer")
+def newcomer(git, assets, take_rows, reward_model, tmp_path_factory):
+    """A folder with what the commands need: data, rewards, forks, models of any name."""
+    folder = make_folder(tmp_path_factory.mktemp("newcomer") / "clone")
     files = ("train.parquet", "test.parquet", "preference_train.parquet", "preference_test.parquet")
     few = take_rows(dict.fromkeys(files, 512))
     (few / "model").symlink_to(assets / "model")
@@ -94,96 +154,75 @@ def folder(git, assets, take_rows, reward_model, tmp_path_factory):
         (folder / name).symlink_to(few)
     for path in fork.FORKS.glob("*.diff"):
         fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
-    (folder / "scripts").mkdir()
-    for path in (REPO / "scripts").iterdir():
-        if path.name != "setup.sh":
-            (folder / "scripts" / path.name).symlink_to(path)
-    write_text(folder / "scripts" / "setup.sh", "")
-    prompt = [{"role": "user", "content": "21543="}]
-    row = {"prompt": prompt, "data_source": "debug/sorting"}
-    row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
-    pair = {"prompt": prompt, "chosen": "12345", "rejected": "54321"}
-    for name in ("train.parquet", "test.parquet", "train.jsonl", "sums.jsonl"):
-        write_rows(folder / name, [row] * 64)
-    for name in ("rm_train.parquet", "rm_test.parquet"):
-        write_rows(folder / name, [pair] * 64)
-    rewards = block_of("rewards.md", r"    # my_rewards.py\n((?:    .*\n)+)")
-    write_text(folder / "my_rewards.py", rewards)
-    text = (REPO / "docs" / "forks.md").read_text()
-    step = re.search(r"```python\n(def step.*?)```", text, re.DOTALL)[1]
+    for name in ("train.parquet", "test.parquet"):
+        (folder / name).symlink_to(few / name)
+        (folder / f"rm_{name}").symlink_to(few / f"preference_{name}")
+    datasets.Dataset.from_parquet(str(few / "test.parquet")).to_json(folder / "sums.jsonl")
+    write_text(
+        folder / "my_rewards.py",
+        block_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)"),
+    )
+    step = block_of("forks.md", r"```python\n(def step.*?)```")
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
     for name in {word for command in COMMANDS for word in command if "Qwen/" in word}:
         shutil.copytree(assets / "model", folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         config["max_position_embeddings"] = 4096
         write_text(folder / name / "config.json", json.dumps(config))
-    (folder / "output" / "debug_reward_model").mkdir(parents=True)
-    (folder / "output" / "debug_reward_model" / "model").symlink_to(reward_model)
-    (folder / "output" / "teacher").mkdir()
-    (folder / "output" / "teacher" / "model").symlink_to(assets / "model")
-    script = REPO / "scripts" / "data_preprocess" / "instructions.py"
-    subprocess.run([sys.executable, script], cwd=folder, check=True)
-
-    # In place of .venv: scripts of scripts/train tell what they would launch
-    note = '#!/bin/sh\nprintf "%s\\n" "$*" >> launched.txt\n'
-    for name, text in (("accelerate", note), ("python", "#!/bin/sh\n")):
-        write_text(folder / ".venv" / "bin" / name, text).chmod(0o755)
+    for name, model in {"debug_reward_model": reward_model, "teacher": assets / "model"}.items():
+        (folder / "output" / name).mkdir(parents=True)
+        (folder / "output" / name / "model").symlink_to(model)
+    make = [sys.executable, "scripts/data_preprocess/instructions.py"]
+    subprocess.run(make, cwd=folder, check=True)
     return folder
 
 
-def launches(words, folder):
+def launches_of(words, folder):
     """What a command launches: words, those of the script among them."""
-    environment = os.environ | {"MODEL": "debug_assets/model"}
+    variables = {"MODEL": "debug_assets/model"}
     if words[0].startswith("SCRIPT="):
-        environment["SCRIPT"], words = words[0].removeprefix("SCRIPT="), words[1:]
+        variables["SCRIPT"], words = words[0].removeprefix("SCRIPT="), words[1:]
     if words[0] != "bash":
         return [words]
-    (folder / "launched.txt").unlink(missing_ok=True)
-    subprocess.run(words, cwd=folder, env=environment, check=True, capture_output=True)
-    return [["accelerate", *line.split()] for line in open(folder / "launched.txt")]
+    return [note for note in notes_of(words, folder, **variables) if note[0] == "accelerate"]
 
 
-def question_of(words):
+def question_of(launch):
     """What the preflight is to be told of a launch on GPUs that this machine lacks."""
-    start = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    options, script = split_words(launch)
     known = []
-    for option, value in itertools.pairwise(words[:start]):
+    for option, value in itertools.pairwise(options):
         if option in LAUNCH_OPTIONS:
-            known += [option, value]
-        if option == "--nproc_per_node":
-            known += ["--num_processes", value]
+            known += [LAUNCH_OPTIONS[option], value]
     # On a GPU adapters need bfloat16, which the debug commands have not
     gpus = ["--num_gpus", "16", "--gpu_memory", "80"]
-    if "--lora_rank" in words and "float32" in words:
+    if "--lora_rank" in script and "float32" in script:
         gpus = ["--num_gpus", "0"]
-    return [*known, *gpus, *words[start:]]
+    return [*known, *gpus, *script]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_pass_the_preflight(words, folder, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
+def test_commands_pass_the_preflight(words, newcomer, ask, monkeypatch):
+    monkeypatch.chdir(newcomer)
     if "scripts/preflight.py" in words:
-        asked = [list(words[2:])]
+        questions = [list(words[2:])]
     else:
-        asked = [question_of(launch) for launch in launches(list(words), folder)]
-    assert asked
-    for question in asked:
-        script = next(i for i, word in enumerate(question) if word.endswith(".py"))
-        is_fork = (folder / question[script]).exists()
-        question[script] = str((folder if is_fork else REPO) / question[script])
+        questions = [question_of(launch) for launch in launches_of(list(words), newcomer)]
+    assert questions
+    for question in questions:
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
-        with modules.put_back([*LOADED, "my_rewards", "if_constraints", "calculator"]):
-            status = preflight.main(question)
-        assert status == 0, capfd.readouterr().err
+        ask(question)
 
 
 def test_program_that_makes_sums_does(tmp_path):
-    program = block_of("data.md", r"((?:    .*\n|\n)+)\nMake it, check, train")
+    program = block_of("data.md", r"((?:    [^\n]*\n|\n)+)\nMake it, check, train")
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 2000
 
 
+@pytest.mark.slow
 def test_help_fits_the_terminal_and_has_flags_as_documents_have_them():
     """With underscores, in the order of the groups: the algorithm comes first."""
     command = [sys.executable, "ppo_sync.py", "--help"]
@@ -193,3 +232,154 @@ def test_help_fits_the_terminal_and_has_flags_as_documents_have_them():
     flags = re.findall(r"^│ (--\w+)", shown, re.MULTILINE)
     named = [f"--{field.name}" for field in fields(Args) if field.name != "mini_batch_size"]
     assert flags[0] == "--beta" and flags == named[: len(flags)] and len(flags) > 80
+
+
+# ------------------------------------------------------------------------------------------ recipes
+
+RECIPES = sorted(str(path.relative_to(TRAIN)) for path in TRAIN.glob("*/*.sh"))
+RECIPES = [recipe for recipe in RECIPES if not recipe.startswith(("debug", "smollm2"))]
+FOR_NODES = ["tulu3/ppo_8b.sh"]
+STAND_IN = "--add_r1_style_format_reward"  # for a reward model that is not trained yet
+# The models that the recipes name: vocab_size, hidden_size, num_hidden_layers, ...
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "intermediate_size", "tie_word_embeddings")
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": ("Qwen2", 151_936, 896, 24, 14, 2, 4864, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("Qwen2", 151_936, 1536, 28, 12, 2, 8960, True),
+    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2", 151_936, 2048, 36, 16, 2, 11_008, True),
+    "allenai/Llama-3.1-Tulu-3-8B-DPO": ("Llama", 128_264, 4096, 32, 32, 8, 14_336, False),
+}
+# Responses a step, responses an update, steps: on any number of GPUs
+PUBLISHED = {
+    "gsm8k/ppo.sh": (256, 64, 435),
+    "gsm8k/grpo.sh": (5120, 1280, 140),
+    "gsm8k/grpo_lora.sh": (320, 320, 116),
+    "math/grpo.sh": (320, 320, 117),
+    "rm/ppo_hh.sh": (256, 64, 400),
+    "tulu3/ppo_8b.sh": (192, 192, 10_416),
+}
+NEEDS = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
+
+
+def message(text):
+    return [{"role": "user", "content": text}]
+
+
+NO_COMMAS = json.dumps({"func_name": "validate_no_commas", "N": None})
+# Rows in the form of the hub's, by recipe's folder
+ROWS = {
+    "gsm8k": [{"question": f"{n}?", "answer": f"So.\n#### {n}"} for n in range(1, 40)],
+    "math": [
+        {"problem": f"{n}/2?", "solution": rf"$\boxed{{\frac{{{n}}}{{2}}}}$."} for n in range(1, 40)
+    ],
+    "rm": [
+        {"prompt": f"\n\nHuman: {n}?\n\nAssistant:", "chosen": " 1.", "rejected": " 2."}
+        for n in range(150)
+    ],
+    "tulu3": [
+        *({"messages": message(f"{n}?"), "ground_truth": "4", "dataset": "gsm8k"} for n in "12"),
+        {"messages": message("A half?"), "ground_truth": r"\frac{1}{2}", "dataset": "MATH"},
+        {"messages": message("No commas."), "ground_truth": NO_COMMAS, "dataset": "ifeval"},
+    ]
+    * 60,
+}
+
+
+def save_models(name, assets, folder):
+    """The folders of a policy and of a reward model, which lack their weights."""
+    family, *shape = SHAPES[name]
+    options = {"eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 8192}
+    options |= dict(zip(SIZES, shape, strict=True))
+    config = AutoConfig.for_model(family.lower(), num_labels=1, **options)
+    for kind in ("CausalLM", "SequenceClassification"):
+        shutil.copytree(assets / "model", folder / kind, ignore=lambda *_: ["model.safetensors"])
+        config.architectures = [f"{family}For{kind}"]
+        config.save_pretrained(folder / kind)
+        yield str(folder / kind)
+
+
+def max_length(run):
+    """In place of Run's: the longest row that the flags allow."""
+    args = run.args
+    if run.trains_reward_model():
+        return args.max_token_length
+    return args.max_prompt_token_length + args.response_length
+
+
+def calls_of(notes, program):
+    """Calls of the preflight, or launches; without a first look at PPO's flags before its time."""
+    calls = [note[2:] for note in notes if note[:2] in (["python", program], [program, "launch"])]
+    return [call for call in calls if STAND_IN not in call]
+
+
+def ways_to_run():
+    """Recipes, the number of the run, and variables of its environment."""
+    for recipe in RECIPES:
+        nodes = {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "localhost"}
+        for number, env in enumerate([nodes] if recipe in FOR_NODES else [{}, {"GPUS": "8"}]):
+            yield pytest.param(recipe, number, env, id=f"{recipe} {' '.join(env.values())}".strip())
+
+
+@pytest.mark.parametrize(("recipe", "number", "env"), ways_to_run())
+def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
+    recipe, number, env, ask, assets, tmp_path, monkeypatch
+):
+    kind, text = recipe.split("/")[0], (TRAIN / recipe).read_text()
+    name = re.search(r"{MODEL:-([^}]+)}", text)[1]
+    policy, reward_model = save_models(name, assets, tmp_path / "models")
+    for split in ("train",) if kind == "tulu3" else ("train", "test"):
+        write_rows(tmp_path / "rows" / f"{split}.jsonl", ROWS[kind])
+    folder = make_folder(tmp_path / "clone")
+    variables = {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
+    notes = notes_of(["bash", f"scripts/train/{recipe}"], folder, **env | variables)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(preflight.Run, "max_length", max_length)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for _, program, *words in notes:
+        if "data_preprocess" in program:
+            monkeypatch.setattr(sys, "argv", [program, *words])
+            runpy.run_path(str(REPO / program), run_name="__main__")
+    trained = folder / "output" / "hh_reward_model"
+    trained.mkdir(parents=True)
+    (trained / "model").symlink_to(reward_model)
+
+    def ask_of(question, gpu_memory):
+        options, script = split_words(question)
+        gpus = "1" if options[-1] == "1" else "8"
+        return ask([*options, "--num_gpus", gpus, "--gpu_memory", gpu_memory, *script])
+
+    if recipe == "rm/ppo_hh.sh":  # PPO's flags, before a reward model trains for hours
+        first_launch = [note[1] for note in notes].index("launch")
+        (early,) = (note for note in notes[:first_launch] if STAND_IN in note)
+        ask_of(early[2:], "80")
+    asked, launched = calls_of(notes, "scripts/preflight.py"), calls_of(notes, "accelerate")
+    count = len(asked)
+    assert count > 0
+    needs = re.findall(NEEDS, text, re.MULTILINE)[number * count :][:count]
+    for question, launch, (needed, room, memory) in zip(asked, launched, needs, strict=True):
+        (options, script), (launch_options, launched_script) = map(split_words, (question, launch))
+        assert script == launched_script  # what was asked is launched
+        assert " ".join(options) in " ".join(launch_options)
+        run = ask_of(question, memory)
+        sizes = plan.learner_needs(run) / plan.GIB, plan.learner_room(run) / plan.GIB
+        assert sizes == pytest.approx((int(needed), int(room)), rel=0.1)
+        assert not any("GPUs are not used" in note for note in run.notes)
+        args = run.args
+        if script[0] != TRAINER:
+            batches = (args.episodes_per_step, args.mini_batch_size, args.num_training_steps)
+            assert batches == PUBLISHED[recipe]
+
+
+def test_what_would_be_another_run_is_refused(tmp_path):
+    folder = make_folder(tmp_path / "clone")
+    for recipe in RECIPES:
+        env, said = {"GPUS": "5"}, "GPUS=5 must divide"
+        if recipe in FOR_NODES:
+            env, said = {"MACHINE_RANK": "0"}, "MAIN_PROCESS_IP: "
+        with pytest.raises(RuntimeError, match=said):
+            notes_of(["bash", f"scripts/train/{recipe}"], folder, **env)
+
+
+def test_table_has_every_recipe():
+    named = set(re.findall(r"`([\w/]+\.sh)`", (TRAIN / "README.md").read_text()))
+    assert named == {str(path.relative_to(TRAIN)) for path in TRAIN.glob("*/*.sh")}
