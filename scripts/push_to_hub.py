@@ -17,16 +17,15 @@ command goes on. At the end the lines of Python are printed that load the model.
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
-from plot_runs import read_metrics
+import paths
 from provenance import repo_of
 from requests.utils import get_netrc_auth
+from run_files import read_args, read_metrics
 
 BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
 SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
@@ -43,27 +42,10 @@ Tandem. The experiment is called `{{ args.exp_name }}`.
 
 | | |
 |---|---|
-| base model | `{{ args.model_name_or_path }}` |
-{% if args.lora_rank -%}
-| adapter | LoRA, rank {{ args.lora_rank }}, alpha {{ args.lora_alpha }}; merged |
-{% endif -%}
-| dataset | {{ data(args.dataset, args.dataset_split) }} |
-{% if args.eval_dataset -%}
-| evaluated on | {{ data(args.eval_dataset, args.eval_dataset_split) }} |
-{% endif -%}
-| steps | {{ last.training_step|int }} of {{ num_steps }}, in {{ "%.1f" % minutes }} minutes |
-| seed | {{ args.seed }} |
-{% if made -%}
-| commit | {{ made.commit }} |
-| script's SHA-256 | {{ made.script_sha256 }} |
-| versions | {% for it in made.versions.items() %}{{ it|join(" ") }}{{ ", " if not loop.last }}\
-{% endfor %} |
-| GPUs | {{ made.gpu or "none" }} |
-{% endif -%}
-{% if tracked -%}
-| tracked | {{ tracked }} |
-{% endif -%}
-{% if evaluations %}
+{% for name, fact in facts.items() if fact -%}
+| {{ name }} | {{ fact }} |
+{% endfor %}
+{%- if evaluations %}
 ## Figures
 
 | held-out prompts |{% for line in evaluations %} after step \
@@ -73,9 +55,6 @@ Tandem. The experiment is called `{{ args.exp_name }}`.
 | `{{ name[5:] }}` |
 {%- for line in evaluations %} {{ "%.4g" % line[name] if name in line }} |{% endfor %}
 {% endfor -%}
-{% if "eval_temperature" in args %}
-Answers were sampled at temperature {{ "%g" % args.eval_temperature }}.
-{% endif -%}
 {% endif -%}
 {% if has_curves %}
 ![Curves of the run](curves.png)
@@ -95,24 +74,19 @@ Answers were sampled at temperature {{ "%g" % args.eval_temperature }}.
 """
 
 
-def is_hub_id(name: str | None) -> bool:
+def is_of_the_hub(name: str | None) -> bool:
     """Whether a model's or dataset's name is one of the hub, and not of a file or folder here.
 
-    >>> [is_hub_id(name) for name in ("Qwen/Qwen2.5-0.5B", "data/train.parquet", "/models/a", None)]
+    >>> [is_of_the_hub(name) for name in ("Qwen/Qwen2.5-0.5B", "data/a.parquet", "/models/a", None)]
     [True, False, False, False]
     """
-    if name is None or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        return False
-    return Path(name).suffix not in (".parquet", ".jsonl", ".json") and not Path(name).exists()
+    is_file = str(name).endswith((".parquet", ".jsonl", ".json"))
+    return name is not None and not is_file and paths.may_be_on_the_hub(name)
 
 
-def name_of_data(name: str, split: str) -> str:
-    """A dataset as a card names it; only those of the hub have splits.
-
-    >>> name_of_data("data/train.parquet", "train"), name_of_data("openai/gsm8k", "train")
-    ('`data/train.parquet`', '`openai/gsm8k`, split `train`')
-    """
-    return f"`{name}`, split `{split}`" if is_hub_id(name) else f"`{name}`"
+def name_of_data(name: str | None, split: str) -> str | None:
+    """A dataset as a card names it; only those of the hub have splits."""
+    return f"`{name}`, split `{split}`" if is_of_the_hub(name) else name and f"`{name}`"
 
 
 def method_of(args: dict) -> str:
@@ -170,6 +144,39 @@ print(model({call}))
 """
 
 
+def facts_of(args: dict, last: dict) -> dict[str, str | None]:
+    """What a card says of a run in its table. last: the last line of its metrics."""
+    steps = args.get("num_training_steps", args["num_updates"])
+    minutes = last["time/from_scratch"] / 60
+    evaluated = name_of_data(args["eval_dataset"], args["eval_dataset_split"])
+    if evaluated and "eval_temperature" in args:
+        evaluated += f", at temperature {args['eval_temperature']:g}"
+    lora = f"LoRA, rank {args.get('lora_rank')}, alpha {args.get('lora_alpha')}; merged"
+    facts = {
+        "base model": f"`{args['model_name_or_path']}`",
+        "adapter": lora if args.get("lora_rank") else None,
+        "dataset": name_of_data(args["dataset"], args["dataset_split"]),
+        "evaluated on": evaluated,
+        "steps": f"{last['training_step']:.0f} of {steps}, in {minutes:.1f} minutes",
+        "seed": str(args["seed"]),
+        "tracked": find_tracked(args),
+    }
+    made = args.get("provenance")
+    return (
+        facts
+        | {
+            "commit": made["commit"],
+            "script's SHA-256": made["script_sha256"],
+            "versions": ", ".join(
+                f"{name} {version}" for name, version in made["versions"].items()
+            ),
+            "GPUs": made["gpu"] or "none",
+        }
+        if made
+        else facts
+    )
+
+
 def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     """The text of the model card, metadata included."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -177,8 +184,10 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     metrics, method = read_metrics(run_dir), method_of(args)
     config = json.loads((run_dir / "model/config.json").read_bytes())
     data = ModelCardData(
-        base_model=args["model_name_or_path"] if is_hub_id(args["model_name_or_path"]) else None,
-        datasets=[args["dataset"]] if is_hub_id(args["dataset"]) else None,
+        base_model=args["model_name_or_path"]
+        if is_of_the_hub(args["model_name_or_path"])
+        else None,
+        datasets=[args["dataset"]] if is_of_the_hub(args["dataset"]) else None,
         library_name="transformers",
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
@@ -190,12 +199,7 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         template_str=CARD,
         args=args,
         method=method,
-        data=name_of_data,
-        last=metrics[-1],
-        num_steps=args.get("num_training_steps", args["num_updates"]),
-        minutes=metrics[-1]["time/from_scratch"] / 60,
-        made=args.get("provenance"),
-        tracked=find_tracked(args),
+        facts=facts_of(args, metrics[-1]),
         evaluations=[*evaluations[:1], *evaluations[1:][-1:]],
         has_curves=(run_dir / "curves.png").exists(),
         call=lines_that_load(run_dir, args, repo, revision),
@@ -204,51 +208,39 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     return f"{card.content}\n"
 
 
-def gather(run_dir: Path, folder: Path, card: str) -> None:
-    """Puts into an empty folder what is to be uploaded: the card, and links to the run's files."""
-    files = {path.relative_to(run_dir / "model"): path for path in run_dir.glob("model/**/*")}
-    files |= {Path(name): run_dir / name for name in BESIDES}
-    for name, path in files.items():
-        if path.is_file() and name != Path("README.md"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).symlink_to(path.resolve())
-    (folder / "README.md").write_bytes(card.encode(errors="replace"))
+def gather(run_dir: Path, card: str) -> dict[str, Path | bytes]:
+    """{name in the repo: a file of the run, or the card}"""
+    files = {str(path.relative_to(run_dir / "model")): path for path in run_dir.glob("model/**/*")}
+    files |= {name: run_dir / name for name in BESIDES}
+    files = {name: path for name, path in files.items() if path.is_file()}
+    return files | {"README.md": card.encode(errors="replace")}  # a name may hold half a character
 
 
-def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> str:
-    """Makes repo and branch where they are missing, and uploads; or, dry, shows what it would.
-
-    Returns the repo's name with its owner's.
-    """
-    from huggingface_hub import HfApi, get_session
+def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None:
+    """Makes repo and branch where they are missing, and uploads; or, dry, shows what it would."""
+    from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
     if options.dry_run:
         repo = repo if "/" in repo else f"LOGIN/{repo}"  # who will be logged in
-    else:
-        get_session().timeout = SILENCE
-        hub = HfApi()
-        repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
-        hub.create_branch(repo, branch=revision, exist_ok=True)
-    card = make_card(run_dir, args, repo, revision)
-    with tempfile.TemporaryDirectory() as folder:
-        gather(run_dir, Path(folder), card)
-        if not options.dry_run:
-            message = f"Upload {args['run_name']}"
-            hub.upload_folder(
-                repo_id=repo, revision=revision, folder_path=folder, commit_message=message
-            )
-            print(f"Uploaded: {hub.endpoint}/{repo}/tree/{revision}")
-            return repo
+        card = make_card(run_dir, args, repo, revision)
         print(f"Would be uploaded to {repo}, branch {revision}:")
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            print(f"{path.stat().st_size:18,}  {path.relative_to(folder)}")
-    seen_by = (
-        "private"
-        if options.private
-        else "public, unless its owner's default is another (--private)"
-    )
-    print(f"A repo that does not exist is made: {seen_by}.\n\nREADME.md:\n\n{card}", end="")
-    return repo
+        for name, file in sorted(gather(run_dir, card).items()):
+            size = len(file) if isinstance(file, bytes) else file.stat().st_size
+            print(f"{size:18,}  {name}")
+        default = "public, unless its owner's default is another (--private)"
+        seen_by = "private" if options.private else default
+        print(f"A repo that does not exist is made: {seen_by}.\n\nREADME.md:\n\n{card}", end="")
+        return
+    get_session().timeout = SILENCE
+    hub = HfApi()
+    repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
+    hub.create_branch(repo, branch=revision, exist_ok=True)
+    files = gather(run_dir, make_card(run_dir, args, repo, revision))
+    files = [CommitOperationAdd(name, file) for name, file in files.items()]
+    message = f"Upload {args['run_name']}"
+    hub.create_commit(repo, files, commit_message=message, revision=revision)
+    print(f"Uploaded: {hub.endpoint}/{repo}/tree/{revision}")
+    print(f"To load it:\n\n{lines_that_load(run_dir, args, repo, revision)}", end="")
 
 
 def main():
@@ -268,19 +260,17 @@ def main():
     for name in ("args.json", "metrics.jsonl", "model/config.json"):
         if not (run_dir / name).is_file():
             parser.error(f"{run_dir} has no {name}: it is no finished run")
-    args = json.loads((run_dir / "args.json").read_bytes())
+    args = read_args(run_dir)
     repo = options.repo_id or repo_of(args, args.get("hf_entity"))
     revision = options.revision or args.get("hf_repo_revision") or args["run_name"]
     try:
-        repo = upload(run_dir, args, repo, revision, options)
+        upload(run_dir, args, repo, revision, options)
     except Exception as error:  # the client's own, of several libraries
         # The client's own error may name the file alone, and its cause say what is wrong
         reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
         parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")
-    if not options.dry_run:
-        print(f"To load it:\n\n{lines_that_load(run_dir, args, repo, revision)}", end="")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import huggingface_hub
 import preflight
@@ -25,7 +26,8 @@ ARGS |= {"dataset": "data/train.parquet", "dataset_split": "train", "eval_temper
 ARGS |= {"eval_dataset": "openai/gsm8k", "eval_dataset_split": "test"}
 ARGS |= {"num_training_steps": 40, "num_updates": 160, "push_to_hub": True}
 ARGS |= dict.fromkeys(("hf_entity", "hf_repo_id", "hf_repo_revision"))
-MADE = {"command": COMMAND, "commit": "c0ffee-dirty", "versions": {"torch": "2.0"}, "gpu": None}
+MADE = {"command": COMMAND, "commit": "c0ffee-dirty", "script_sha256": "beef", "gpu": None}
+MADE |= {"versions": {"torch": "2.0"}}
 LINES = [
     {"training_step": 1, "eval/verifiable_correct_rate": 0.0625, "eval/policy_version": 0},
     {"training_step": 2},
@@ -41,9 +43,9 @@ REFUSED = huggingface_hub.errors.HfHubHTTPError(
 def run_dir(tmp_path):
     """The folder of a finished run, with a model that is none."""
     run_dir = tmp_path / "output" / "run"
-    metrics = [json.dumps(line | {"time/from_scratch": 90.0}) for line in LINES]
+    metrics = [json.dumps(line | {"time/from_scratch": 90.0}) + "\n" for line in LINES]
     texts = {"args.json": json.dumps(ARGS | {"provenance": MADE})}
-    texts |= {"metrics.jsonl": "\n".join(metrics), "model/config.json": '{"model_type": "qwen2"}'}
+    texts |= {"metrics.jsonl": "".join(metrics), "model/config.json": '{"model_type": "qwen2"}'}
     texts |= {"model/chat_template.jinja": "{{ messages }}", "model/README.md": "The base model's"}
     texts |= {"model/model.safetensors": "weights", "curves.png": "PNG", "rollouts.jsonl": "{}"}
     for name, text in texts.items():
@@ -53,15 +55,15 @@ def run_dir(tmp_path):
 
 def files_of(folder):
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 class Hub:
     """In place of HfApi: what it was sent, and an error that the next upload ends with."""
 
     endpoint = "https://hub"
-    branches: dict
-    error: Exception | None
+    branches: ClassVar = {}
+    error = None
 
     def create_repo(self, repo, private, exist_ok):
         assert exist_ok
@@ -71,18 +73,19 @@ class Hub:
         assert exist_ok
         self.branches[repo, branch] = {}
 
-    def upload_folder(self, repo_id, revision, folder_path, commit_message):
+    def create_commit(self, repo, operations, commit_message, revision):
         if self.error:
             raise self.error
-        self.branches[repo_id, revision] = files_of(folder_path)
+        for operation in operations:
+            with operation.as_file() as file:
+                self.branches[repo, revision][operation.path_in_repo] = file.read()
 
 
 @pytest.fixture
 def push(monkeypatch, capsys):
-    """push(*words) -> (exit status, what push_to_hub.py prints, its errors); push.hub."""
+    """push(*words) -> (exit status, what push_to_hub.py prints, its errors)"""
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "branches", {}, raising=False)
-    monkeypatch.setattr(Hub, "error", None, raising=False)
+    monkeypatch.setattr(Hub, "branches", {})
 
     def push(*words):
         monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, words)])
@@ -105,18 +108,17 @@ def test_branch_has_the_files_of_the_run(push, run_dir):
     assert (status, errors) == (0, "")
     assert said.startswith("Uploaded: https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
     sent = Hub.branches["me/ppo_sync", "run"]
-    card = sent.pop("README.md")
-    besides = {name: before[name] for name in ("curves.png", "args.json", "metrics.jsonl")}
+    card = sent.pop("README.md").decode()
     model = files_of(run_dir / "model")
     del model["README.md"]
-    assert sent == model | besides
+    assert sent == model | {name: before[name] for name in push_to_hub.BESIDES}
     assert files_of(run_dir) == before
     for words in (
         "base_model: Qwen/Qwen2.5-0.5B\n",
+        "| evaluated on | `openai/gsm8k`, split `test`, at temperature 0 |",
         "| `verifiable_correct_rate` | 0.0625 | 0.8125 |",
         "| commit | c0ffee-dirty |",
         "| versions | torch 2.0 |",
-        "| GPUs | none |",
         "accelerate launch ppo_sync.py \\\n  --run_name 'a run' \\\n  --lr 3e-7\n",
         "Trained by PPO with Tandem",
         "| steps | 40 of 40, in 1.5 minutes |",
@@ -124,7 +126,7 @@ def test_branch_has_the_files_of_the_run(push, run_dir):
     ):
         assert words in card
     assert "datasets:" not in card  # a file of this machine is no dataset of the hub
-    assert str(run_dir.parent) not in card
+    assert str(run_dir.parent) not in card and "tracked" not in card
     names = {"hf_repo_id": "team/model", "hf_repo_revision": "first"}
     write_text(run_dir / "args.json", json.dumps(ARGS | names))
     assert push(run_dir)[1].startswith("Uploaded: https://hub/team/model/tree/first\n")
@@ -150,29 +152,27 @@ def test_lines_that_are_printed_load_the_model_from_its_branch(task, push, run_d
     is_policy = task == "text-generation"
     assert isinstance(question, list) == is_policy  # its chat template takes messages
     assert options == ({"max_new_tokens": 512} if is_policy else {"function_to_apply": "none"})
-    card = Hub.branches["me/ppo_sync", "first"]["README.md"]
+    card = Hub.branches["me/ppo_sync", "first"]["README.md"].decode()
     assert lines in card and f"pipeline_tag: {task}\n" in card
     assert "| adapter | LoRA, rank 8, alpha 16" in card
 
 
 def test_dry_run_shows_what_would_be_uploaded_and_asks_nobody(push, run_dir, monkeypatch):
     """It is what the upload then sends, but for the owner's name."""
-    before = files_of(run_dir)
     monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    before = files_of(run_dir)
     status, said, errors = push(run_dir, "--dry_run")
     assert (status, errors) == (0, "") and files_of(run_dir) == before
     head, card = said.split("\nREADME.md:\n\n")
     first, *listed, last = head.splitlines()
-    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:"
-    assert "public" in last
+    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
     sizes = {name: int(size.replace(",", "")) for size, name in map(str.split, listed)}
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     push(run_dir)
     sent = Hub.branches["me/ppo_sync", "run"]
-    assert card.replace("LOGIN/ppo_sync", "me/ppo_sync") == sent["README.md"]
+    assert card.replace("LOGIN/ppo_sync", "me/ppo_sync").encode() == sent.pop("README.md")
     assert sizes.pop("README.md") == len(card.encode())
-    del sent["README.md"]
-    assert sizes == {name: len(text) for name, text in sent.items()}
+    assert sizes == {name: len(content) for name, content in sent.items()}
     said = push(run_dir, "--dry_run", "--repo_id", "team/x", "--private")[1]
     assert "to team/x, branch" in said and "is made: private." in said
 
@@ -200,7 +200,6 @@ def test_card_has_the_address_of_the_tracked_run(key, found, run_dir, monkeypatc
     tracked = {"with_tracking": True, "wandb_project_name": "tandem", "wandb_entity": None}
     card = push_to_hub.make_card(run_dir, ARGS | tracked, "me/model", "run")
     assert (f"| tracked | {ADDRESS} |" in card) == bool(found)
-    assert "tracked" not in push_to_hub.make_card(run_dir, ARGS, "me/model", "run")
 
 
 def test_upload_that_fails_is_told_in_two_lines_and_can_be_repeated(push, run_dir, monkeypatch):
@@ -211,8 +210,7 @@ def test_upload_that_fails_is_told_in_two_lines_and_can_be_repeated(push, run_di
     assert status == 1 and files_of(run_dir) == before
     what, how = errors.splitlines()
     said = "Not uploaded to others/model: OSError: model.safetensors Server disconnected"
-    assert what == said
-    assert how.startswith("To try again: ")
+    assert what == said and how.startswith("To try again: ")
     assert how.endswith(f"push_to_hub.py {run_dir} --repo_id others/model --revision x")
     (run_dir / "model/config.json").unlink()
     status, _, errors = push(run_dir)
