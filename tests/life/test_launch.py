@@ -1,7 +1,5 @@
 """What starts a run is what was checked: launchers, Slurm's batch script; and paths with a ~."""
 
-import hashlib
-import json
 import os
 import re
 import runpy
@@ -17,8 +15,8 @@ import pytest
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from helpers import REPO
-from helpers.files import write_text
+from helpers import REPO, SCRIPTS
+from helpers.files import write_rows, write_text
 from helpers.processes import end, environment, wait_until
 from torch.distributed.run import get_args_parser
 
@@ -61,25 +59,20 @@ def launches_of(text):
     return [call for call in calls if ".py" in call or "$" in call]
 
 
-def documents():
-    """Texts with commands, by their path."""
-    paths = [*REPO.glob("*.py"), *REPO.glob("*.md"), *(REPO / "docs").glob("*.md")]
+def test_every_launch_names_its_file():
+    """Also every question to the preflight. Else accelerate's default file is read."""
+    paths = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), *map(REPO.joinpath, SCRIPTS)]
     for kind in ("py", "sh", "md", "yaml", "diff"):
         paths += (REPO / "scripts").rglob(f"*.{kind}")
-    texts = {str(path.relative_to(REPO)): path.read_text() for path in sorted(paths)}
-    forks = {f"grpo_{path.stem}.py" for path in (REPO / "scripts" / "forks").glob("*.diff")}
-    for name, text in texts.items():
-        if launches_of(text) and name not in forks:  # which a debug script may have written
-            yield pytest.param(text, id=name)
-
-
-@pytest.mark.parametrize("text", documents())
-def test_every_launch_names_its_file(text):
-    """Also every question to the preflight. Else accelerate's default file is read."""
-    variables = re.findall(r"\blaunch=[(\"]--config_file ", text)
-    for call in launches_of(text):
-        is_named = "--config_file " in call or (variables and re.search(r"\$\{?launch\b", call))
-        assert is_named, call
+    calls = {path: launches_of(path.read_text()) for path in paths}
+    assert sum(map(bool, calls.values())) > 25
+    for path in paths:
+        has_variable = re.search(r"\blaunch=[(\"]--config_file ", path.read_text())
+        for call in calls[path]:
+            is_named = "--config_file " in call or (
+                has_variable and re.search(r"\$\{?launch\b", call)
+            )
+            assert is_named, f"{path}: {call}"
 
 
 # ------------------------------------------------------------------------- process 1 of a container
@@ -96,15 +89,11 @@ end_with_launcher()
 print("goes on", flush=True)
 """
 DDP = str(REPO / "scripts" / "accelerate" / "ddp.yaml")
-LAUNCHERS = {  # and how many ranks they start
-    "accelerate": (["accelerate.commands.launch", "--config_file", ONE_GPU], 1),
-    "accelerate, two ranks": (
-        ["accelerate.commands.launch", "--config_file", DDP, "--num_processes", "2"],
-        2,
-    ),
-    "torchrun": (["torch.distributed.run", "--standalone", "--nproc_per_node", "1"], 1),
-    "torchrun, two ranks": (["torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
-}
+LAUNCHERS = [  # a launcher, the ranks that it starts, and whether a shell starts it
+    (["accelerate.commands.launch", "--config_file", ONE_GPU], 1, True),
+    (["accelerate.commands.launch", "--config_file", DDP, "--num_processes", "2"], 2, False),
+    (["torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +117,9 @@ def in_container(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("below_a_shell", [False, True])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher_may_be_process_1(launcher, below_a_shell, in_container):
+@pytest.mark.parametrize(("words", "ranks", "below_a_shell"), LAUNCHERS)
+def test_launcher_may_be_process_1(words, ranks, below_a_shell, in_container):
     """Torch's calls itself pt_elastic there."""
-    words, ranks = LAUNCHERS[launcher]
     command = [sys.executable, "-m", *words, "PROGRAM"]
     if below_a_shell:
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
@@ -152,34 +139,25 @@ def test_script_whose_launcher_is_gone_says_so_and_ends(in_container):
     assert "program.py ends: its launcher is gone" in result.stdout
 
 
-def test_launcher_is_process_1_if_that_runs_the_same_python(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(os.path, "samefile", lambda one, other: other == sys.executable)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    ppo_vllm_async.end_with_launcher()
-
-
 def hidden(*_):
     raise PermissionError("process 1 is another user's")
 
 
-@pytest.mark.parametrize("samefile", [lambda *_: False, hidden])
 @pytest.mark.parametrize("parents", [(7, 1), (7, 8), (1, 1)])
-def test_launcher_that_dies_while_its_script_starts_is_noticed(
-    parents, samefile, monkeypatch, capfd
-):
-    """Before it is asked for, or before the system is told to watch it."""
-    asked = iter(parents)
+def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypatch, capfd):
+    """Before it is asked for, or before the system is told to watch it. It may be process 1."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(os, "getppid", lambda: next(asked))
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(os.path, "samefile", samefile)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit, match="1"):
-        ppo_vllm_async.end_with_launcher()
-    assert "its launcher is gone" in capfd.readouterr().err
+    for samefile in (lambda *_: False, hidden):
+        monkeypatch.setattr(os, "getppid", iter(parents).__next__)
+        monkeypatch.setattr(os.path, "samefile", samefile)
+        with pytest.raises(SystemExit, match="1"):
+            ppo_vllm_async.end_with_launcher()
+        assert "its launcher is gone" in capfd.readouterr().err
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os.path, "samefile", lambda one, other: other == sys.executable)
+    ppo_vllm_async.end_with_launcher()  # process 1 runs the same Python
 
 
 # ------------------------------------------------------------------------------------------- Slurm
@@ -283,60 +261,34 @@ def test_job_ends_with_the_status_of_its_script(job, tmp_path):
 
 # A program, what it is told, and what it then says, {home} being the user's
 CALLS = [
-    ("evaluate.py", "~/no", "{home}/no holds no args.json"),
     ("evaluate.py", "~/run --model=~/no", "{home}/no: no such folder"),
-    ("inspect_run.py", "~/no", "{home}/no holds no args.json"),
-    ("plot_runs.py", "~/run ~/no", "{home}/no holds no metrics.jsonl"),
     ("plot_runs.py", "~/run --output=~/run/there.png", "{home}/run/there.png exists"),
-    ("push_to_hub.py", "~/no", "{home}/no has no args.json"),
-    ("provenance.py", "~/no", "there is no {home}/no/args.json"),
-    ("fork.py", "multiturn ~/run/there.png", "{home}/run/there.png exists"),
-    ("data_preprocess/instructions.py", "--local_save_dir=~/new", "{home}/new/test.parquet: "),
     (
         "data_preprocess/gsm8k.py",
         "--local_save_dir=~/new --local_dataset_path=~/rows",
         "{home}/new",
     ),
-    (
-        "data_preprocess/math.py",
-        "--local_save_dir=~/new --local_dataset_path=~/no",
-        "{home}/no: no such",
-    ),
-    ("dev/make_debug_assets.py", "--output_dir=~/made", "{home}/made is up to date"),
-    ("forks/calculator.py", "--output_dir=~/made", "{home}/made is up to date"),
 ]
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """With a run, a dataset, and nothing to make for who makes assets."""
-    home = tmp_path / "home"
+@pytest.mark.parametrize(("program", "flags", "said"), CALLS)
+def test_home_is_expanded_where_no_shell_does_it(
+    program, flags, said, tmp_path, monkeypatch, capfd
+):
+    """Such as in --output=~/x, or in a quoted variable."""
+    home, path = tmp_path / "home", str(REPO / "scripts" / program)
     write_text(home / "run" / "args.json", "{}")
     write_text(home / "run" / "metrics.jsonl", '{"training_step": 1, "episode": 8}\n')
     write_text(home / "run" / "there.png", "")
-    row = {"question": "1 + 1?", "answer": "2\n#### 2"}
-    write_text(home / "rows" / "train.jsonl", json.dumps(row) + "\n")
+    write_rows(home / "rows" / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(home))
-    return home
-
-
-@pytest.mark.parametrize(
-    ("program", "flags", "said"), CALLS, ids=[f"{program} {flags}" for program, flags, _ in CALLS]
-)
-def test_home_is_expanded_where_no_shell_does_it(program, flags, said, home, monkeypatch, capfd):
-    """Such as in --output=~/x, or in a quoted variable."""
-    path = REPO / "scripts" / program
-    if "made" in flags:
-        settings = runpy.run_path(str(path))["SETTINGS"]
-        stamp = settings | {"script": hashlib.sha256(path.read_bytes()).hexdigest()}
-        write_text(home / "made" / "settings.json", json.dumps(stamp, indent=2))
-    monkeypatch.setattr(sys, "argv", [str(path), *flags.split()])
+    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     ending = ""
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     except (SystemExit, OSError) as error:
         ending = str(error)
     assert said.format(home=home) in ending + "".join(capfd.readouterr())
