@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
-from helpers.processes import CPU, TWO_RANKS
+from helpers.processes import CPU
 from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sync, vllm_args
 from helpers.rollouts import make_noise
 from peft import PeftModel
@@ -377,7 +377,7 @@ def test_ranks_and_their_engine_have_one_policy(name, options, run_script, tmp_p
         "local_mini_batch_size": 8,
         "save_batches": True,
     }
-    run = run_script(name, tmp_path, launcher=TWO_RANKS, env=env, **options)
+    run = run_script(name, tmp_path, ranks=2, env=env, **options)
     assert run.returncode == 0, run.output
     assert run.stdout.count("Folders of vLLM") == 1
     for line in run.metrics:

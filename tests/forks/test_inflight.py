@@ -15,7 +15,7 @@ import torch
 from helpers import REPO
 from helpers.endings import check_end, new_mark
 from helpers.files import read_json_lines, write_text
-from helpers.processes import CPU, TWO_RANKS
+from helpers.processes import CPU
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
 from helpers.runs import without_clock
@@ -263,7 +263,7 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     reward = write_text(tmp_path / "varies.py", VARIES)
     options = IN_FLIGHT | {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
     options |= {"number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
-    options |= {"local_mini_batch_size": 8, "launcher": TWO_RANKS, "env": CPU}
+    options |= {"local_mini_batch_size": 8, "ranks": 2, "env": CPU}
     options |= {"reward_fn": f"{reward}:score"}
     whole = run_script(path, tmp_path / "whole", **options)
     assert whole.returncode == 0, whole.output

@@ -539,13 +539,12 @@ OPTIONS |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # it 
 def launched(folder, run_script, small_eval, tmp_path_factory):
     """launched(beta=0.2): a run of the fork with vLLM that went well."""
 
-    def run(env=None, launcher=(), **options):
+    def run(env=None, **options):
         env = {"PYTHONPATH": str(folder)} | (env or {})
         options = {"eval_dataset": small_eval} | OPTIONS | options
         run = run_script(
             folder / NAME,
             tmp_path_factory.mktemp("run"),
-            launcher=launcher,
             env=env,
             env_fn=folder / "environment.py:step",
             **options,

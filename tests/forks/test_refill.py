@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import GRPO, REPO, loops
 from helpers.files import write_text
-from helpers.processes import CPU, TWO_RANKS
+from helpers.processes import CPU
 from test_inflight import check_same
 
 
@@ -112,7 +112,7 @@ def test_batch_is_the_next_groups_with_a_signal_in_order(signals, most, module, 
 def test_two_ranks_with_vllm_resume_to_the_bit(module, run_script, small_eval, tmp_path):
     path = write_text(tmp_path / "r.py", f"import hashlib\n{inspect.getsource(flat_for_half)}")
     options = {"reward_fn": f"{path}:flat_for_half"}
-    options |= {"launcher": TWO_RANKS, "env": CPU, "eval_dataset": small_eval, "save_freq": 2}
+    options |= {"ranks": 2, "env": CPU, "eval_dataset": small_eval, "save_freq": 2}
     options |= {"local_rollout_batch_size": 4, "number_samples_per_prompt": 4, "temperature": 1.5}
     options |= {"local_mini_batch_size": 16, "total_episodes": 6 * 32, "num_evals": 2}
     whole = run_script(module.__file__, tmp_path / "whole", **options)
