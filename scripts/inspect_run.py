@@ -16,7 +16,6 @@ Curves, tokens with their numbers, wrong answers by evaluation: report.py.
 import argparse
 import json
 import math
-import mmap
 import os
 import re
 import shlex
@@ -28,10 +27,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
-from plot_runs import Curve, Run, draw_run, lines_of_table, read_lines, read_metrics
+from plot_runs import Curve, Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
+from run_files import read_args, read_lines, read_metrics, read_rollouts
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
@@ -283,23 +283,6 @@ def print_advice(metrics: list[dict], args: dict):
 # ------------------------------------------------------------------------------ the last responses
 
 
-def last_responses(path: Path) -> list[dict]:
-    """The lines of rollouts.jsonl of its last step; without one that is half written."""
-    rows = []
-    if not path.is_file() or not path.stat().st_size:
-        return rows
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n")  # it may be a long file: from its end on
-        while end >= 0:
-            start = data.rfind(b"\n", 0, end)
-            row = json.loads(data[start + 1 : end])
-            if rows and row["training_step"] != rows[0]["training_step"]:
-                break
-            rows.append(row)
-            end = start
-    return rows[::-1]
-
-
 def show_truth(row: dict) -> list[str]:
     truth = in_one_line(row["ground_truth"])
     return [f"Ground truth: {both_ends(truth, 100)}"] if truth != "None" else []
@@ -344,9 +327,9 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
     yield "\n".join(["", *lines_of_table([Curve(run.name, [run])]), ""])
     yield from [*describe_evaluations(metrics), *describe_troubles(metrics)]
     yield describe_speed(metrics) or "Nothing stands out that limited its speed"
-    rows = last_responses(run_dir / "rollouts.jsonl")
-    if rows:
-        yield from show_responses(rows, number)
+    steps = read_rollouts(run_dir)
+    if steps:
+        yield from show_responses([json.loads(row) for row in steps[max(steps)]], number)
 
 
 def main():
@@ -364,7 +347,7 @@ def main():
     run_dir = options.run.expanduser()
     if not (run_dir / "args.json").is_file():
         parser.error(f"{run_dir} holds no args.json: it is not the folder of a run")
-    args, metrics = json.loads((run_dir / "args.json").read_bytes()), read_metrics(run_dir)
+    args, metrics = read_args(run_dir), read_metrics(run_dir)
     if options.summary and not metrics:
         parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
     if options.summary:

@@ -24,6 +24,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 import health
+from run_files import read_args, read_metrics
 
 # What an x axis can show: the metric that it is read from, and its title
 X_AXES = {
@@ -112,27 +113,11 @@ def lines_of(curves: list[Curve]) -> list[dict]:
 # ------------------------------------------------------------------------------ reading
 
 
-def read_lines(path):
-    """The lines of a .jsonl file as a list of dicts, without one that is half written."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
-
-
-def read_metrics(run_dir):
-    return read_lines(run_dir / "metrics.jsonl")
-
-
 def read_runs(run_dirs: list[Path]) -> list[Run]:
     """Of several runs each is called by its path, which tells folders of one name apart."""
     runs = []
     for run_dir in run_dirs:
-        args_file = run_dir / "args.json"
-        args = json.loads(args_file.read_bytes()) if args_file.is_file() else {}
+        args = read_args(run_dir) if (run_dir / "args.json").is_file() else {}
         name = run_dir if len(run_dirs) > 1 else run_dir.resolve().name
         name = os.fsencode(name).decode(errors="replace")  # fonts have no halves of characters
         runs.append(Run(name, read_metrics(run_dir), args))
@@ -333,7 +318,7 @@ def draw_lengths(run_dir: Path):
     if shortest == longest:
         print(f"All {len(lengths):,} prompts have {longest} tokens")
         return
-    limit = json.loads((run_dir / "args.json").read_bytes())["max_prompt_token_length"]
+    limit = read_args(run_dir)["max_prompt_token_length"]
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="tokens of a prompt", ylabel="prompts")
     # At most 50 bars, each of as many lengths as the others

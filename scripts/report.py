@@ -18,7 +18,7 @@ import secrets
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import inspect_run as inspect
 import plot_runs as plots
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from run_files import is_right, read_lines, read_metrics, read_rollouts
 from tokenizers import Tokenizer
 
 PAGE, DOCS = Path(__file__).parent / "page", Path(__file__).parent.parent / "docs"
@@ -98,13 +99,6 @@ def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     return curves
 
 
-def is_right(row: dict) -> bool | None:
-    """Whether a response is right, as in the run's metrics; None: it has no verifiable score."""
-    if row["ground_truth"] == "None" or row["verifiable_score"] is None:
-        return None
-    return row["reward_metrics"].get("right", row["verifiable_score"]) >= 1
-
-
 def describe(row: dict, detail: tuple) -> dict:
     """What is said of a response beside its tokens."""
     text = "\n".join(row.get("turns") or [row["response"]])
@@ -118,7 +112,7 @@ def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
     """Held-out prompts [prompt, truth, source, of each run its answers by evaluation]."""
     prompts, times = defaultdict(lambda: [[] for _ in runs]), Counter()
     for i, run_dir in enumerate(run_dirs):
-        for row in plots.read_lines(run_dir / "samples.jsonl"):
+        for row in read_lines(run_dir / "samples.jsonl"):
             key = row["prompt"], str(row["ground_truth"]), str(row.get("data_source"))
             time = i, row["policy_version"], *key  # a prompt may be there twice
             times[time] += 1
@@ -189,12 +183,8 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
 
 def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
     """Steps of rollouts.jsonl with their groups, and a sentence that says how many fit."""
-    path, lines, whole = run_dir / "rollouts.jsonl", defaultdict(list), set()
-    for line in path.open("rb") if path.is_file() else []:
-        if line.endswith(b"\n"):  # it is not half written
-            row = json.loads(line)
-            lines[row["training_step"]].append(line)
-            whole |= {row["training_step"]} if "token_ids" in row else set()
+    lines = read_rollouts(run_dir)
+    whole = {step for step, (line, *_) in lines.items() if "token_ids" in json.loads(line)}
     name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
     tokenizer = load_tokenizer(run_dir, name, args.get("model_revision"))
 
@@ -231,21 +221,14 @@ def defaults_of(args: dict) -> dict:
     return defaults
 
 
-def first_rows(run_dir: Path) -> list[dict]:
-    """The lines of rollouts.jsonl of step 1."""
-    path = run_dir / "rollouts.jsonl"
-    lines = islice(path.open("rb"), 8) if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return [row for row in rows if row["training_step"] == 1]
-
-
 def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     name, metrics, args = run
+    first = [json.loads(line) for line in read_rollouts(run_dir).get(1, [])]
     sentences = [inspect.describe_progress(run_dir, args, metrics)]
     sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
     sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
     said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
-    said |= {"health": verdicts(metrics, args, first_rows(run_dir))}
+    said |= {"health": verdicts(metrics, args, first)}
     return said | {"curves": curves_of(run, points)}
 
 
@@ -279,7 +262,7 @@ def main():
     parser.add_argument("--output", type=Path, metavar="FILE", help="in place of these")
     options = parser.parse_args()
     for run_dir in options.runs:
-        if not ((run_dir / "args.json").is_file() and plots.read_lines(run_dir / "metrics.jsonl")):
+        if not ((run_dir / "args.json").is_file() and read_metrics(run_dir)):
             parser.error(f"{run_dir} has no args.json, or no step in metrics.jsonl yet")
     one = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("comparison.html")
     output, page = options.output or one, make_page(options.runs)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import inspect_run
 import pytest
+import run_files
 from helpers.files import write_rows, write_text
 from inspect_run import RATE, SCORE
 
@@ -23,50 +24,43 @@ LONG_WAITS = {"time/wait_for_generation": 90.0, "time/wait_for_prompts": 90.0}
 WAITS = {"time/wait_for_generation": 2.0}
 SLOW_REWARD = {"time/generation": 1.0, "time/reward": 3.0}
 IN_TURNS = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0}
-VLLM_WAITED = "vLLM waited for the learner 17% of the time (a training step: update 75%, forward "
-VLLM_WAITED += "20%, reward_model 5%): more learners or shorter responses help"
+
+
 SLOW = "more --reward_workers or a faster reward help"
+# (what differs from LINE, what is said of who waited, of shares of the time, and what helps)
+VERDICTS = [
+    ({"time/wait_for_prompts": 0.7}, []),  # 15% of the time of vLLM's side
+    (
+        {"time/wait_for_prompts": 0.8},
+        ["vLLM waited for the learner 17% ", "update 75%, forward 20%", "more learners or shorter"],
+    ),
+    (
+        WAITS,
+        ["The learner waited for generation 50% ", "generation 75%, reward 25%", "(--vllm_gpus)"],
+    ),
+    (WAITS | SLOW_REWARD, ["The learner waited for reward 50% ", "reward 75%", SLOW]),
+    (
+        IN_TURNS | {"time/training": 5.0, "time/generation": 0.95, "time/reward": 0.05},
+        ["Generation and training took turns", "generation 19%, reward 1%, update 60%"],
+    ),
+    (
+        IN_TURNS | SLOW_REWARD | {"time/training": 8.0, "time/reward_model": 0.0},
+        ["took turns", "generation 12%, reward 38%", f"The reward is slow: {SLOW}"],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ({"time/wait_for_prompts": 0.7}, None),  # 15% of the time of vLLM's side
-        ({"time/wait_for_prompts": 0.8}, VLLM_WAITED),
-        (
-            WAITS,
-            "The learner waited for generation 50% of the time (a batch: generation 75%, reward "
-            "25%): more GPUs for vLLM (--vllm_gpus) or shorter responses help",
-        ),
-        (
-            WAITS | SLOW_REWARD,
-            "The learner waited for reward 50% of the time (a batch: generation 25%, reward 75%): "
-            f"{SLOW}",
-        ),
-        (
-            IN_TURNS | {"time/training": 5.0, "time/generation": 0.95, "time/reward": 0.05},
-            "Generation and training took turns (a step: generation 19%, reward 1%, update 60%, "
-            "forward 16%, reward_model 4%)",
-        ),
-        (
-            IN_TURNS | SLOW_REWARD | {"time/training": 8.0, "time/reward_model": 0.0},
-            "Generation and training took turns (a step: generation 12%, reward 38%, update 38%, "
-            f"forward 10%). The reward is slow: {SLOW}",
-        ),
-    ],
-)
-def test_verdict_names_who_waited_and_what_for(line, said):
-    process = [LINE | line | LONG_WAITS, *[LINE | line] * 3]  # it begins with waiting
-    assert inspect_run.describe_speed(process) == said
-    resumed = {"time/training": 4.0}  # the responses are the checkpoint's
-    assert inspect_run.describe_speed([*process, resumed, *process]) == said
-    for number in (0, 1, 2):  # batch 2 is asked for before step 1
-        assert inspect_run.describe_speed(process[:number]) is None
-
-
-def test_steps_of_ppo_sync_take_turns():
-    line = {name: LINE[name] for name in LINE if "wait" not in name and "stale" not in name}
-    assert inspect_run.describe_speed([line] * 3).startswith("Generation and training took turns")
+def test_verdict_names_who_waited_and_what_for():
+    for line, words in VERDICTS:
+        process = [LINE | line | LONG_WAITS, *[LINE | line] * 3]  # it begins with waiting
+        said = inspect_run.describe_speed(process)
+        assert [word for word in words if word not in said] == [] and bool(said) == bool(words)
+        resumed = {"time/training": 4.0}  # the responses are the checkpoint's
+        assert inspect_run.describe_speed([*process, resumed, *process]) == said
+        for number in (0, 1, 2):  # batch 2 is asked for before step 1
+            assert inspect_run.describe_speed(process[:number]) is None
+    of_ppo_sync = {name: LINE[name] for name in LINE if "wait" not in name and "stale" not in name}
+    assert "took turns" in inspect_run.describe_speed([of_ppo_sync] * 3)
 
 
 # ------------------------------------------------------------------------------ a run's folder
@@ -81,11 +75,7 @@ def response(step, text, **changes):
 
 def metrics_lines(steps, **own):
     line = {"time/from_scratch": 90.0, "objective/reward/short": 0.5, "val/ratio": 1.0} | own
-    lines = [
-        json.dumps(line | {"training_step": step, "objective/kl": step / 8})
-        for step in range(1, steps + 1)
-    ]
-    return "\n".join(lines) + "\n"
+    return [line | {"training_step": i, "objective/kl": i / 8} for i in range(1, steps + 1)]
 
 
 @pytest.fixture
@@ -96,16 +86,14 @@ def run_dir(tmp_path):
     args["provenance"] = {"command": ["my_ppo.py", "--dataset", "my data.parquet"]}
     run = tmp_path / "mine"
     write_text(run / "args.json", json.dumps(args))
-    (run / "metrics.jsonl").write_text(metrics_lines(3) + '{"training_st')
     failed = {"score": None, "failure": "Traceback ...\nValueError: no number\n"}
-    lines = [
-        response(2, "old"),
-        response(3, "123"),
-        response(3, "321", stopped=False, **failed),
-        response(3, "4", prompt="<|user|>4="),
-    ]
-    path = write_rows(run / "rollouts.jsonl", lines)
-    path.write_text(path.read_text() + json.dumps(lines[0])[:30])
+    rows = [response(2, 'old, "training_step": 7'), response(3, "123")]
+    rows += [response(3, "321", stopped=False, **failed), response(3, "4", prompt="<|user|>4=")]
+    write_rows(run / "rollouts.jsonl", rows)
+    write_rows(run / "metrics.jsonl", metrics_lines(3))
+    for name in ("metrics", "rollouts"):
+        with open(run / f"{name}.jsonl", "a") as file:
+            file.write('{"training_step": 4, "prom')
     return run
 
 
@@ -122,42 +110,48 @@ def inspect(monkeypatch, capsys):
     return inspect
 
 
-def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect):
+def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, capsys):
     shown = inspect(run_dir)
-    assert shown[0] == f"mine: my_ppo, {run_dir.parent / 'first'}"
-    assert shown[1] == "my_ppo.py --dataset 'my data.parquet'"
+    assert shown[:2] == [
+        f"mine: my_ppo, {run_dir.parent / 'first'}",
+        "my_ppo.py --dataset 'my data.parquet'",
+    ]
     assert shown[2].startswith("Step 3 of 5, after 1.5 minutes; that was ")
     titles, numbers = (line.split() for line in shown[4:6])
-    assert titles == ["run", "KL", "steps", "minutes", "reward/short"]
-    assert numbers == ["mine", "0.25", "3", "1.5", "0.5"]
+    assert dict(zip(titles, numbers, strict=True)) == {
+        "run": "mine",
+        "KL": "0.25",
+        "steps": "3",
+        "minutes": "1.5",
+        "reward/short": "0.5",
+    }
     start = shown.index("Responses of step 3, sampled by policy version 1")
-    assert shown[start + 1 :] == [
-        "",
-        "<|user|>213=",
-        "Ground truth: 123",
-        "Scores: 1 none",
-        "score 1, 3 tokens, stopped",
-        "  123",
-        "score none, ValueError: no number, 3 tokens, cut",
-        "  321",
-        "",
-        "<|user|>4=",
-        "Ground truth: 123",
-        "score 1, 1 tokens, stopped",
-        "  4",
-        "",
-        "3 of 3 responses; --responses N shows more, report.py all",
-    ]
+    said = [line.strip() for line in shown[start:]]
+    failed = "score none, ValueError: no number, 3 tokens, cut"
+    for words in ("<|user|>213=", "Scores: 1 none", "123", failed, "321", "<|user|>4=", "4"):
+        assert words in said
+    assert said[-1].startswith("3 of 3 responses; --responses N shows more")
+
+    for name in ("metrics", "rollouts"):
+        (run_dir / f"{name}.jsonl").unlink()
+    assert inspect(run_dir)[-1] == "No step is finished yet"
+    for words, message in (([run_dir, "--summary"], "made no step"), ([run_dir.parent], "no args")):
+        with pytest.raises(SystemExit):
+            inspect(*words)
+        assert message in capsys.readouterr().err
 
 
-def test_last_step_is_read_whatever_is_half_written(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert inspect_run.last_responses(path) == []
-    for end, count in product(("", '{"half": 1', "{"), range(4)):
-        rows = [{"training_step": max(1, i), "row": "ä" * i} for i in range(count)]
+def test_lines_are_read_whatever_is_half_written(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    assert run_files.read_rollouts(tmp_path) == {} and run_files.read_lines(path) == []
+    for end, count in product(("", '{"half": 1', "{", '{"training_step": 9}'), range(4)):
+        rows = [{"row": 'ä "training_step": 8', "training_step": max(1, i)} for i in range(count)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
-        last = [row for row in rows if row["training_step"] == rows[-1]["training_step"]]
-        assert inspect_run.last_responses(path) == last
+        assert run_files.read_lines(path) == rows
+        steps = run_files.read_rollouts(tmp_path)
+        read = {step: [*map(json.loads, lines)] for step, lines in steps.items()}
+        assert [row for step in read for row in read[step]] == rows
+        assert all(row["training_step"] == step for step in read for row in read[step])
 
 
 def test_each_group_is_shown_by_its_best_and_its_worst(run_dir, inspect):
@@ -172,80 +166,62 @@ def test_each_group_is_shown_by_its_best_and_its_worst(run_dir, inspect):
     assert shown.count("Scores: 0.5 1 0.25 0.5 1 -1 none 0") == 2
     shown = inspect(run_dir, "--responses", 3)
     assert [line for line in shown if line.startswith("  ")] == ["  a1", "  a5", "  b1"]
-    assert shown[-1] == "3 of 16 responses; --responses N shows more, report.py all"
 
 
 def test_answer_does_not_command_the_terminal(run_dir, inspect):
     hostile = response(3, "\x1b[2Jgone", ground_truth="\x1b[2J", prompt="\x1b[2J")
     write_rows(run_dir / "rollouts.jsonl", [hostile])
-    assert "\x1b" not in "".join(inspect(run_dir))
-
-
-def test_run_without_a_step_is_one_that_begins(run_dir, inspect, capsys):
-    for name in ("metrics", "rollouts"):
-        (run_dir / f"{name}.jsonl").unlink()
-    assert inspect(run_dir)[-1] == "No step is finished yet"
-    with pytest.raises(SystemExit):
-        inspect(run_dir, "--summary")
-    assert "the run made no step" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        inspect(run_dir.parent)
-    assert "holds no args.json" in capsys.readouterr().err
+    write_rows(run_dir / "samples.jsonl", [hostile, hostile | {"policy_version": 7}])
+    for flags in ([], ["--summary"]):
+        shown = "".join(inspect(run_dir, *flags))
+        assert "\x1b" not in shown and "gone" in shown
 
 
 # ------------------------------------------------------------------------------ --summary
 
 
 def test_last_lines_of_a_run(run_dir, inspect):
-    own = {RATE: 0.459, SCORE: 0.5, "eval/policy_version": 0, "objective/stop_rate": 1.0}
-    (run_dir / "metrics.jsonl").write_text(metrics_lines(1, **own))
-    assert inspect(run_dir, "--summary") == [
+    own = {RATE: 0.459, SCORE: 0.5, "eval/policy_version": 0, "objective/stop_rate": 0.5}
+    write_rows(run_dir / "metrics.jsonl", metrics_lines(1, **own))
+    shown = inspect(run_dir, "--summary")
+    assert shown[:2] == [
         "Held-out prompts answered right: 45.9% before training",
         "Mean verifiable score of their answers: 0.500 before training",
-        "",
-        f"Model, metrics, samples and pictures: {run_dir}",
-        *inspect_run.next_steps(run_dir),
     ]
+    assert shown[2].startswith("50% of the last responses were cut: a longer --response_length")
     assert (run_dir / "curves.png").is_file()
     own[SCORE] = own[RATE]  # a score that is the rate is not said again
     assert len(inspect_run.describe_evaluations([own])) == 1
+    alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
+    assert "at last 0.25: there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
 
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_last_lines_of_a_run_go_on(is_saved, tmp_path):
+    # Commands that go on from here
     for step in (9, 10):
-        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
-    (tmp_path / "checkpoints/unfinished").mkdir()
-    if is_saved:
-        (tmp_path / "model").mkdir()
-    look, page, compare, *others = inspect_run.next_steps(tmp_path)
-    for line in (look, page, compare):
+        (run_dir / f"checkpoints/step_{step}").mkdir(parents=True)
+    (run_dir / "checkpoints/unfinished").mkdir()
+    *programs, resume = inspect(run_dir, "--summary")[-4:]
+    for line in programs:
         python, program, run, *_ = shlex.split(line.split(":")[1])
-        assert Path(python).exists() and Path(program).is_file() and run == str(tmp_path)
-    if is_saved:
-        assert others[0].endswith(f'AutoModelForCausalLM.from_pretrained("{tmp_path}/model")')
-    else:
-        newest = tmp_path / "checkpoints/step_10"
-        assert others == [f"Resume it:   its command with --resume_from_checkpoint {newest}"]
+        assert Path(python).exists() and Path(program).is_file() and run == str(run_dir)
+    assert resume.endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
+    (run_dir / "model").mkdir()
+    use = inspect(run_dir, "--summary")[-2]
+    assert use.endswith(f'AutoModelForCausalLM.from_pretrained("{run_dir}/model")')
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
-    def sample(prompt, version, score):
+    def sample(prompt, version, score, **changes):
         line = {"prompt": prompt, "ground_truth": "1", "policy_version": version}
-        return line | {"response": "x", "score": score}
+        return line | {"response": "x", "score": score} | changes
 
     rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
     said = inspect_run.describe_samples(rows)
     assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
     assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
     assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone
-
-
-def test_answers_of_many_turns_and_without_spaces_are_shown():
-    turns = [f"turn {i}" for i in range(67)]
-    row = {"prompt": "a", "policy_version": 0, "response": "", "score": 0.0, "ground_truth": "1"}
-    after = {"policy_version": 7, "response": "答" * 300}
-    *_, old, new = inspect_run.describe_samples([row | {"turns": turns}, row | after])
+    # Many turns, and no spaces
+    turns = sample("a", 0, 0.0, turns=[f"turn {i}" for i in range(67)])
+    *_, old, new = inspect_run.describe_samples([turns, sample("a", 7, 0.0, response="答" * 300)])
     assert old.startswith("  before, score 0: turn 0 [turn 1] turn 2 [turn 3] ")
     assert old.endswith(" [turn 65] turn 66") and len(old) < 260
     assert new.startswith(f"  after, score 0: {'答' * 100} [") and new.endswith("答" * 100)

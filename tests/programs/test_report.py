@@ -1,11 +1,11 @@
 """A run as one page, to look at in a browser: scripts/report.py."""
 
 import json
+import math
 import re
 import sys
 from collections import defaultdict
 from itertools import pairwise
-from operator import itemgetter
 from types import SimpleNamespace
 
 import health
@@ -107,33 +107,52 @@ def rows_of(step):
 
 # ------------------------------------------------------------------------------ is it healthy
 
-RECORDED = [json.loads(line) for line in (REPO / "docs/failures.jsonl").read_text().splitlines()]
+RIGHT = "verifiable_correct_rate"
+
+
+def ill(metrics, rows=(), **arguments):
+    return [each[1:] for each in health.illnesses(metrics, ARGS | arguments, rows)]
+
+
+def recorded(name):
+    return [json.loads(line) for line in (REPO / "docs" / name).read_text().splitlines()]
+
+
 # Two have no sign in a run's own metrics, one none in those that are recorded, and one is a matter
 # of the task
 NOT_TOLD = {"truncated", "micro_batches", "wrong_groups", "reward_late"}
 
 
 def test_recorded_failures_are_told_and_right_runs_are_not_ill():
-    wrong, count = [], 0
-    for run in filter(itemgetter("metrics"), RECORDED):
-        count += 1
+    """On the runs of the lag, too, which the rules of the mismatch were not chosen on."""
+    wrong, runs = [], [run for run in recorded("failures.jsonl") if run["metrics"]]
+    for run in runs:
         steps = run["completed_steps"]
         metrics = [
             {"training_step": step + 1, "lr": 1 - step / steps, "policy/staleness": step > 0}
             | {name: each[step] for name, each in run["metrics"].items() if each[step] is not None}
             for step in range(steps)
         ]
-        told = [failure for _, _, failure in health.illnesses(metrics, ARGS)]
+        told = [failure for _, failure in ill(metrics)]
         is_told = run["diff"] in told if run["diff"] else told != []
         wrong += [(run["diff"], told)] * (is_told != (run["diff"] not in {None, *NOT_TOLD}))
-    assert wrong == [] and count > 50
+    assert wrong == [] and len(runs) > 50
 
-
-RIGHT = "verifiable_correct_rate"
-
-
-def ill(metrics, **arguments):
-    return [(said, failure) for _, said, failure in health.illnesses(metrics, ARGS | arguments)]
+    # Right: within two points of no lag; harmed: ten below it
+    told = defaultdict(list)
+    for run in recorded("lag.jsonl"):
+        steps = zip(run["kl_of_steps"], run["ess_of_steps"], strict=True)
+        metrics = [
+            {"training_step": i, "lr": 1.0, "policy/staleness": min(i, run["lag"])}
+            | {"mismatch/kl": kl, "mismatch/ess": ess}
+            for i, (kl, ess) in enumerate(steps)
+        ]
+        kind = "right" if run["final"] >= 0.973 else "harmed" if run["final"] < 0.893 else "other"
+        told[kind, run["lag"]].append(bool(ill(metrics)))
+    assert [sum(told["right", lag]) for lag in (0, 1)] == [0, 1]
+    assert len(told["right", 0] + told["right", 1]) == 64
+    assert (sum(told["harmed", 1]), len(told["harmed", 1])) == (13, 14)
+    assert not any(sum(told[key]) for key in told if key[1] > 1)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.99])
@@ -149,100 +168,60 @@ def test_reward_that_never_arrives_is_told_however_long_right_and_wrong_answers_
         {"score": score - 0.5, "returns": row[:length].tolist()}
         for score, row, length in zip(scores.tolist(), returns, lengths, strict=True)
     ]
-    (*found,) = health.illnesses(metrics_of(12), ARGS | {"gamma": gamma}, rows)
-    assert [failure for _, _, failure in found] == (["reward_late"] if late else [])
-    whitened = health.illnesses(metrics_of(12), ARGS | {"whiten_rewards": True}, rows)
-    assert not [*whitened]
+    told = [failure for _, failure in ill(metrics_of(12), rows, gamma=gamma)]
+    assert told == (["reward_late"] if late else [])
+    assert ill(metrics_of(12), rows, whiten_rewards=True) == []
 
 
-@pytest.mark.parametrize(("lag", "count"), [(1, 2), (4, 0)])
-def test_sampler_that_is_to_be_old_is_not_ill_of_it(lag, count):
-    lines = metrics_of(12)
-    for line in lines[1:]:
-        line |= {"policy/staleness": lag, "mismatch/kl": 0.4, "mismatch/ess": 0.3}
-    assert len(ill(lines)) == count
-
-
-def test_rules_of_the_mismatch_hold_on_the_runs_of_the_lag():
-    """Which they were not chosen on. Right: within two points of no lag; harmed: ten below it."""
-    told = defaultdict(list)
-    for line in (REPO / "docs/lag.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        steps = zip(run["kl_of_steps"], run["ess_of_steps"], strict=True)
-        metrics = [
-            {"training_step": i, "lr": 1.0, "policy/staleness": min(i, run["lag"])}
-            | {"mismatch/kl": kl, "mismatch/ess": ess}
-            for i, (kl, ess) in enumerate(steps)
-        ]
-        kind = "right" if run["final"] >= 0.973 else "harmed" if run["final"] < 0.893 else "other"
-        told[kind, run["lag"]].append(bool(ill(metrics)))
-    assert [sum(told["right", lag]) for lag in (0, 1)] == [0, 1]
-    assert len(told["right", 0] + told["right", 1]) == 64
-    assert (sum(told["harmed", 1]), len(told["harmed", 1])) == (13, 14)
-    assert not any(sum(told[key]) for key in told if key[1] > 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "said"),
-    [
-        ("objective/reward_failures", [0, 0.1, 0], "objective/reward_failures > 0"),
-        ("val/explained_variance", [-0.1] * 10, "val/explained_variance < -0.05 for 10 steps"),
-        ("val/explained_variance", [-0.1] * 9, None),
-        ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
-        ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
-        ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-09 for 3 steps"),
-        (f"eval/{RIGHT}", [0.5, 0.7, 0.4], f"eval/{RIGHT} < 0.9 x the first, at the end"),
-        (f"eval/{RIGHT}", [0.5, 0.4, 0.7], None),
-        (f"eval/{RIGHT}", [0.5, 0.46], None),  # of few prompts
-        (f"eval/{RIGHT}", [0.02, 0.0], None),
-        ("eval/scores", [-3.0, -2.9, -3.2], None),  # a reward model's
-        ("eval/scores", [0.5] * 4, "eval/scores repeats to the last digit"),
-        ("mismatch/ess", [float("nan"), None] * 4, None),
-        ("objective/scores", [0.8, 0.8, 0.1], None),
-        (
-            "objective/scores",
-            [0.8, 0.8, 0.05],
-            "The score falls to nothing, and the policy hardly changes",
-        ),
-    ],
-)
-def test_what_is_ill_is_said_and_nothing_else(name, values, said):
-    lines = metrics_of(12)
-    for line in lines:
-        line.pop(name, None)
-    for line, value in zip(lines, values, strict=False):
-        line[name] = value
-    assert [each for each, _ in ill(lines)] == ([said] if said else [])
-
-
+DIES = "The score falls to nothing, and the policy hardly changes"
+# (a metric, its values in a run that is right otherwise, what is said)
+RULES = [
+    ("objective/reward_failures", [0, 0.1, 0], "objective/reward_failures > 0"),
+    ("val/explained_variance", [-0.1] * 10, "val/explained_variance < -0.05 for 10 steps"),
+    ("val/explained_variance", [-0.1] * 9, None),
+    ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
+    ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
+    ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-09 for 3 steps"),
+    (f"eval/{RIGHT}", [0.5, 0.7, 0.4], f"eval/{RIGHT} < 0.9 x the first, at the end"),
+    (f"eval/{RIGHT}", [0.5, 0.4, 0.7], None),
+    (f"eval/{RIGHT}", [0.5, 0.46], None),  # of few prompts
+    (f"eval/{RIGHT}", [0.02, 0.0], None),
+    ("eval/scores", [-3.0, -2.9, -3.2], None),  # a reward model's
+    ("eval/scores", [0.5] * 4, "eval/scores repeats to the last digit"),
+    ("mismatch/ess", [float("nan"), None] * 4, None),
+    ("objective/scores", [0.8, 0.8, 0.1], None),
+    ("objective/scores", [0.8, 0.8, 0.05], DIES),
+]
 SOLVED = {"objective/scores_std": 0.0, "val/explained_variance": -9.0, "eval/scores": 1.0}
 WARM_UP = {"lr": 0, "eval/scores": 0.3, "loss/value_avg": 0.1, "val/explained_variance": 0.0}
-RIGHT_RUNS = {
-    "all is right": ([SOLVED | {f"objective/{RIGHT}": 0.98}] * 12, {}),
-    "the value model learns alone": ([WARM_UP] * 8, {}),
-    "so far the value model learns alone": ([WARM_UP] * 12, {}),
-    "far from its sampler, as bfloat16 is": (
-        [{"mismatch/kl": 0.001}, *[{"mismatch/kl": 0.02, "lr": 1e-7}] * 11],
-        {"dtype": "bfloat16"},
-    ),
-    "the most that bfloat16 is off": ([{"mismatch/kl": 0.005}], {"dtype": "bfloat16"}),
-    "a reward model's scores cross 0": (
-        [
-            {"objective/reward_model_score": score, "objective/scores": score}
-            for score in (1, 0.1, -1)
-        ],
-        {},
-    ),
-}
+OLD = {"policy/staleness": 4, "mismatch/kl": 0.4, "mismatch/ess": 0.3}
+BFLOAT16 = [{"mismatch/kl": 0.001}, *[{"mismatch/kl": 0.02, "lr": 1e-7}] * 11]
+OF_A_MODEL = [{"objective/reward_model_score": x, "objective/scores": x} for x in (1, 0.1, -1)]
+# (what steps have besides, of a run that only looks ill, arguments)
+RIGHT_RUNS = [
+    ([SOLVED | {f"objective/{RIGHT}": 0.98}] * 12, {}),
+    ([WARM_UP] * 8, {}),  # the value model learns alone
+    ([WARM_UP] * 12, {}),  # so far
+    (BFLOAT16, {"dtype": "bfloat16"}),  # far from its sampler
+    ([{"mismatch/kl": 0.005}], {"dtype": "bfloat16"}),  # the most that it is off
+    (OF_A_MODEL, {}),  # which cross 0
+    ([{}, *[OLD] * 11], {}),  # the sampler is to be old
+]
 
 
-@pytest.mark.parametrize("name", RIGHT_RUNS)
-def test_run_that_only_looks_ill_is_not(name):
-    values, arguments = RIGHT_RUNS[name]
-    lines = metrics_of(12)
-    for line, changes in zip(lines, values, strict=False):
-        line |= changes
-    assert ill(lines, **arguments) == []
+def test_what_is_ill_is_said_and_nothing_else():
+    for name, values, said in RULES:
+        lines = [{key: value for key, value in x.items() if key != name} for x in metrics_of(12)]
+        for line, value in zip(lines, values, strict=False):
+            line[name] = value
+        assert [each for each, _ in ill(lines)] == ([said] if said else []), (name, values)
+    for changes, arguments in RIGHT_RUNS:
+        lines = metrics_of(12)
+        for line, change in zip(lines, changes, strict=False):
+            line |= change
+        assert ill(lines, **arguments) == [], changes[-1]
+    of_one_step = [line | OLD | {"policy/staleness": 1} for line in metrics_of(12)[1:]]
+    assert len(ill([metrics_of(1)[0], *of_one_step])) == 2
 
 
 def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_like(
@@ -267,23 +246,24 @@ def test_rows_of_the_docs_have_this_run_s_figures_and_what_its_failure_looks_lik
 
 
 def test_tokens_have_their_texts_and_numbers(make_run, make_report):
-    rows = [
-        response(1, "3ä"),
-        response(1, "12", logprobs=None, ref_logprobs=[float("nan")] * 2),
-    ]
-    first, second = rows_of(make_report(make_run(rollouts=rows)).data["runs"][0]["steps"][0])
+    turns = response(2, "7=8", observed=[[1, 2]], turns=["7", "=", "8"], versions=[4, 5])
+    turns |= {name: [0.5, -0.5] for name in NUMBERS}
+    rows = [response(1, "3ä"), response(1, "12", logprobs=None, ref_logprobs=[math.nan] * 2)]
+    run = make_run(rollouts=[*rows, turns])
+    one, two = make_report(run).data["runs"][0]["steps"]
+    first, second = rows_of(one)
     assert first["texts"] == ["3", None, "ä"] and first["ids"] == rows[0]["token_ids"]
     assert first["numbers"] == {name: rows[0][name] for name in NUMBERS}
     # What GRPO did not compute; and what is no number
     assert "logprobs" not in second["numbers"] and second["numbers"]["ref_logprobs"] == [None] * 2
-
-
-def test_observations_have_no_numbers_and_turns_are_no_tokens(make_run, make_report):
-    row = response(1, "7=8", observed=[[1, 2]], turns=["7", "=", "8"], versions=[4, 5])
-    row |= {name: [0.5, -0.5] for name in NUMBERS}
-    (said,) = rows_of(make_report(make_run(rollouts=[row])).data["runs"][0]["steps"][0])
+    # Observations have no numbers, and turns are no tokens
+    (said,) = rows_of(two)
     assert said["observed"] == [1] and said["numbers"]["advantages"] == [0.5, None, -0.5]
     assert said["numbers"]["versions"] == [4, None, 5] and "turns" not in said["numbers"]
+    # Without a tokenizer they are their ids
+    (run / "model/tokenizer.json").unlink()
+    said = rows_of(make_report(run).data["runs"][0]["steps"][0])[0]
+    assert said["texts"] == [f"{i} " for i in rows[0]["token_ids"]]
 
 
 def test_tokens_have_their_characters_and_spaces():
@@ -297,19 +277,12 @@ def test_tokens_have_their_characters_and_spaces():
 
 
 def test_penalties_and_the_reward_of_a_form_make_nothing_right_or_wrong():
-    rows = [answer(i, 0, right) for i, right in enumerate([True, False, True, True, True])]
+    rows = [answer(i, 0, right) for i, right in enumerate([True, False, True, True])]
     rows[0]["score"], rows[1]["score"] = -1.0, 1.0
     rows[2]["reward_metrics"] = {"right": 0.0}
-    rows[3] |= {"verifiable_score": None, "score": None}
-    rows[4]["ground_truth"] = "None"  # a reward model alone scored
-    assert [report.is_right(row) for row in rows] == [True, False, False, None, None]
-
-
-def test_without_a_tokenizer_tokens_are_their_ids(make_run, make_report):
-    folder = make_run(rollouts=[response(1, "31")])
-    (folder / "model/tokenizer.json").unlink()
-    (said,) = rows_of(make_report(folder).data["runs"][0]["steps"][0])
-    assert said["texts"] == [f"{i} " for i in said["ids"]] and len(said["ids"]) == 2
+    rows[3] |= {"verifiable_score": None, "score": 1.0}  # a reward model's
+    said = [report.describe(row, report.DETAILS[0])["right"] for row in rows]
+    assert said == [True, False, False, None]
 
 
 def test_run_that_goes_on_is_shown_as_far_as_it_is_written(make_run, make_report):
@@ -322,9 +295,8 @@ def test_run_that_goes_on_is_shown_as_far_as_it_is_written(make_run, make_report
         (run,) = make_report(folder).data["runs"]
     assert run["sentences"][0].startswith("Step 2 of 12, after 2.0 minutes; that was ")
     assert [step["step"] for step in run["steps"]] == [1, 2]
-    assert (
-        "1 of 1 steps that have tokens" in run["note"] and "1 of 1 steps with text" in run["note"]
-    )
+    for words in ("1 of 1 steps that have tokens", "1 of 1 steps with text"):
+        assert words in run["note"]
 
 
 def test_page_is_below_6_mb_and_its_steps_are_evenly_spaced(make_run, make_report):
