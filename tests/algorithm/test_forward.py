@@ -1,19 +1,17 @@
-"""What models say of padded batches, and the gradients of PPO's optimizer batches."""
+"""What models say of padded batches; micro-batches, and the step that follows on a gradient."""
 
 import itertools
 import math
 import random
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import GRPO, PPO, SCRIPTS, formulas, hooks, rollouts
+from helpers import GRPO, PPO, SCRIPTS, hooks, rollouts
 from helpers.loops import EPISODES
 from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_args, tiny_policy
-from helpers.runs import sequences_of
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,42 +121,6 @@ def test_bfloat16_is_for_computing_and_not_for_weights_or_the_softmax(saved_poli
 # ---------------------------------------------------------------------------------- forward passes
 
 
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
-@pytest.mark.parametrize("positions", [1, 3, 50])
-def test_head_in_chunks_is_the_whole_head_and_so_are_its_gradients(
-    positions, soft_cap, monkeypatch
-):
-    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * VOCAB)
-    generator = torch.Generator().manual_seed(0)
-    options = {"dtype": torch.float64, "generator": generator}
-    hidden = torch.randn(50, 32, requires_grad=True, **options)
-    head = torch.randn(VOCAB, 32, requires_grad=True, **options)
-    weights = torch.randn(50, **options)
-    labels = torch.randint(VOCAB, (50,), generator=generator)
-    logits = hidden @ head.T
-    if soft_cap:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    whole = torch.distributions.Categorical(logits=logits)
-    ways = []
-    for logprobs, entropies in (
-        script.ChunkedHead.apply(hidden, head, labels, soft_cap, torch.float64),
-        (whole.log_prob(labels), whole.entropy()),
-    ):
-        gradients = torch.autograd.grad((logprobs * weights).sum(), [hidden, head])
-        ways.append((logprobs, entropies, *gradients))
-    for found, expected in zip(*ways, strict=True):
-        assert expected.norm() > 0.1
-        assert (found - expected).norm() < 1e-10 * expected.norm()
-
-
-def test_no_gradient_is_made_for_a_frozen_head(monkeypatch):
-    hidden, head = torch.randn(5, 32, requires_grad=True), torch.randn(VOCAB, 32)
-    logprobs, _ = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, torch.float32)
-    monkeypatch.setattr(torch, "zeros_like", lambda *_: pytest.fail("it was made"))
-    (gradient,) = torch.autograd.grad(logprobs.sum(), [hidden])
-    assert gradient.any()
-
-
 class Logits(TorchDispatchMode):
     """Sees each tensor that is made of positions and the vocabulary, in backward passes too."""
 
@@ -254,101 +216,6 @@ def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size
 
 
 # --------------------------------------------------------------------------------------- gradients
-
-
-def models_of(dtype=torch.float64):
-    return tiny_policy().to(dtype), rollouts.tiny_value_model().to(dtype)
-
-
-def reference_gradient(policy, value_model, batch, args):
-    """PPO's losses as the papers write them, response by response; and sums over their tokens."""
-    loss, sums = 0.0, Counter()
-    for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
-        inside = batch.loss_mask[row].bool()
-        if not inside.any():
-            continue
-        names = ("logprobs", "sampler_logprobs", "advantages", "values", "returns")
-        old, sampler, advantages, old_values, returns = (
-            getattr(batch, name)[row, inside] for name in names
-        )
-        every = formulas.log_softmax_of(policy.model, prompt, response, args.temperature)
-        ratio = (formulas.at(every, response) - old).exp()
-        cliprange = args.cliprange
-        surrogate = formulas.surrogate_loss(ratio, advantages, cliprange, cliprange)
-        weights = formulas.weights_by_definition(old, sampler, args)
-        values = formulas.values_of(value_model.model, prompt, response)
-        limit = args.cliprange_value or math.inf
-        near = values.clamp(old_values - limit, old_values + limit)
-        squares = torch.stack([(values - returns) ** 2, (near - returns) ** 2])
-        vf_loss = squares.amax(0) / 2
-        loss = loss + (weights * surrogate).sum() + vf_loss.sum()
-        of_row = formulas.policy_sums(surrogate, weights, ratio, advantages, every, response, old)
-        of_row |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": squares[1] > squares[0]}
-        sums.update({name: tensor.sum().item() for name, tensor in of_row.items()})
-    parameters = [*policy.parameters(), *value_model.parameters()]
-    loss = loss / sums["tokens"]
-    sums["objective/loss"] = loss.item()
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return torch.cat([gradient.flatten() for gradient in found if gradient is not None]), sums
-
-
-@pytest.mark.parametrize("failed", [[], [1, 4]], ids=["all scored", "two failed"])
-@pytest.mark.parametrize(
-    ("distance", "options"),
-    [
-        (0.0, {}),
-        (0.4, {}),
-        (0.4, {"cliprange": 0.05}),
-        (0.4, {"cliprange_value": 0.0}),
-        (0.4, {"tis_cap": 0.0}),
-        (0.4, {"tis_cap": 1.1}),
-        (0.4, {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}),
-        (0.4, {"cliprange": 0.05, "micro_batch_tokens": 45}),
-    ],
-    ids=str,
-)
-def test_gradient_is_that_of_the_papers_formula_however_it_is_cut(distance, options, failed):
-    """A mean over tokens, not over responses, without the responses whose reward failed."""
-    models = models_of()
-    batch = rollouts.near_policy(make_rollout(), models[0], distance)
-    batch.loss_mask[failed] = 0
-    expected, expected_sums = reference_gradient(*models, batch, tiny_args(**options))
-    if options:  # it binds
-        plain, _ = reference_gradient(*models, batch, tiny_args())
-        assert (expected - plain).norm() > 1e-3 * expected.norm()
-    for model in models:
-        rollouts.spoil_padding(model)
-    for found, sums in rollouts.cut_in_every_way(models, batch, tiny_args(**options)):
-        assert (found - expected).norm() < 1e-10 * expected.norm()
-        for name, value in expected_sums.items():
-            assert sums[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-
-
-def test_batch_with_nothing_to_train_on_gives_a_finite_zero(accelerator):
-    """It is what remains of a mini-batch whose rewards all failed."""
-    models, batch = models_of(torch.float32), rollouts.in_float32(make_rollout())
-    batch.loss_mask.zero_()
-    for accelerator_of_rank in (accelerator, one_of_ranks(1, 2)):
-        vector, sums = gradients(accelerator_of_rank, models, batch, tiny_args())
-        assert (vector == 0).all()
-        assert all(math.isfinite(value) for value in sums.values())
-        assert sums["loss/policy_avg"] == sums["loss/value_avg"] == 0
-
-
-@pytest.mark.parametrize("size", [8, 3])
-def test_policy_that_does_not_train_costs_nothing(size, accelerator):
-    """The value model's warm-up: the same gradient to the bit, and none of the policy."""
-    policy, value_model = models_of(torch.float32)
-    batch, args = rollouts.in_float32(make_rollout()), tiny_args(per_device_train_batch_size=size)
-    _, with_policy = gradients(accelerator, (policy, value_model), batch, args)
-    expected = torch.cat([p.grad.flatten() for p in value_model.parameters()])
-    policy.forward = lambda *_: pytest.fail("the policy was computed")
-    found, sums = gradients(accelerator, (policy, value_model), batch, args, flag=False)
-    assert expected.norm() > 0.1 and torch.equal(found, expected)
-    names = {"loss/value_avg", "val/clipfrac_avg", "tokens"}
-    value_loss = sums.pop("objective/loss")
-    assert value_loss == pytest.approx(sums["loss/value_avg"] / sums["tokens"], rel=1e-5)
-    assert sums == {name: with_policy[name] for name in names}
 
 
 def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerator, tmp_path):

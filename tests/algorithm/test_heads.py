@@ -30,6 +30,9 @@ KINDS = {
     "mpt": ({}, None),
 }
 
+INPUT_IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
+
 
 def tiny_model(kind, **changes):
     """A model all of whose parameters are drawn with deviation 1: initial biases are 0."""
@@ -46,12 +49,9 @@ def tiny_model(kind, **changes):
 def test_logprobs_are_the_models_own_or_it_is_refused(kind):
     model = tiny_model(kind)
     policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
-    generator = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(3, 64, (2, 7), generator=generator)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0]])
-    own = torch.log_softmax(model(input_ids).logits / 0.7, dim=-1)
-    own = own[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1) * mask[:, 1:]
-    found, _ = policy(input_ids, mask)
+    own = torch.log_softmax(model(INPUT_IDS).logits / 0.7, dim=-1)
+    own = own[:, :-1].gather(-1, INPUT_IDS[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
+    found, _ = policy(INPUT_IDS, MASK)
     is_own = torch.allclose(found[:, 1:], own, rtol=0, atol=1e-4)
     odd = KINDS[kind][1]
     assert is_own == (odd is None)  # in float32 check_sampler sees the others
@@ -59,46 +59,46 @@ def test_logprobs_are_the_models_own_or_it_is_refused(kind):
     assert has_bias == (odd == "a bias")  # by which load_model refuses it
 
 
-@pytest.mark.parametrize("terms", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
 @pytest.mark.parametrize("kind", ["gemma2", "cohere"])  # one caps its logits, one scales them
-def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, terms, monkeypatch):
-    """In chunks, of each alone and of both in one loss, at a temperature."""
-    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * SIZES["vocab_size"])
+def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, monkeypatch):
+    """In chunks of some positions, of each alone and of both in one loss, at a temperature."""
     model = tiny_model(kind).double()
     model.get_output_embeddings().weight.data *= 0.1  # no probability is near 1
     policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
-    generator = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(3, 64, (2, 9), generator=generator)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
-    own = torch.distributions.Categorical(logits=model(input_ids).logits[:, :-1] / 0.7)
-    outputs = [*policy(input_ids, mask), own.log_prob(input_ids[:, 1:]), own.entropy()]
-    weights = torch.rand(2, 2, 9, generator=generator, dtype=torch.float64) * mask
-    gradients = []
-    for logprobs, entropies in (outputs[:2], outputs[2:]):
-        weighted = {
-            "logprobs": logprobs[:, -8:] * weights[0, :, 1:],
-            "entropies": entropies[:, -8:] * weights[1, :, 1:],
-        }
-        loss = sum(weighted[term].sum() for term in terms)
-        of_each = torch.autograd.grad(loss, list(model.parameters()))
-        gradients.append(torch.cat([gradient.flatten() for gradient in of_each]))
-    found, expected = gradients
-    assert expected.norm() > 0.1
-    assert (found - expected).norm() < 1e-10 * expected.norm()
+    own = torch.distributions.Categorical(logits=model(INPUT_IDS).logits[:, :-1] / 0.7)
+    expected = torch.stack([own.log_prob(INPUT_IDS[:, 1:]), own.entropy()]) * MASK[:, 1:]
+    weights = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(1))
+
+    def gradient(outputs, terms):
+        loss = (outputs * weights)[terms].sum()
+        found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return torch.cat([each.flatten() for each in found])
+
+    for positions in (1, 3, 50):
+        monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * SIZES["vocab_size"])
+        outputs = torch.stack(policy(INPUT_IDS, MASK))[..., 1:]
+        assert (outputs - expected).norm() < 1e-10 * expected.norm()
+        for terms in ([0], [1], [0, 1]):
+            right = gradient(expected, terms)
+            assert right.norm() > 0.1
+            assert (gradient(outputs, terms) - right).norm() < 1e-10 * right.norm()
 
 
-def test_gradient_of_entropies_is_made_only_where_a_loss_has_them(monkeypatch):
+def test_gradients_that_nothing_needs_are_not_made(monkeypatch):
+    """Of the entropies, which no loss may have, and of a frozen head."""
     hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
     logprobs, entropies = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, head.dtype)
-    monkeypatch.setattr(torch, "log_softmax", lambda *_, **__: pytest.fail("it was made"))
+    for name in ("log_softmax", "zeros_like"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("it was made"))
     logprobs.sum().backward(retain_graph=True)
+    assert hidden.grad.any()
     with pytest.raises(pytest.fail.Exception, match="it was made"):
         entropies.sum().backward()
 
 
-def gradients_of(policy, input_ids, mask):
+def gradients_of(policy):
     """Log-probabilities, entropies, and each parameter's gradient of their sum."""
-    logprobs, entropies = policy(input_ids, mask)
+    logprobs, entropies = policy(INPUT_IDS, MASK)
     (logprobs + entropies).sum().backward()
     of_each = {name: parameter.grad for name, parameter in policy.named_parameters()}
     return {"logprobs": logprobs, "entropies": entropies} | of_each
@@ -122,10 +122,8 @@ def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpoi
     monkeypatch.setattr(script, "round_weights", lambda model: None)
     expected = script.PolicyModel(rounded, args)
 
-    input_ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
-    found = gradients_of(policy, input_ids, mask)
-    for name, tensor in gradients_of(expected, input_ids, mask).items():
+    found = gradients_of(policy)
+    for name, tensor in gradients_of(expected).items():
         assert torch.equal(found[name], tensor), name
         assert found[name].dtype == torch.float32  # a gradient is not rounded
     # The weights that are trained, synced and saved are the unrounded ones
@@ -136,18 +134,17 @@ def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpoi
     for one, other in zip(model.parameters(), rounded.parameters(), strict=True):
         one.data += 0.01
         other.data = one.data.bfloat16().float()
-    assert torch.equal(policy(input_ids, mask)[0], expected(input_ids, mask)[0])
+    assert torch.equal(policy(INPUT_IDS, MASK)[0], expected(INPUT_IDS, MASK)[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_frozen_policy_is_read_as_it_is(kind, monkeypatch):
     """A reference policy, or the base of adapters: it is in bfloat16 already."""
     model = tiny_model(kind, hidden_size=96).bfloat16().requires_grad_(False)
-    input_ids, mask = torch.arange(3, 12)[None], torch.tensor([[0.0, 0.0] + [1.0] * 7])
     args = script.Args(dtype="bfloat16")
-    found, _ = script.PolicyModel(copy.deepcopy(model), args)(input_ids, mask)
+    found, _ = script.PolicyModel(copy.deepcopy(model), args)(INPUT_IDS, MASK)
     monkeypatch.setattr(script, "round_weights", lambda model: None)
-    assert torch.equal(found, script.PolicyModel(model, args)(input_ids, mask)[0])
+    assert torch.equal(found, script.PolicyModel(model, args)(INPUT_IDS, MASK)[0])
 
 
 def test_rounded_copy_of_the_head_is_not_kept_for_the_backward_pass():

@@ -1,6 +1,11 @@
 """Definitions written out, one response at a time and without any padding, to compare with."""
 
+import math
+from collections import Counter
+
 import torch
+
+from helpers.runs import sequences_of
 
 
 def gae_by_definition(rewards, values, gamma, lam):
@@ -72,19 +77,67 @@ def weights_by_definition(old, sampler, args, level="token"):
     return weights
 
 
-def policy_sums(surrogate, weights, ratio, advantages, every, response, old):
-    """What a response adds to the sums of an update, {metric: (tokens,)}.
+def reference_gradient(models, batch, args):
+    """The loss as the papers write it, response by response: its gradient, and sums over tokens.
 
-    surrogate: its surrogate_loss, before the weights; ratio: new over old, of tokens or of the
-    response; every: what the policy says of all tokens; old: what the old one said of the response.
+    models: the policy, and PPO's value model. Of the policy PPO's is GRPO's with a ratio of each
+    token, clipped alike at both ends, a mean over tokens and no KL.
     """
-    return {
-        "tokens": torch.ones(len(response)),
-        "loss/policy_avg": weights * surrogate,
-        "policy/approxkl_avg": (at(every, response) - old) ** 2 / 2,
-        "policy/clipfrac_avg": surrogate != -ratio * advantages,
-        "policy/entropy_avg": entropies_of(every),
-        "val/ratio": ratio,
-        "val/ratio_var": (ratio - 1) ** 2,
-        "mismatch/masked": (weights == 0).double(),
-    }
+    policy, *value_models = models
+    level = getattr(args, "importance_sampling_level", "token")
+    aggregation = getattr(args, "loss_aggregation", "token")
+    total, kept, sums = 0.0, 0, Counter()
+    for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
+        inside = batch.loss_mask[row].bool()
+        if not inside.any():
+            continue
+        kept += 1
+        of_row = {
+            name: value[row, inside]
+            for name, value in vars(batch).items()
+            if isinstance(value, torch.Tensor) and value.shape == batch.mask.shape
+        }
+        old, advantages = of_row["logprobs"], of_row["advantages"]
+        every = log_softmax_of(policy.model, prompt, response, args.temperature)
+        new = at(every, response)
+        weights = weights_by_definition(old, of_row["sampler_logprobs"], args, level)
+        token_ratio = ratio = (new - old).exp()
+        if level == "sequence":  # GSPO, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|)
+            ratio = geometric_mean(token_ratio).expand(len(response))
+        higher = getattr(args, "cliprange_higher", args.cliprange)
+        surrogate = surrogate_loss(ratio, advantages, args.cliprange, higher)
+        per_token = weights * surrogate
+        of_metrics = {
+            "tokens": torch.ones(len(response)),
+            "loss/policy_avg": per_token,
+            "policy/approxkl_avg": (new - old) ** 2 / 2,
+            "policy/clipfrac_avg": surrogate != -ratio * advantages,
+            "policy/entropy_avg": entropies_of(every),
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1) ** 2,
+            "mismatch/masked": (weights == 0).double(),
+        }
+        if value_models:
+            values = values_of(value_models[0].model, prompt, response)
+            limit = args.cliprange_value or math.inf
+            near = values.clamp(of_row["values"] - limit, of_row["values"] + limit)
+            squares = torch.stack([(x - of_row["returns"]) ** 2 for x in (values, near)])
+            vf_loss = squares.amax(0) / 2
+            per_token = per_token + vf_loss
+            of_metrics |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": squares[1] > squares[0]}
+        elif args.beta > 0:
+            # For these forms see test_kl_gradient_is_that_of_the_true_kl
+            d = new - of_row["ref_logprobs"]
+            kls = {"kl1": d * token_ratio, "kl2": d**2 / 2 * token_ratio.detach()}
+            kls["kl3"] = ((-d).exp() - 1 + d) * token_ratio
+            kl = weights * kls[args.kl_estimator]
+            per_token = per_token + args.beta * kl
+            of_metrics["loss/kl_avg"] = kl
+        total = total + (per_token.mean() if aggregation == "sequence" else per_token.sum())
+        sums.update({name: tensor.sum().item() for name, tensor in of_metrics.items()})
+    counts = {"token": sums["tokens"], "sequence": kept, "constant": kept * args.response_length}
+    loss = total / counts[aggregation]
+    sums["objective/loss"] = loss.item()
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return torch.cat([gradient.flatten() for gradient in found if gradient is not None]), sums

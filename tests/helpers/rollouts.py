@@ -1,9 +1,13 @@
 """Tiny models and a made-up batch of unequal lengths."""
 
+import contextlib
+import random
+import sys
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
@@ -107,12 +111,13 @@ def make_rollout():
     )
 
 
-def for_grpo(batch, computed=None):
-    """The batch as GRPO has it; computed: all responses, unless it says which."""
-    computed = torch.ones(len(SIZES), dtype=torch.float64) if computed is None else computed
-    parts = vars(batch) | {"computed": computed}
-    names = parts.keys() & {field.name for field in fields(grpo.Batch)}
-    return grpo.Batch(**{name: parts[name] for name in names})
+def grpo_rollout(policy, distance):
+    """One of GRPO's near a policy, with one advantage a response; all responses are computed."""
+    batch = near_policy(make_rollout(), policy, distance)
+    generator = torch.Generator().manual_seed(5)
+    advantages = torch.randn(8, 1, dtype=torch.float64, generator=generator) * batch.mask
+    parts = vars(batch) | {"advantages": advantages, "computed": torch.ones(8, dtype=torch.float64)}
+    return grpo.Batch(**{field.name: parts[field.name] for field in fields(grpo.Batch)})
 
 
 def noise_of_tokens(mask, generator):
@@ -147,7 +152,8 @@ def near_policy(batch, policy, distance, temperature=0.8):
     )
 
 
-def spoil_padding(model):
+@contextlib.contextmanager
+def spoiled_padding(models):
     """What a PolicyModel or a ValueModel says of no token of a response is far from all else.
 
     And what rows are padded with is another token.
@@ -166,8 +172,11 @@ def spoil_padding(model):
             return tuple(output.where(mask.bool(), rubbish) for output in outputs)
         return outputs.where(mask.bool(), rubbish)
 
-    model.register_forward_pre_hook(spoil_inputs)
-    model.register_forward_hook(spoil_outputs)
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.callback(model.register_forward_pre_hook(spoil_inputs).remove)
+            stack.callback(model.register_forward_hook(spoil_outputs).remove)
+        yield
 
 
 def one_of_ranks(rank, world_size):
@@ -188,9 +197,9 @@ def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
     """
     for model in models:
         model.zero_grad()
-    is_ppo = isinstance(batch, script.Batch)
-    accumulate = script.accumulate_gradients if is_ppo else grpo.accumulate_gradients
+    is_ppo = len(models) == 2
     flag = is_ppo if flag is None else flag
+    accumulate = sys.modules[type(batch).__module__].accumulate_gradients  # a fork's is its own
     sums = accumulate(accelerator, *models, batch, list(rows), flag, args)
     if not is_ppo:
         sums, _ = sums  # without the new log-probabilities
@@ -199,16 +208,22 @@ def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
     return vector, {name: value.item() for name, value in sums.items()}
 
 
-def cut_in_every_way(models, batch, args):
-    """What gradients() gives with micro-batches of several sizes, on one rank and on two."""
-    for size in (8, 3, 1):
-        args = replace(args, per_device_train_batch_size=size)
-        yield gradients(one_of_ranks(0, 1), models, batch, args)
-        (one, sums), (other, other_sums) = (
-            gradients(one_of_ranks(rank, 2), models, batch, args) for rank in range(2)
-        )
-        # DDP averages
-        yield (one + other) / 2, {name: sums[name] + other_sums[name] for name in sums}
+def check_any_cut(models, batch, args, expected, expected_sums, ways=8):
+    """What gradients() gives is this, in any order of the rows, of any sizes, on any ranks."""
+    draw = random.Random(7)
+    for _ in range(ways):
+        sizes = {"per_device_train_batch_size": draw.randint(1, 8)}
+        sizes["micro_batch_tokens"] = draw.choice([0, 45])  # which is for those of rows
+        rows, count = draw.sample(range(8), 8), draw.choice([1, 2, 4])
+        cut = replace(args, **sizes)
+        shares = [gradients(one_of_ranks(i, count), models, batch, cut, rows) for i in range(count)]
+        vectors, sums = zip(*shares, strict=True)
+        found = sum(vectors) / count  # DDP averages
+        assert (found - expected).norm() < 1e-10 * expected.norm(), (sizes, count)
+        assert {*sums[0]} == {*expected_sums}
+        for name, value in expected_sums.items():
+            total = sum(of_rank[name] for of_rank in sums)
+            assert total == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 def groups_of_equals():
