@@ -128,29 +128,14 @@ def extract_code(response: str) -> str:
 
 @dataclass
 class Fence:
-    """A line such as `1. Solution: ~~~python`, and its number."""
+    """A line such as `1. Solution: ~~~python`."""
 
-    number: int
-    margin: str  # spaces, and marks of lists and quotes
-    words: str
+    number: int  # of the line
+    width: int  # of its margin: spaces, and marks of lists and quotes
     marks: str
-    info: str
-
-    def language(self) -> str:
-        """What it says, which is `python` of all of its names."""
-        is_python = re.match(r"[ \t{.]*(?:python|py)[\d.]*(?![\w-])", self.info, re.IGNORECASE)
-        return "python" if is_python else self.info.strip()
-
-    def opens(self) -> bool:
-        """In the middle of a line only a word may follow: not "put it between ``` and ```"."""
-        in_prose = self.marks[0] == "~" or not re.fullmatch(r"python|\w*", self.language())
-        return not (self.words and in_prose)
-
-    def closes(self, opening: "Fence") -> bool:
-        """It stands alone, but for tags such as </answer>, and is as long as the opening one."""
-        is_alone = not (self.margin.strip(" \t>") or self.words)
-        says_nothing = re.fullmatch(r"(?:\s|</\w+>)*", self.info)
-        return is_alone and says_nothing and self.marks.startswith(opening.marks)
+    language: str  # what it says, which is `python` of all of its names
+    opens: bool
+    closes: bool
 
 
 MARGIN = re.compile(r"(?:[ \t>]|[-+*][ \t]|\d+[.)][ \t])*")
@@ -158,13 +143,23 @@ MARKS = re.compile(r"`{3,}|~{3,}")
 
 
 def read_fence(number: int, line: str) -> Fence | None:
-    """Margin and marks are looked for one after the other: a line of 100,000 marks is read once."""
+    """Margin and marks are looked for one after the other: a line of 100,000 marks is read once.
+
+    In the middle of a line only a word may follow: not "put it between ``` and ```". What closes a
+    block stands alone, but for tags such as </answer>.
+    """
     line = line.rstrip()
-    start = MARGIN.match(line).end()
-    marks = MARKS.search(line, start)
+    width = MARGIN.match(line).end()
+    marks = MARKS.search(line, width)
     if not marks or "`" in line[marks.end() :]:
         return None
-    return Fence(number, line[:start], line[start : marks.start()], marks[0], line[marks.end() :])
+    words, info = line[width : marks.start()], line[marks.end() :]
+    is_python = re.match(r"[ \t{.]*(?:python|py)[\d.]*(?![\w-])", info, re.IGNORECASE)
+    language = "python" if is_python else info.strip()
+    opens = not words or (marks[0][0] == "`" and re.fullmatch(r"\w*", language))
+    is_alone = not line[: marks.start()].strip(" \t>")
+    closes = is_alone and re.fullmatch(r"(?:\s|</\w+>)*", info)
+    return Fence(number, width, marks[0], language, bool(opens), bool(closes))
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -178,33 +173,31 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     [('python', 'if x:\n    y()\n'), ('', '1')]
     """
     lines = text.splitlines(keepends=True)
-    found = [read_fence(number, line) for number, line in enumerate(lines)]
-    fences = [fence for fence in found if fence]
+    fences = [fence for i, line in enumerate(lines) if (fence := read_fence(i, line))]
     blocks, after = [], 0
     for index, fence in enumerate(fences):
-        language = fence.language()
-        in_string = language != "python" and ends_in_string(lines[after : fence.number])
-        if fence.number < after or in_string or not fence.opens():
+        in_string = fence.language != "python" and ends_in_string(lines[after : fence.number])
+        if fence.number < after or in_string or not fence.opens:
             continue
         end, closing = find_end(lines, fence, fences[index + 1 :])
-        margins = [len(one.margin) for one in (fence, closing) if one]
-        blocks.append((language, without_margin(lines[fence.number + 1 : end], max(margins))))
+        width = max(fence.width, closing.width if closing else 0)
+        blocks.append((fence.language, without_margin(lines[fence.number + 1 : end], width)))
         after = end + 1 if closing else end
     return blocks
 
 
 def find_end(lines: list[str], opening: Fence, later: list[Fence]) -> tuple[int, Fence | None]:
     """The number of the line after a block's last one, and its closing fence, if it has one."""
-    in_strings = []
+    first = None
     for fence in later:
-        if opening.language() != "python" and fence.language() == "python":
+        if fence.language == "python" and opening.language != "python":
             return fence.number, None
-        if fence.closes(opening):
+        if fence.closes and fence.marks.startswith(opening.marks):
             if not ends_in_string(lines[opening.number + 1 : fence.number]):
                 return fence.number, fence
-            in_strings.append(fence)
+            first = first or fence
     # No string, it seems, but three quotes within one
-    return (in_strings[0].number, in_strings[0]) if in_strings else (len(lines), None)
+    return (first.number, first) if first else (len(lines), None)
 
 
 def ends_in_string(lines: list[str]) -> bool:
@@ -231,22 +224,18 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
             truth = json.loads(truth)
     truth = {"test_list": truth} if isinstance(truth, list) else truth
     prefix, cases = "", []
-    if isinstance(truth, dict) and "fn_name" not in truth:
-        if "test_list" in truth:
+    match truth:
+        case {"fn_name": _}:  # inputs and outputs of a function
+            pass
+        case {"test_list": tests}:
             setup = truth.get("test_setup_code") or ""
-            cases = [
-                equality_case(setup, test) or {"test": f"{setup}\n{test}"}
-                for test in truth["test_list"]
-            ]
-        elif "inputs" in truth and "outputs" in truth:
-            pairs = zip(truth["inputs"], truth["outputs"], strict=True)
-            cases = [
-                {"stdin": as_text(given), "expected": as_text(expected)}
-                for given, expected in pairs
-            ]
-        elif "test" in truth and "entry_point" in truth:
+            cases = [equality_case(setup, test) or {"test": f"{setup}\n{test}"} for test in tests]
+        case {"inputs": inputs, "outputs": outputs}:
+            pairs = zip(map(as_text, inputs), map(as_text, outputs), strict=True)
+            cases = [{"stdin": given, "expected": expected} for given, expected in pairs]
+        case {"test": test, "entry_point": function}:
             prefix = truth.get("prompt") or ""
-            cases = [{"test": f"{truth['test']}\ncheck({truth['entry_point']})"}]
+            cases = [{"test": f"{test}\ncheck({function})"}]
     if not cases:
         forms = "a list of assertions, {test_list}, {inputs, outputs} or {test, entry_point}"
         raise ValueError(
@@ -542,14 +531,9 @@ def sandbox_command(drop_root: bool) -> list[str]:
         for folder in reversed(above):
             files += ["--perms", "0755", "--dir", folder]
         files += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    # Without a fixed hash seed, the order of sets, and with it a score, would change from run to
-    # run.
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+    # Else the order of sets, and with it a score, would change from run to run
+    environment["PYTHONHASHSEED"] = "0"
     isolated = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     isolated += ["--disable-userns", "--as-pid-1", "--die-with-parent"]
     isolated += ["--new-session", "--clearenv"]
@@ -601,20 +585,17 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
         raise RuntimeError(f"the sandbox did not start: {reason}")
     results = [json.loads(line) for line in lines[1:]]
     results += [{"reached_end": False}] * (len(cases) - len(results))
-    pairs = zip(results, cases, strict=True)
     return [
-        result["reached_end"] and is_as_expected(result["stdout"], case) for result, case in pairs
+        result["reached_end"] and is_as_expected(result["stdout"], case)
+        for result, case in zip(results, cases, strict=True)
     ]
 
 
 def is_as_expected(stdout: str, case: dict) -> bool:
     """Whether a program that reached its end passed the case."""
-    if "test" in case:
-        return True
-    if "call" in case:
-        # Compared as text, and never parsed: a program may have written it.
+    if "call" in case:  # compared as text, and never parsed: a program may have written it
         return stdout == case["expected"]
-    return same_output(stdout, case["expected"])
+    return "test" in case or same_output(stdout, case["expected"])
 
 
 def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
@@ -657,26 +638,19 @@ def find_sandbox() -> list[str]:
     if platform.machine() not in ARCHITECTURES:
         machines = f"{' or '.join(ARCHITECTURES)}, this is {platform.machine()}"
         raise RuntimeError(f"the code sandbox needs {machines}: take another machine; {hint}")
+    here, load_libc = os.path.abspath(__file__), "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    names = "{line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]}"
     probes = {
         "a program can run": "open('/tmp/file', 'w').write('x')",
-        "there is no network": (
-            "lines = open('/proc/net/dev').readlines()[2:]\n"
-            "assert all(line.split(':')[0].strip() == 'lo' for line in lines)"
-        ),
-        "this project cannot be read": (
-            f"import os\nassert not os.path.exists({os.path.abspath(__file__)!r})"
-        ),
+        "there is no network": f"assert {names} <= {{'lo'}}",
+        "this project cannot be read": f"import os\nassert not os.path.exists({here!r})",
         "memory is limited": raises(f"bytearray({MEMORY_MB} << 20)", "MemoryError"),
-        "System V memory is closed": (
-            "import ctypes\nassert ctypes.CDLL(None).shmget(0, 4096, 0o1600) == -1"
-        ),
+        "System V memory is closed": f"{load_libc}assert libc.shmget(0, 4096, 0o1600) == -1",
         "processes are limited": raises(
             f"for _ in range({PROCESSES}):\n  os.fork() or time.sleep(9)", "OSError"
         ),
         "memory in sum can be read": "assert 'Pss:' in open('/proc/self/smaps_rollup').read()",
-        "user namespaces are closed": (
-            "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == -1"
-        ),
+        "user namespaces are closed": f"{load_libc}assert libc.unshare(0x10000000) == -1",
     }
     reasons = []
     # Root of a container may be an ordinary user outside, who is bound by limits and has no user to

@@ -1,6 +1,5 @@
 """Programs in Markdown, as models write them: which text scripts/rewards/code_sandbox.py runs."""
 
-import importlib.util
 import signal
 import sys
 import textwrap
@@ -8,7 +7,6 @@ import types
 
 import pytest
 from helpers import REPO
-from helpers.machines import why_no_sandbox
 
 SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
 TESTS = ["assert double(3) == 6", "assert double(0) == 0"]
@@ -198,18 +196,3 @@ def test_long_text_is_no_hang(text, extract_code):
     signal.alarm(60)  # it ends the process
     assert extract_code(text) in text
     signal.alarm(0)
-
-
-@pytest.mark.slow
-def test_programs_of_every_form_run_in_the_sandbox(monkeypatch):
-    if reason := why_no_sandbox():
-        pytest.skip(reason)
-    for name in ("SECONDS", "TOTAL_SECONDS"):  # so long that a slow machine is no reason to fail
-        monkeypatch.setenv(f"TANDEM_SANDBOX_{name}", "60")
-    spec = importlib.util.spec_from_file_location("code_sandbox_that_runs", SCRIPT)
-    sandbox = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, sandbox)
-    spec.loader.exec_module(sandbox)
-    found = {name: sandbox.compute_score("code", text, TESTS) for name, text, _ in FORMS}
-    wrong = {name for name, _, score in FORMS if (found[name] == 1.0) != (score == 1.0)}
-    assert wrong == set()

@@ -22,6 +22,7 @@ import pytest
 from helpers import REPO
 from helpers.machines import why_no_sandbox
 from helpers.processes import alive, descendants, environment, wait_until
+from test_code_forms import FORMS, TESTS
 
 SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
 pytestmark = pytest.mark.slow
@@ -39,7 +40,7 @@ def sandbox():
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         # So long that a slow machine is no reason to fail
-        for name, value in {"SECONDS": 60, "TOTAL_SECONDS": 60, "MEMORY_MB": 512}.items():
+        for name, value in {"SECONDS": 60, "TOTAL_SECONDS": 120, "MEMORY_MB": 512}.items():
             patch.setenv(f"TANDEM_SANDBOX_{name}", str(value))
         return load()
 
@@ -109,6 +110,12 @@ def double(x):
 )
 def test_score_is_the_share_of_test_cases_passed(response, truth, expected, score):
     assert score(response, truth) == expected
+
+
+def test_programs_of_every_form_run(sandbox):
+    texts = ["\n".join([sandbox.extract_code(text), *TESTS]) for _, text, _ in FORMS]
+    results = sandbox.run_in_sandbox("", [{"test": text} for text in texts])
+    assert dict(zip(FORMS, results, strict=True)) == {form: form[2] == 1 for form in FORMS}
 
 
 def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
@@ -202,7 +209,8 @@ TAKING = {
     "memory in sum": CHILDREN.replace("HIDDEN", "pass"),
     "memory in sum, unseen": CHILDREN.replace("HIDDEN", "libc.prctl(4, 0)"),
 }
-ENDLESS = {"loop": "while True: pass", "sleep": "time.sleep(60)"}
+ENDLESS = {"loop": "while True: pass", "sleep": "time.sleep(60)"}  # in a case that has 3 seconds
+HOSTILE = {60: REACHING | CALLING | LEAVING | TAKING, 3: ENDLESS}
 
 
 def test_every_closed_call_is_closed(sandbox, run):
@@ -214,12 +222,13 @@ def test_every_closed_call_is_closed(sandbox, run):
     assert [name for name, is_closed in zip(numbers, closed, strict=True) if not is_closed] == []
 
 
-@pytest.mark.parametrize("programs", [REACHING, CALLING, LEAVING, TAKING, ENDLESS])
+@pytest.mark.parametrize("seconds", HOSTILE)
 def test_hostile_program_gets_nothing_and_disturbs_nobody(
-    programs, sandbox, run, tmp_path, monkeypatch
+    seconds, sandbox, run, tmp_path, monkeypatch
 ):
+    programs = HOSTILE[seconds]
     monkeypatch.setenv("TANDEM_SECRET", "1")
-    monkeypatch.setattr(sandbox, "CASE_SECONDS", 3 if programs is ENDLESS else 60)
+    monkeypatch.setattr(sandbox, "CASE_SECONDS", seconds)
     tmp_path.chmod(0o777)
     text = json.dumps([line for program in programs.values() for line in (program, "pass")])
     with (
@@ -233,13 +242,6 @@ def test_hostile_program_gets_nothing_and_disturbs_nobody(
     assert [name for name, came in zip(programs, results[::2], strict=True) if came] == []
     assert [name for name, honest in zip(programs, results[1::2], strict=True) if not honest] == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_many_endless_cases_end_with_the_time_of_the_response(sandbox, score, monkeypatch):
-    monkeypatch.setattr(sandbox, "CASE_SECONDS", 2)
-    monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 8)
-    program = "def f(endless):\n  while endless: pass"
-    assert score(program, ["f(False)"] + ["f(True)"] * 19) == 1 / 20
 
 
 def test_sandboxes_side_by_side_have_processes_memory_and_files_of_their_own(score):
@@ -259,12 +261,17 @@ time.sleep(0.5)"""
         assert list(pool.map(score, [program] * 2, [["assert found == []"]] * 2)) == [1.0, 1.0]
 
 
-def test_nothing_lives_on_after_the_score(sandbox, score, monkeypatch):
+def test_endless_cases_end_with_the_time_of_the_response_and_nothing_lives_on(
+    sandbox, score, monkeypatch
+):
     # Sixteen processes that want all of the processors, and leave process 1 of the sandbox none
     mark = f"# {time.time_ns()}"
-    program = f"import os\nfor _ in range(4): os.fork()\nwhile True: pass  {mark}"
+    program = (
+        f"import os\nif int(input()):\n  for _ in range(4): os.fork()\n  while True: pass{mark}"
+    )
+    monkeypatch.setattr(sandbox, "CASE_SECONDS", 3)
     monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 8)
-    assert score(program, PAIRS) == 0.0
+    assert score(program, {"inputs": [*"01111"], "outputs": [""] * 5}) == 1 / 5
 
     def is_over():
         running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
