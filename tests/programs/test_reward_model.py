@@ -91,24 +91,24 @@ def load_pairs(path, tokenizer):
     return rm.load_pairs(SimpleNamespace(print=print), str(path), None, "train", tokenizer, args)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        ROW | {"prompt": DIALOGUE},
-        ROW | {"prompt": "<|user|>53=<|assistant|>53<|end|><|user|>53=<|assistant|>"},
-        {"chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": "53=", "chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": DIALOGUE, "chosen": [GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": [ASK], "chosen": [BAD, ASK, GOOD], "rejected": [*DIALOGUE, BAD]},
-        {"prompt": DIALOGUE, "chosen": [*DIALOGUE, GOOD | {"name": None}], "rejected": "53"},
-    ],
-)
-def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(row, tokenizer, tmp_path):
+def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(tokenizer, tmp_path):
     """Null entries are Arrow's, for another row's sake, and make no other prompt."""
-    (pair,) = load_pairs(write_rows(tmp_path / "pairs.jsonl", [row]), tokenizer)
     _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, {}, tokenizer)
-    assert pair.chosen_ids == [*prompt_ids, *tokenizer("35")["input_ids"], STOP]
-    assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
+    texts = "<|user|>53=<|assistant|>53<|end|><|user|>53=<|assistant|>"
+    for number, row in enumerate(
+        (
+            ROW | {"prompt": DIALOGUE},
+            ROW | {"prompt": texts},
+            {"chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
+            {"prompt": "53=", "chosen": [*DIALOGUE, GOOD], "rejected": [*DIALOGUE, BAD]},
+            {"prompt": DIALOGUE, "chosen": [GOOD], "rejected": [*DIALOGUE, BAD]},
+            {"prompt": [ASK], "chosen": [BAD, ASK, GOOD], "rejected": [*DIALOGUE, BAD]},
+            {"prompt": DIALOGUE, "chosen": [*DIALOGUE, GOOD | {"name": None}], "rejected": "53"},
+        )
+    ):
+        (pair,) = load_pairs(write_rows(tmp_path / f"{number}.jsonl", [row]), tokenizer)
+        assert pair.chosen_ids == [*prompt_ids, *tokenizer("35")["input_ids"], STOP]
+        assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
 
 
 def test_template_gets_the_tools_and_switches_of_a_pair(tokenizer, tmp_path):
@@ -126,46 +126,39 @@ def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, cap
     long, longest, empty = (ROW | {"rejected": text} for text in ("5" * 12, "5" * 13, ""))
     path = write_rows(tmp_path / "pairs.jsonl", [long, EQUAL, longest, ROW, lost, empty])
     assert [pair.length for pair in load_pairs(path, tokenizer)] == [18, 8, 8]
-    assert capsys.readouterr().out == (
-        f"{path}: of 6 pairs: 2 dropped for equal responses, 1 dropped as longer than "
-        "--max_token_length 18, 1 with an empty response\n"
-    )
+    said = capsys.readouterr().out
+    for words in ("of 6 pairs", "2 dropped for equal", "1 dropped as longer", "1 with an empty"):
+        assert words in said
 
 
 TWO = "`chosen` and `rejected` have different prompts"
 NO_ANSWER = "a response is a text, or messages that end with a text of the assistant; not "
 HH = "\n\nHuman: 53=\n\nAssistant: "
+# As texts they would train a model of another form than the messages that PPO has of HH
+OF_HH = "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
+OF_HH += "scripts/data_preprocess/full_hh_rlhf.py --split rm"
+OTHERS = "the messages do not begin with those of the column `prompt`"
+NO_PAIRS = [
+    ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
+    ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, TWO),
+    ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
+    ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, OTHERS),
+    # The template would leave out the message before the response
+    (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
+    (ROW | {"prompt": ""}, "it has no prompt"),
+    ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, OF_HH),
+    (ROW | {"chosen": ["35"]}, f"{NO_ANSWER}['35']"),
+    (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
+    ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
+    ({"prompt": "53=", "chosen": "35"}, "KeyError: 'rejected'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
-        ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, TWO),
-        ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
-        (
-            {"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            "the messages do not begin with those of the column `prompt`",
-        ),
-        # The template would leave out the message before the response
-        (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
-        (ROW | {"prompt": ""}, "it has no prompt"),
-        # As texts they would train a model of another form than the messages that PPO has of HH
-        (
-            {"chosen": f"{HH}35", "rejected": f"{HH}53"},
-            "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
-            "scripts/data_preprocess/full_hh_rlhf.py --split rm",
-        ),
-        (ROW | {"chosen": ["35"]}, f"{NO_ANSWER}['35']"),
-        (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
-        ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
-        ({"prompt": "53=", "chosen": "35"}, "KeyError: 'rejected'"),
-    ],
-)
-def test_row_that_is_no_pair_is_refused_by_its_name(row, message, tokenizer, tmp_path):
-    path = write_rows(tmp_path / "pairs.jsonl", [ROW, row, ROW])
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
-        load_pairs(path, tokenizer)
+def test_row_that_is_no_pair_is_refused_by_its_name(tokenizer, tmp_path):
+    for number, (row, message) in enumerate(NO_PAIRS):
+        path = write_rows(tmp_path / f"{number}.jsonl", [ROW, row, ROW])
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
+            load_pairs(path, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -225,11 +218,8 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
-def test_configuration_and_split_are_those_of_the_dataset(whole):
+def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(whole):
     assert whole.sources == [("main", "train"), ("other", "test")]
-
-
-def test_each_pass_takes_every_pair_once_in_an_order_of_its_own(whole):
     orders = torch.tensor(whole.orders).view(2, 192)
     assert orders.sort().values.tolist() == [list(range(192))] * 2
     assert not torch.equal(*orders)
@@ -252,20 +242,17 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_other_pairs_and_arguments_are_refused(options, whole):
+    for changes, message in (
         ({"seed": 2}, "seed was 1"),
         ({"local_mini_batch_size": 32, "num_train_epochs": 1}, "mini_batch_size was 64"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "data_hash was"),
         ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
         ({"warmup_ratio": 1.0}, "there must be more than warm-up has"),
-    ],
-)
-def test_other_pairs_and_arguments_are_refused(changes, message, options, whole):
-    with pytest.raises(ValueError, match=message):
-        run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)
 
 
 def test_gradient_that_is_not_finite_ends_the_run(options, tmp_path, monkeypatch):
