@@ -5,18 +5,19 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 
 import fork as forks
 import numpy as np
 import pytest
 import torch
 from helpers import REPO, loops
-from helpers.rollouts import CONFIG, one_of_ranks, tiny_language_model
+from helpers.rollouts import gradients, one_of_ranks, tiny_language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NAME = "grpo_distill.py"
 PROMPTS = [[2, 5], [3, 9, 4], [7], [8, 8, 6, 2]]
-VOCAB = CONFIG["vocab_size"]
+VOCAB = 11
 
 
 @pytest.fixture(scope="module")
@@ -32,82 +33,34 @@ def module(git, tmp_path_factory):
 # ------------------------------------------------------------------------------------ the gradient
 
 
-def all_responses(module, policy, length, args):
-    """A batch with every response of a length to each prompt, sampled by chance alike.
+def all_responses(module, policy):
+    """A batch with every response of two tokens to each prompt, sampled by chance alike.
 
     So importance weights are probabilities times their number, and a mean over the batch is the
     expectation under the policy, exactly. The weight of each token is that of its response.
     """
-    rows = [
-        (prompt, ids)
-        for prompt in PROMPTS
-        for ids in itertools.product(range(VOCAB), repeat=length)
-    ]
+    pairs = list(itertools.product(PROMPTS, itertools.product(range(VOCAB), repeat=2)))
+    prompts = {str(ids): module.Prompt("", "", ids, None, None, None) for ids in PROMPTS}
     responses = [
-        module.Response(
-            module.Prompt("", "", prompt, None, None, None),
-            np.array(ids),
-            np.zeros(length),
-            stopped=True,
-            score=0.0,
-        )
-        for prompt, ids in rows
+        module.Response(prompts[str(prompt)], np.array(ids), np.zeros(2), stopped=True, score=0.0)
+        for prompt, ids in pairs
     ]
     batch = module.collate(responses, "cpu")
-    for name in ("mask", "loss_mask", "sampler_logprobs"):
-        setattr(batch, name, getattr(batch, name).double())
+    batch.mask = batch.loss_mask = batch.mask.double()
     with torch.no_grad():
         batch.logprobs, _ = policy(batch.input_ids, batch.mask)
-    of_rows = batch.logprobs.sum(1, keepdim=True) + length * math.log(VOCAB)
+    of_rows = batch.logprobs.sum(1, keepdim=True) + 2 * math.log(VOCAB)
     batch.sampler_logprobs = (batch.logprobs - of_rows) * batch.mask
-    batch.computed = torch.ones(len(rows))
+    batch.computed = torch.ones(len(pairs))
     batch.advantages = torch.zeros_like(batch.mask)
     return batch
 
 
-def reverse_kl(policy, teacher, batch, length):
-    """The mean over prompts of KL(policy || teacher) over all responses of a length, per token."""
-    found = []
-    for model in (policy, teacher):
-        logprobs, _ = model(batch.input_ids, batch.mask)
-        found.append(logprobs.sum(1).view(len(PROMPTS), -1))
-    mine, theirs = found
-    return (mine.exp() * (mine - theirs)).sum(1).mean() / length
+def reverse_kl(policy, teacher, batch, to_go):
+    """The mean over prompts of KL(policy || teacher) per token, over all responses.
 
-
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("estimator", ["kl1", "kl2", "kl3"])
-@pytest.mark.parametrize(("length", "to_go"), [(1, False), (1, True), (2, True), (2, False)])
-def test_expected_gradient_is_that_of_the_reverse_kl(length, to_go, estimator, is_first, module):
-    """With states fixed a token answers for its own KL (2306.13649), else for what follows, too."""
-    options = {"kl_estimator": estimator, "returns_to_go": to_go, "tis_cap": 1e9, "beta": 1.0}
-    args = module.Args(
-        dtype="float32", response_length=4, temperature=0.8, reward_weight=0.0, **options
-    )
-    policy = module.PolicyModel(tiny_language_model(0).double(), args)
-    teacher = module.PolicyModel(tiny_language_model(1).double(), args)
-    batch = all_responses(module, policy, length, args)
-    with torch.no_grad():
-        batch.ref_logprobs, _ = teacher(batch.input_ids, batch.mask)
-    accelerator, rows = one_of_ranks(0, 1), list(range(len(batch.lengths)))
-    if is_first:  # not known yet
-        batch.logprobs = torch.zeros_like(batch.mask)
-    module.accumulate_gradients(accelerator, policy, batch, rows, is_first, args)
-    found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-
-    policy.zero_grad()
-    reverse_kl(policy, teacher, batch, length).backward()
-    whole = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    if length == 2 and not to_go:  # without what the first token does to the second's states
-        assert (found - whole).norm() > 0.1 * whole.norm()
-        policy.zero_grad()
-        fixed_states(policy, teacher, batch).backward()
-        whole = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    assert (found - whole).norm() < 1e-6 * whole.norm()
-
-
-def fixed_states(policy, teacher, batch):
-    """The mean KL at each token of two, where the second's prefixes are drawn, but not trained."""
+    Without to_go the prefixes of the second token are drawn, but not trained.
+    """
     found = []
     for model in (policy, teacher):
         logprobs, _ = model(batch.input_ids, batch.mask)
@@ -116,7 +69,35 @@ def fixed_states(policy, teacher, batch):
     (first, second), (first_teacher, second_teacher) = found
     of_first = (first.exp() * (first - first_teacher)).sum(1)
     of_second = (second.exp() * (second - second_teacher)).sum(2)
-    return (of_first + (first.detach().exp() * of_second).sum(1)).mean() / 2
+    prefixes = first.exp() if to_go else first.detach().exp()
+    return (of_first + (prefixes * of_second).sum(1)).mean() / 2
+
+
+@pytest.mark.parametrize("estimator", ["kl1", "kl2", "kl3"])
+def test_expected_gradient_is_that_of_the_reverse_kl(estimator, module):
+    """With states fixed a token answers for its own KL (2306.13649), else for what follows, too."""
+    args = module.Args(
+        dtype="float32", response_length=4, temperature=0.8, kl_estimator=estimator, tis_cap=1e9
+    )
+    policy, teacher = (
+        module.PolicyModel(tiny_language_model(seed, vocab_size=VOCAB).double(), args)
+        for seed in range(2)
+    )
+    batch, expected = all_responses(module, policy), {}
+    with torch.no_grad():
+        batch.ref_logprobs, _ = teacher(batch.input_ids, batch.mask)
+    for to_go in (False, True):
+        policy.zero_grad()
+        reverse_kl(policy, teacher, batch, to_go).backward()
+        expected[to_go] = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert (expected[False] - expected[True]).norm() > 0.1 * expected[True].norm()
+    for is_first, to_go in itertools.product((False, True), repeat=2):
+        args = replace(args, returns_to_go=to_go)
+        if is_first:  # not known yet
+            batch.logprobs = torch.zeros_like(batch.mask)
+        rows = range(len(batch.lengths))
+        found, _ = gradients(one_of_ranks(0, 1), [policy], batch, args, rows, is_first)
+        assert (found - expected[to_go]).norm() < 1e-6 * expected[to_go].norm()
 
 
 # -------------------------------------------------------------------------------------------- runs
@@ -158,25 +139,25 @@ def test_reference_is_the_teacher_alone(rank, run, module, teacher):
     assert all(line["objective/kl"] != 0 for line in seen.metrics)
 
 
+def length_of(_, response, __):
+    return float(len(response))
+
+
 def test_rewards_are_metrics_alone_and_none_is_needed(run):
-    seen = run(lambda _, response, __: float(len(response)), non_stop_penalty=False)
+    seen = run(length_of, non_stop_penalty=False)
     assert all(line["objective/scores_std"] > 0 for line in seen.metrics)
     assert not any(batch.advantages.any() for batch in seen.batches)
     # What failed is distilled all the same
     failed = run(lambda *_: 1 / 0, non_stop_penalty=False)
-    assert len(failed.metrics) == loops.STEPS
-    for batch in failed.batches:
+    for batch, line in zip(failed.batches, failed.metrics, strict=True):
         assert torch.equal(batch.loss_mask, batch.mask) and not batch.has_score.any()
-    assert all(line["optim/grad_norm"] > 0 for line in failed.metrics)
+        assert line["optim/grad_norm"] > 0
     none = run(apply_verifiable_reward=False, non_stop_penalty=False)
     assert len(none.metrics) == loops.STEPS and none.metrics[0]["optim/grad_norm"] > 0
 
 
 def test_reward_that_has_a_weight_adds_its_advantages(run):
-    def score(_, response, __):
-        return float(len(response))
-
-    seen = run(score, reward_weight=0.25, advantage_normalization="centered")
+    seen = run(length_of, reward_weight=0.25, advantage_normalization="centered")
     for batch in seen.batches:
         assert torch.equal(batch.loss_mask, batch.mask)
         scores = batch.scores.view(-1, 4)
