@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 
 import datasets
@@ -48,6 +47,7 @@ HH = [
     {"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " ", "rejected": " So."},
     {"prompt": "Why?", "chosen": " So.", "rejected": " Not."},
     {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": " No.\n\nHuman: Oh.\n\nAssistant: Yes."},
+    {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": None},
 ]
 ROWS = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "full_hh_rlhf": HH}
 
@@ -134,9 +134,10 @@ def test_hellaswag_asks_the_question_and_drops_rows_without_label(convert):
 
 
 def test_hh_as_prompts_pairs_and_demonstrations(convert):
+    """A row without a rejected response is broken, if nothing else of it is."""
     prompts, said = convert("full_hh_rlhf", HH)
-    assert said.startswith("train: 5 rows, 3 kept, 2 dropped (1: ")
-    assert "no text in `chosen`" in said
+    assert said.startswith("train: 6 rows, 3 kept, 3 dropped (1: ")
+    assert "no text in `chosen`" in said and "no text in `rejected`" in said
     assert "the prompt does not begin with Human:" in said
     assert prompts[0] == {
         "data_source": "Dahoas/full-hh-rlhf",
@@ -176,18 +177,12 @@ DROPPED = {
 }
 
 
-@pytest.mark.parametrize("case", DROPPED)
-def test_row_without_what_it_needs_is_dropped(case):
-    name, function, reason = case
-    for text in DROPPED[case]:
-        with pytest.raises(ValueError, match=reason):
-            runpy.run_path(str(FOLDER / f"{name}.py"))[function](text)
-
-
-@pytest.mark.parametrize("split", ["rl", "rm", "sft"])
-def test_row_whose_rejected_response_is_no_text_is_dropped(split, convert):
-    _, said = convert("full_hh_rlhf", [HH[0], {**HH[0], "rejected": None}], split)
-    assert said == "train: 2 rows, 1 kept, 1 dropped (1: no text in `rejected`)"
+def test_row_without_what_it_needs_is_dropped():
+    for (name, function, reason), texts in DROPPED.items():
+        program = runpy.run_path(str(FOLDER / f"{name}.py"))
+        for text in texts:
+            with pytest.raises(ValueError, match=reason):
+                program[function](text)
 
 
 def test_hub_is_the_default(preprocess, tmp_path, monkeypatch):
@@ -223,8 +218,6 @@ BAD = [
     ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
     ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
     ({"data.jsonl": GSM8K}, "", "no split (train, validation, test) in the name"),
-    ({"train.csv": "a,b"}, "", "no .jsonl or .parquet file"),
-    ({}, "nowhere", "no such file or folder"),
 ]
 
 
@@ -232,14 +225,14 @@ BAD = [
 def test_bad_input_is_one_line_and_status_2(files, given, words, preprocess, tmp_path):
     for name, content in files.items():
         write = write_text if isinstance(content, str) else write_rows
-        write(tmp_path / "in" / name, content)
-    out = tmp_path / "in" / "out"
-    before = out.exists() and read(out / "train.parquet")
-    flags = ["--local_dataset_path", tmp_path / "in" / given, "--local_save_dir", out]
-    status, _, (error,) = preprocess("gsm8k", *flags)
+        path = write(tmp_path / "in" / name, content)
+    before = path.read_bytes()
+    flags = ["--local_dataset_path", tmp_path / "in" / given]
+    status, _, (error,) = preprocess("gsm8k", *flags, "--local_save_dir", tmp_path / "in" / "out")
     assert status == 2
     assert error.startswith("gsm8k.py: error: ") and words in error
-    assert (out.exists() and read(out / "train.parquet")) == before
+    assert path.read_bytes() == before
+    assert [file for file in tmp_path.rglob("*.parquet") if file != path] == []
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -260,14 +253,6 @@ def test_ppo_loads_what_is_written(name, convert, tmp_path, assets):
         assert prompt.data_source == row["data_source"]
         assert prompt.text.startswith(f"<|user|>{row['prompt'][0]['content']}")
         assert prompt.text.endswith(f"<|user|>{row['prompt'][-1]['content']}<|assistant|>")
-
-
-@pytest.mark.slow
-def test_command_is_not_misled_by_the_math_beside_it(tmp_path):
-    command = [sys.executable, FOLDER / "math.py", "--local_save_dir", tmp_path / "out"]
-    command += ["--local_dataset_path", write_rows(tmp_path / "train.jsonl", MATH)]
-    subprocess.run(command, check=True, timeout=600)
-    assert len(read(tmp_path / "out" / "train.parquet")) == 2
 
 
 def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(preprocess, tmp_path):
