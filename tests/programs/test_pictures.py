@@ -2,13 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import plot_runs
 import pytest
 from helpers import SCRIPTS
 from helpers.files import write_rows, write_text
-from matplotlib.figure import Figure
 from plot_runs import Curve, Run
 
 
@@ -43,15 +41,13 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def plot(monkeypatch, tmp_path):
-    """Calls plot_runs.py with these words in an empty folder, which it returns."""
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    """Calls plot_runs.py with these words in a folder, which it returns."""
+    monkeypatch.chdir(tmp_path)
 
     def plot(*words):
         monkeypatch.setattr(sys, "argv", ["plot_runs.py", *map(str, words)])
         plot_runs.main()
-        return here
+        return tmp_path
 
     return plot
 
@@ -132,9 +128,7 @@ def test_seeds_are_a_mean_and_a_shade_as_far_as_all_came():
 
 
 def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
-    line = steps(objective__scores=[0.5])
-
-    run_dirs = []
+    line, run_dirs = steps(objective__scores=[0.5]), []
     for seed, lr in [(1, 0.1), (2, 0.1), (1, 0.3), (2, 0.3), (1, 0.5)]:
         args = {"run_name": f"ppo_{seed}_{lr}", "data_hash": seed, "provenance": {"gpu": seed}}
         args |= {"exp_name": "ppo", "seed": seed, "learning_rate": lr}
@@ -147,12 +141,10 @@ def test_runs_of_one_group_differ_in_their_seed_alone(make_run):
     ]
 
 
-OWN = {"eval__reward__short": [None, 0.25], "objective__reward__short": [0.5, 0.75]}
-OWN |= {"policy__unsure": [0.8, 0.9]}
-
-
 def test_metrics_of_one_s_own_come_after_those_of_the_scripts():
-    own = steps(objective__scores=[0.5, 0.75], objective__reward__short__gsm8k=[1, 1], **OWN)
+    own = {"eval__reward__short": [None, 0.25], "objective__reward__short": [0.5, 0.75]}
+    own |= {"policy__unsure": [0.8, 0.9], "objective__reward__short__gsm8k": [1, 1]}
+    own = steps(objective__scores=[0.5, 0.75], **own)
     panels = draw({"A": [own]})
     assert list(panels) == ["Score", "reward/short", "policy/unsure"]
     assert len(panels["reward/short"].get_lines()) == 2
@@ -170,38 +162,32 @@ def test_scripts_have_no_metric_that_is_taken_for_one_s_own(script, run_main):
 
 def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, capsys):
     a, b = (make_run(name, steps(objective__scores=[0.5, 0.75])) for name in "AB")
-    (a / "curves.png").write_text("old")
-    plot(a)
+    write_text(a / "curves.png", "old")
+    here = plot(a)
     assert (a / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"Wrote {a / 'curves.png'}\n"
-    plot(b, "--quiet")
-    assert (b / "curves.png").exists() and capsys.readouterr().out == ""
-    here = plot(b, a)
-    assert capsys.readouterr().out.splitlines()[0] == "Wrote comparison.png"
-    assert [path.name for path in here.iterdir()] == ["comparison.png"]
-    (here / "comparison.png").write_text("mine")
+    write_text(here / "comparison.png", "mine")
     with pytest.raises(SystemExit):
         plot(a, b)
     assert (here / "comparison.png").read_text() == "mine"
     assert "--overwrite" in capsys.readouterr().err
     plot(a, b, "--overwrite")
     assert (here / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert not (b / "curves.png").exists() and capsys.readouterr().out.startswith("Wrote comp")
+    plot(b, "--quiet")
+    assert (b / "curves.png").exists() and capsys.readouterr().out == ""
 
 
-def test_half_a_picture_is_never_seen(tmp_path, monkeypatch):
-    picture = tmp_path / "curves.png"
-    picture.write_text("old")
+def test_half_a_picture_is_never_seen(tmp_path):
+    picture = write_text(tmp_path / "curves.png", "old")
 
-    def breaks_off(figure, path, **_):
-        Path(path).write_text("half")
+    def breaks_off(path):
+        path.write_text("half")
         assert picture.read_text() == "old"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Figure, "savefig", breaks_off)
     with pytest.raises(KeyboardInterrupt):
-        plot_runs.save(Figure().savefig, picture)
-    assert picture.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [picture]
+        plot_runs.save(breaks_off, picture)
+    assert picture.read_text() == "old" and list(tmp_path.iterdir()) == [picture]
 
 
 def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
