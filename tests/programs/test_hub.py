@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import huggingface_hub
 import preflight
@@ -102,79 +103,65 @@ def push(monkeypatch, capsys):
 # ----------------------------------------------------------------------------------------- upload
 
 
-def test_branch_has_the_files_of_the_run(push, run_dir):
+CARD = (
+    "base_model: Qwen/Qwen2.5-0.5B\n",
+    "| evaluated on | `openai/gsm8k`, split `test`, at temperature 0 |",
+    "| `verifiable_correct_rate` | 0.0625 | 0.8125 |",
+    "| commit | c0ffee-dirty |",
+    "accelerate launch ppo_sync.py \\\n  --run_name 'a run' \\\n  --lr 3e-7\n",
+    "Trained by PPO with Tandem",
+    "| steps | 40 of 40, in 1.5 minutes |",
+)
+
+
+def test_branch_has_the_files_of_the_run_as_the_dry_run_said(push, run_dir, monkeypatch):
     before = files_of(run_dir)
-    status, said, errors = push(run_dir)
+    with monkeypatch.context() as offline:
+        offline.setattr(huggingface_hub, "HfApi", None)
+        status, said, errors = push(run_dir, "--dry_run")
     assert (status, errors) == (0, "")
+    head, dry = said.split("\nREADME.md:\n\n")
+    first, *listed, last = head.splitlines()
+    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
+    sizes = {name: int(size.replace(",", "")) for size, name in map(str.split, listed)}
+    assert sizes.pop("README.md") == len(dry.encode())
+
+    status, said, errors = push(run_dir)
+    assert (status, errors) == (0, "") and files_of(run_dir) == before
     assert said.startswith("Uploaded: https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
     sent = Hub.branches["me/ppo_sync", "run"]
     card = sent.pop("README.md").decode()
     model = files_of(run_dir / "model")
     del model["README.md"]
     assert sent == model | {name: before[name] for name in push_to_hub.BESIDES}
-    assert files_of(run_dir) == before
-    for words in (
-        "base_model: Qwen/Qwen2.5-0.5B\n",
-        "| evaluated on | `openai/gsm8k`, split `test`, at temperature 0 |",
-        "| `verifiable_correct_rate` | 0.0625 | 0.8125 |",
-        "| commit | c0ffee-dirty |",
-        "| versions | torch 2.0 |",
-        "accelerate launch ppo_sync.py \\\n  --run_name 'a run' \\\n  --lr 3e-7\n",
-        "Trained by PPO with Tandem",
-        "| steps | 40 of 40, in 1.5 minutes |",
-        "![Curves of the run](curves.png)",
-    ):
-        assert words in card
+    assert sizes == {name: len(content) for name, content in sent.items()}
+    assert card == dry.replace("LOGIN/ppo_sync", "me/ppo_sync")
+    assert [words for words in CARD if words not in card] == []
     assert "datasets:" not in card  # a file of this machine is no dataset of the hub
     assert str(run_dir.parent) not in card and "tracked" not in card
+
     names = {"hf_repo_id": "team/model", "hf_repo_revision": "first"}
     write_text(run_dir / "args.json", json.dumps(ARGS | names))
     assert push(run_dir)[1].startswith("Uploaded: https://hub/team/model/tree/first\n")
+    said = push(run_dir, "--dry_run", "--repo_id", "team/x", "--private")[1]
+    assert "to team/x, branch" in said and "is made: private." in said
 
 
 @pytest.mark.parametrize("task", ["text-generation", "text-classification"])
-def test_lines_that_are_printed_load_the_model_from_its_branch(task, push, run_dir, monkeypatch):
+def test_lines_that_are_printed_load_the_model_from_its_branch(task, push, run_dir):
     args = ARGS | {"hf_repo_revision": "first", "lora_rank": 8, "lora_alpha": 16}
+    # The model's chat template takes messages
+    asked = '[{"role": "user", "content": "..."}], max_new_tokens=512'
     if task == "text-classification":  # of a reward model, which answers nothing
+        asked = '"...", function_to_apply="none"'
         del args["value_learning_rate"]
     write_text(run_dir / "args.json", json.dumps(args))
-    lines, loaded = push(run_dir)[1].partition("To load it:\n\n")[2], []
-
-    def pipeline(*names, revision):
-        loaded.append((*names, revision))
-        return lambda question, **options: (question, options)
-
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(pipeline=pipeline))
-    said = []
-    exec(lines, {"print": said.append})
-    assert loaded == [(task, "me/ppo_sync", "first")]
-    ((question, options),) = said
-    is_policy = task == "text-generation"
-    assert isinstance(question, list) == is_policy  # its chat template takes messages
-    assert options == ({"max_new_tokens": 512} if is_policy else {"function_to_apply": "none"})
+    lines = push(run_dir)[1].partition("To load it:\n\n")[2]
+    compile(lines, "lines", "exec")
+    assert f'pipeline("{task}", "me/ppo_sync", revision="first")' in lines and asked in lines
     card = Hub.branches["me/ppo_sync", "first"]["README.md"].decode()
     assert lines in card and f"pipeline_tag: {task}\n" in card
     assert "| adapter | LoRA, rank 8, alpha 16" in card
-
-
-def test_dry_run_shows_what_would_be_uploaded_and_asks_nobody(push, run_dir, monkeypatch):
-    """It is what the upload then sends, but for the owner's name."""
-    monkeypatch.setattr(huggingface_hub, "HfApi", None)
-    before = files_of(run_dir)
-    status, said, errors = push(run_dir, "--dry_run")
-    assert (status, errors) == (0, "") and files_of(run_dir) == before
-    head, card = said.split("\nREADME.md:\n\n")
-    first, *listed, last = head.splitlines()
-    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
-    sizes = {name: int(size.replace(",", "")) for size, name in map(str.split, listed)}
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    push(run_dir)
-    sent = Hub.branches["me/ppo_sync", "run"]
-    assert card.replace("LOGIN/ppo_sync", "me/ppo_sync").encode() == sent.pop("README.md")
-    assert sizes.pop("README.md") == len(card.encode())
-    assert sizes == {name: len(content) for name, content in sent.items()}
-    said = push(run_dir, "--dry_run", "--repo_id", "team/x", "--private")[1]
-    assert "to team/x, branch" in said and "is made: private." in said
 
 
 ADDRESS = "https://wandb.ai/us/tandem/runs/newest"
@@ -275,8 +262,7 @@ def test_what_made_a_run_is_written_down(run_dir, tmp_path):
     assert json.loads((run_dir / "args.json").read_text()) == args | {"provenance": made}
     assert made["command"] == ["accelerate", "launch", str(caller), "--seed", "2"]
     assert made["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
-    assert len(made["commit"]) == 40
-    assert made["gpu"] == "2 x Fast GPU"
+    assert len(made["commit"]) == 40 and made["gpu"] == "2 x Fast GPU"
     assert made["versions"]["transformers"] and made["versions"]["python"]
     assert "hf_secret" not in json.dumps(made)
 
@@ -300,12 +286,9 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch, cap
     place = (args["hf_repo_id"], args["hf_repo_revision"], args["hf_repo_url"])
     assert place == ("me/ppo_sync", "run", "https://hub/me/ppo_sync/tree/run")
 
-    def refuse():
-        raise REFUSED
-
     # A refused login costs the place alone
     write_text(run_dir / "args.json", json.dumps(ARGS))
-    monkeypatch.setattr(huggingface_hub, "whoami", refuse)
+    monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=REFUSED))
     with pytest.raises(SystemExit):
         provenance.main()
     assert "does not say who is logged in: 401" in capsys.readouterr().err
@@ -334,8 +317,8 @@ def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
 READS = LOGIN | {"auth": {"accessToken": {"role": "read"}}}
 # (arguments, what the hub says of the login, words)
 ACCOUNTS = [
-    ({}, LOGIN, None),
-    ({"hf_entity": "team", "hf_repo_id": "name"}, LOGIN, None),
+    ({}, LOGIN, ""),
+    ({"hf_entity": "team", "hf_repo_id": "name"}, LOGIN, ""),
     ({}, REFUSED, "--push_to_hub | hf auth login | 401"),
     ({"hf_entity": "others"}, LOGIN, "others/ppo_sync | me and team"),
     ({}, READS, "may only read"),
@@ -344,22 +327,18 @@ ACCOUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "login", "words"), ACCOUNTS)
-def test_preflight_asks_the_hub_who_is_logged_in(changes, login, words, monkeypatch):
-    def whoami():
-        if login is REFUSED:
-            raise login
-        return login
-
-    monkeypatch.setattr(huggingface_hub, "whoami", whoami)
+def test_preflight_asks_the_hub_who_is_logged_in(monkeypatch):
     monkeypatch.setattr(preflight, "hub_answers", lambda: True)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    args = SimpleNamespace(**ARGS | {"with_tracking": False} | changes)
-    run = SimpleNamespace(args=args, script=SimpleNamespace(__file__=str(REPO / "ppo_sync.py")))
-    mistake = ""
-    try:
-        preflight.check_accounts(run)
-    except preflight.Mistake as error:
-        mistake = str(error)
-    assert bool(mistake) == bool(words)
-    assert [word for word in (words or "").split(" | ") if word not in mistake] == []
+    for changes, login, words in ACCOUNTS:
+        whoami = Mock(side_effect=[login])  # an error is raised
+        monkeypatch.setattr(huggingface_hub, "whoami", whoami)
+        args = SimpleNamespace(**ARGS | {"with_tracking": False} | changes)
+        run = SimpleNamespace(args=args, script=SimpleNamespace(__file__=str(REPO / "ppo_sync.py")))
+        mistake = ""
+        try:
+            preflight.check_accounts(run)
+        except preflight.Mistake as error:
+            mistake = str(error)
+        assert bool(mistake) == bool(words)
+        assert [word for word in words.split(" | ") if word not in mistake] == []
