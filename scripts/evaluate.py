@@ -16,26 +16,20 @@ line says what grades. Paths there that are not absolute count from where you
 stand, so start it where the run was started. vLLM has one GPU, or the CPU where
 there is none.
 
-"Right" is as in the run's metrics: a verifiable score of 1 or more, or what the
-reward returned as `right`. pass@k is the share of prompts of which one of k
-answers is right, by the unbiased estimator of arXiv 2107.03374. A response
-whose reward failed has no score, and a prompt with fewer than k scores no
-pass@k: such a figure says of how many prompts it is.
+pass@k is the share of prompts of which one of k answers is right, by the
+unbiased estimator of arXiv 2107.03374. "Right" is as in the run's metrics: a
+verifiable score of 1 or more, or what the reward returned as `right`. A
+response whose reward failed has no score: such a figure says of how many
+prompts it is.
 
-An interval is of 95%, and says how far other prompts of the same kind might
-have moved the figure; what another seed of training would have given is not in
-it. The prompts are its units, for answers to one prompt are alike. Rows with
-the same tokens and the same ground truth are one prompt. Fewer than 30 prompts
-are too few.
+An interval is of 95%, of how far other prompts of the same kind might have
+moved the figure; another seed of training is not in it. Rows with the same
+tokens and the same truth are one prompt. Fewer than 30 are too few. Two models
+are compared prompt by prompt: a run's trained model less any other that was
+asked the same, in RUN/evaluations or where --compare says.
 
-Two models are compared prompt by prompt, which tells smaller differences than
-two intervals do: the mean difference, of a run's trained model less any other,
-and on how many prompts the one was better, worse, or equal. Other models that
-were asked the same are in RUN/evaluations, or where --compare says.
-
-It writes RUN/evaluations/NAME/responses.jsonl, a line a response, and
-evaluation.json. NAME says what was asked, how many prompts, how many answers to
-each, and when.
+It writes RUN/evaluations/NAME/responses.jsonl and evaluation.json. NAME says
+what was asked, how many prompts, how many answers to each, and when.
 """
 
 import argparse
@@ -103,8 +97,6 @@ def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881}
     >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in (0.5313, 0.8881)]
     [1.96, 1.96]
-    >>> estimate([0.7, 0.8] * 10)
-    {'mean': 0.75, 'low': 0.7275, 'high': 0.7713}
     >>> estimate([1.0] * 20)
     {'mean': 1.0, 'low': 0.8389, 'high': 1.0}
     >>> estimate([-1.0] * 5 + [3.0] * 15, low=-1.0, high=3.0)  # the first, times 4, less 1
