@@ -34,54 +34,60 @@ def write_run(folder):
     return folder
 
 
-@pytest.fixture
-def run_program(tmp_path):
-    """run_program(name, *options) -> what it prints, which is ASCII."""
+# One program after another, as if each were started
+RUN_ALL = f"""import runpy, sys
+sys.path.insert(0, {str(REPO / "scripts")!r})
+words = sys.argv[1:]
+while words:
+    end = words.index("END")
+    sys.argv, words = words[:end], words[end + 1 :]
+    sys.stdout.reconfigure(errors="strict")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 
-    def run_program(name, *options):
-        result = subprocess.run(
-            [sys.executable, REPO / "scripts" / name, *options],
-            cwd=tmp_path,
-            env=environment(ASCII | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}),
-            capture_output=True,
-        )
-        assert result.returncode == 0, result.stderr.decode()[-2000:]
-        return result.stdout.decode("ascii")
 
-    return run_program
+def run_all(commands, folder):
+    """What programs print one after another, which is ASCII."""
+    words = []
+    for name, *options in commands:
+        words += [REPO / "scripts" / name, *options, "END"]
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, *words],
+        cwd=folder,
+        env=environment(ASCII | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}),
+        capture_output=True,
+    )
+    assert result.returncode == 0, result.stderr.decode()[-2000:]
+    return result.stdout.decode("ascii")
 
 
 def escaped(text):
     return text.encode("ascii", "backslashreplace").decode()
 
 
-def test_run_is_read_shown_and_drawn(run_program, tmp_path):
-    run = write_run(tmp_path / "été")
-    assert escaped(NAME) in run_program("inspect_run.py", run)
-    assert escaped("« deux »…") in run_program("inspect_run.py", run)
-    run_program("plot_runs.py", run)
-    assert (run / "curves.png").exists()
-    run_program("report.py", run)
-    page = (run / "report.html").read_text("utf-8")
-    assert NAME in page and "été" in page and "précis" in page
-    assert f"# {escaped(NAME)}\n" in run_program("push_to_hub.py", run, "--dry_run")
-
-
-def test_folders_name_that_is_no_utf_8_is_no_hindrance(run_program, tmp_path):
-    """An old disk's: bytes of Latin-1."""
-    run = write_run(tmp_path / os.fsdecode(b"\xe9t\xe9"))
-    for command in (["inspect_run.py"], ["report.py"], ["plot_runs.py", "--seeds"]):
-        run_program(*command, run)
-    assert (run / "curves.png").exists()
-
-
-def test_rows_are_converted(run_program, tmp_path):
+def test_runs_and_rows_are_read_shown_and_drawn(tmp_path):
+    """Also where the folder's name is no UTF-8 but, as on an old disk, bytes of Latin-1."""
     import pyarrow.parquet
 
+    run = write_run(tmp_path / "été")
+    old = write_run(tmp_path / os.fsdecode(b"\xe9t\xe9"))
     rows = [{"question": f"{NAME} ?", "answer": "#### 2"}, {"question": "é", "answer": "é"}]
     path = write_rows(tmp_path / "données" / "train.jsonl", rows)
     options = ["--local_dataset_path", path.parent, "--local_save_dir", tmp_path / "prêt"]
-    assert "1 kept" in run_program("data_preprocess/gsm8k.py", *options)
+    commands = [["push_to_hub.py", run, "--dry_run"], ["data_preprocess/gsm8k.py", *options]]
+    for folder in (old, run):
+        commands += [["report.py", folder], ["plot_runs.py", folder], ["inspect_run.py", folder]]
+    said = run_all(commands, tmp_path)
+    assert f"# {escaped(NAME)}\n" in said and "1 kept" in said
+    shown = said.rpartition("curves.png")[2]
+    assert escaped(NAME) in shown and escaped("« deux »…") in shown
+    assert (run / "curves.png").exists() and (old / "curves.png").exists()
+    page = (run / "report.html").read_text("utf-8")
+    assert NAME in page and "été" in page and "précis" in page
     (row,) = pyarrow.parquet.read_table(tmp_path / "prêt" / "train.parquet").to_pylist()
     assert row["prompt"][0]["content"].startswith(NAME)
 
