@@ -28,8 +28,9 @@ tokens and the same truth are one prompt. Fewer than 30 are too few. Two models
 are compared prompt by prompt: a run's trained model less any other that was
 asked the same, in RUN/evaluations or where --compare says.
 
-It writes RUN/evaluations/NAME/responses.jsonl and evaluation.json. NAME says
-what was asked, how many prompts, how many answers to each, and when.
+It writes RUN/evaluations/NAME/responses.jsonl, and evaluation.json with all
+figures, of each data source too. NAME says what was asked, how many prompts,
+how many answers to each, and when.
 """
 
 import argparse
