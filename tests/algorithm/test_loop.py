@@ -507,12 +507,17 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_source_that_the_reward_has_no_rule_for_ends_the_run_before_vllm_starts(name, run_main):
+def test_source_that_the_reward_has_no_rule_for_ends_the_run_before_vllm_starts(
+    name, run_main, tmp_path
+):
+    """As of code where there is no sandbox. Other errors cost a response each."""
+
     def score(data_source, response, ground_truth):
         raise NotImplementedError(f"no rule for {data_source}")
 
     with pytest.raises(ValueError, match=r"(?s)parquet, row 63: .*no rule for debug"):
-        run_main(name, score)
+        run_main(name, score, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer):
