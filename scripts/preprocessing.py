@@ -30,9 +30,8 @@ Splits = dict[str, list[dict]]
 AnyArgs = TypeVar("AnyArgs", bound="Args")
 
 # Words in the names of files that tell the split
-SPLIT_WORDS = {"train": "train", "test": "test"} | dict.fromkeys(
-    ("val", "valid", "validation"), "validation"
-)
+SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation"}
+SPLIT_WORDS |= {"val": "validation", "valid": "validation"}
 
 
 @dataclass(kw_only=True)
@@ -49,13 +48,11 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    return "".join(
-        # A space is shown, such as the ideographic one
-        character
-        if character.isprintable() or unicodedata.category(character) == "Zs"
-        else repr(character)[1:-1]
-        for character in text
-    )
+
+    def is_shown(character: str) -> bool:  # also a space such as the ideographic one
+        return character.isprintable() or unicodedata.category(character) == "Zs"
+
+    return "".join(each if is_shown(each) else repr(each)[1:-1] for each in text)
 
 
 def bad_input(message: str) -> NoReturn:
@@ -113,7 +110,9 @@ def main(
         converted = {}
         for split, rows in rearrange(load_splits(args, hub, columns)).items():
             converted[split], dropped = convert_rows(rows, split, convert)
-            print(f"{split}: {describe_counts(len(converted[split]), dropped)}")
+            reasons = "; ".join(f"{count:,}: {reason}" for reason, count in dropped.most_common())
+            counts = f"{len(converted[split]):,} kept, {dropped.total():,} dropped"
+            print(f"{split}: {len(rows):,} rows, {counts}{reasons and f' ({reasons})'}")
         write_splits(Path(args.local_save_dir), converted)
     except (OSError, ValueError) as error:
         bad_input(str(error))
@@ -155,21 +154,6 @@ def load_from_hub(hub: tuple) -> Splits:
         ) from error
 
 
-def split_in_name(name: str) -> str | None:
-    """The split that a word in a file's name tells; None where none does, or two disagree.
-
-    >>> split_in_name("gsm8k_train.jsonl")
-    'train'
-    >>> split_in_name("my-Valid.parquet")
-    'validation'
-    >>> split_in_name("trained.jsonl"), split_in_name("train_test.jsonl")
-    (None, None)
-    """
-    words = re.split("[^a-z]+", Path(name).stem.lower())
-    splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-    return splits.pop() if len(splits) == 1 else None
-
-
 def find_files(args: Args) -> dict[str, list[Path]]:
     """The local files of each split, by their names."""
     path, output = (Path(it).expanduser() for it in (args.local_dataset_path, args.local_save_dir))
@@ -178,12 +162,15 @@ def find_files(args: Args) -> dict[str, list[Path]]:
     splits = defaultdict(list)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (".jsonl", ".parquet"):
-            splits[split_in_name(file.name)].append(file)
+            words = re.split("[^a-z]+", file.stem.lower())
+            told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+            if len(told) != 1:
+                raise ValueError(
+                    f"{file.name}: no split (train, validation, test) in the name; rename it"
+                )
+            splits[told.pop()].append(file)
     if not splits:
         raise ValueError(f"--local_dataset_path {path}: no .jsonl or .parquet file")
-    if None in splits:
-        names = ", ".join(file.name for file in splits[None])
-        raise ValueError(f"{names}: no split (train, validation, test) in the name; rename it")
     for split, files in splits.items():
         names = {re.sub(r"-\d{5}-of-\d{5}", "", file.stem) for file in files}  # shards of the hub
         if len(names) > 1:
@@ -249,17 +236,6 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
         except ValueError as reason:
             dropped[str(reason)] += 1
     return converted, dropped
-
-
-def describe_counts(num_kept: int, dropped: Counter) -> str:
-    """How many rows of a split are kept, how many dropped, and why, the commonest reason first.
-
-    >>> describe_counts(7000, Counter({"no label": 1, "no text in `ctx`": 2}))
-    '7,003 rows, 7,000 kept, 3 dropped (2: no text in `ctx`; 1: no label)'
-    """
-    counts = f"{num_kept + dropped.total():,} rows, {num_kept:,} kept, {dropped.total():,} dropped"
-    reasons = "; ".join(f"{count:,}: {reason}" for reason, count in dropped.most_common())
-    return f"{counts} ({reasons})" if dropped else counts
 
 
 def write_splits(folder: Path, splits: Splits) -> None:

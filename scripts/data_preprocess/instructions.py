@@ -9,12 +9,10 @@ here, with no download and no chance: the same files every time. Topics of test.
 prompt of train.parquet.
 """
 
-import os
 import sys
 
-# Not from this folder, whose math.py would be taken for Python's own
-if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path[0] = os.path.join(sys.path[0], "..")
+if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
+    sys.path[0] += "/.."
 
 import argparse
 import itertools

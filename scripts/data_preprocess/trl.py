@@ -10,12 +10,10 @@ scripts/rewards/trl_rewards.py takes it. The answer becomes the ground truth, wh
 tries as a response; where no column has one, any column will do.
 """
 
-import os
 import sys
 
-# Not from this folder, whose math.py would be taken for Python's own
-if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path[0] = os.path.join(sys.path[0], "..")
+if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
+    sys.path[0] += "/.."
 
 from dataclasses import dataclass
 

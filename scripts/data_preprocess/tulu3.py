@@ -9,12 +9,10 @@ Writes train.parquet and test.parquet. The dataset has one split; every 60th row
 The reward is scripts/rewards/graders.py:compute_score.
 """
 
-import os
 import sys
 
-# Not from this folder, whose math.py would be taken for Python's own
-if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    sys.path[0] = os.path.join(sys.path[0], "..")
+if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
+    sys.path[0] += "/.."
 
 from preprocessing import Args, main, parse_args, text_of
 
