@@ -36,12 +36,8 @@ def brevity(completions, task, num_tokens, **kwargs):
 def hinted(hints, **kwargs):
     return [sum(hint["text"] == "sort" for hint in of) for of in hints]
 
-def overlong(longest):
-    def soft_overlong(completion_ids, **kwargs):
-        return [min(0.0, (longest - len(ids)) / longest) for ids in completion_ids]
-    return soft_overlong
-
-overlong_from_2 = overlong(2)
+def overlong(completion_ids, **kwargs):
+    return [min(0.0, (2 - len(ids)) / 2) for ids in completion_ids]
 
 def last_token(completion_ids, **kwargs):
     return [ids[-1] == 9 for ids in completion_ids]
@@ -88,16 +84,17 @@ ROWS = {
 NAMED = {
     "accuracy": (1.0, {"accuracy": 1.0}),
     "accuracy=2,brevity=0,hinted=-1": (1.0, {"accuracy": 1.0, "brevity": 0.25, "hinted": 1.0}),
-    "overlong_from_2": (-1.0, {"overlong_from_2": -1.0}),
+    "overlong": (-1.0, {"overlong": -1.0}),
     "telling": (0.5, {"telling": 0.5, "length": 8.0}),
     "judge,starts_a_loop,judge": (2.25, {"judge": 0.75, "starts_a_loop": 0.75}),
 }
-# And what is said of it
+# And what is said of it, in a row of an essay
 REFUSED = {
     "accuracy": "'accuracy' is no import path",
     "my_rewards.by_step": "'NoneType' object has no attribute 'global_step'",
     "my_rewards.last_token": "'TokenIds' object is not subscriptable",
     "my_rewards.one_for_all": "cannot unpack non-iterable float",
+    "my_rewards.brevity": "all rewards are None",
 }
 
 
@@ -134,9 +131,9 @@ def convert(tmp_path, assets, monkeypatch):
     return convert
 
 
-def respond(row, text="It is 21"):
+def respond(row):
     prompt = Prompt("row 0", QUESTION, [5], "trl", row["answer"], row)
-    return Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text=text)
+    return Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text="It is 21")
 
 
 def grade(row, names=BOTH):
@@ -169,27 +166,20 @@ def test_functions_are_named_as_in_trl_with_their_weights(names):
 
 @pytest.mark.parametrize("names", REFUSED)
 def test_what_does_not_work_is_said(names):
-    graded = grade(ROW, names)
+    graded = grade(ROW | {"task": "essay"}, names)
     assert graded.verifiable is None and REFUSED[names] in graded.failure
 
 
-def test_response_to_which_no_reward_of_trl_applies_has_no_score():
-    graded = grade(ROW | {"task": "essay"}, "my_rewards.brevity")
-    assert graded.verifiable is None and "all rewards are None" in graded.failure
-
-
-@pytest.mark.parametrize(
-    ("names", "row", "is_right"),
-    [
-        ("my_rewards.accuracy=0.5", ROW, True),  # the first says it, whatever the score is
-        ("my_rewards.accuracy,my_rewards.hinted=2", ROW | {"answer": "12"}, False),
+def test_first_reward_says_what_is_right():
+    wrong, essay = ROW | {"answer": "12"}, ROW | {"task": "essay"}
+    for names, row, is_right in (
+        ("my_rewards.accuracy=0.5", ROW, True),  # whatever the score is
+        ("my_rewards.accuracy,my_rewards.hinted=2", wrong, False),
         # It does not apply; so the score says it
-        ("my_rewards.brevity,my_rewards.accuracy", ROW | {"task": "essay"}, True),
-    ],
-)
-def test_first_reward_says_what_is_right(names, row, is_right):
-    metrics = script.score_metrics("eval", [grade(row, names)], Args())
-    assert metrics["eval/verifiable_correct_rate"] == is_right
+        ("my_rewards.brevity,my_rewards.accuracy", essay, True),
+    ):
+        metrics = script.score_metrics("eval", [grade(row, names)], Args())
+        assert metrics["eval/verifiable_correct_rate"] == is_right
 
 
 @pytest.mark.slow

@@ -19,14 +19,7 @@ from ppo_vllm_async import Args, Prompt, Response
 # {(data source, ground truth): responses that are right, and others}
 IN_THE_SCRIPTS = {
     ("openai/gsm8k", "72"): (
-        [
-            "so 9 * 8 = 72\n#### 72",
-            "####72",
-            "#### $72",
-            "#### 72.",
-            "#### 72.00",
-            "#### 72 apples",
-        ],
+        ["9 * 8 = 72\n#### 72", "####72", "#### $72", "#### 72.", "#### 72.00", "#### 72 apples"],
         ["#### 7.2", "#### 720", "72 is the answer #### 73", "first 72, then 62", "no number", ""],
     ),
     ("my_gsm8k", "72"): (["#### 70\nNo. #### 72", "first 10, so 72"], ["#### infinity"]),
@@ -125,9 +118,9 @@ def wrongly_graded(grader, case, answers):
 
 
 @every_grader
-@pytest.mark.parametrize("case", IN_THE_SCRIPTS, ids=str)
-def test_numbers_and_sorting(grader, case):
-    assert wrongly_graded(grader, case, IN_THE_SCRIPTS[case]) == []
+def test_numbers_and_sorting(grader):
+    for case, answers in IN_THE_SCRIPTS.items():
+        assert wrongly_graded(grader, case, answers) == [], case
 
 
 @pytest.mark.parametrize(
@@ -176,11 +169,10 @@ def test_worker_lives_on_after_an_answer_that_takes_for_ever():
         ppo_vllm_async.process_groups.clear()
 
 
-@pytest.fixture
-def thread():
-    """grade(response): what grade_math says of it in a thread, where 5 is right."""
+def in_a_thread(response):
+    """What grade_math says of it where a library's signals do not work; 5 is right."""
     with ThreadPoolExecutor(1) as pool:
-        yield lambda response: pool.submit(graders.grade_math, response, "5").result()
+        return pool.submit(graders.grade_math, response, "5").result()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,25 +183,21 @@ def end_helper():
         graders.helper.communicate()
 
 
-def test_thread_has_the_grades_of_the_main_thread(thread):
-    """A library's signals do not work there, and it scored everything 0."""
+def test_thread_has_the_grades_of_the_main_thread():
+    """By a helper; one that died or hangs costs one answer at most."""
     answers = {r"\boxed{5}": 1.0, r"\boxed{9^{9^{9}}}": 0.0, "It is 5,\nor \ud800.": 1.0, "6": 0.0}
-    assert {answer: thread(answer) for answer in answers} == answers
+    assert {answer: in_a_thread(answer) for answer in answers} == answers
     first = graders.helper
-    assert thread("5") == 1.0 and graders.helper is first
-
-
-def test_helper_that_died_or_hangs_costs_one_answer_at_most(thread, monkeypatch):
-    assert thread("5") == 1.0
-    graders.helper.kill()
-    graders.helper.wait()
-    assert thread("5") == 1.0
+    assert in_a_thread("5") == 1.0 and graders.helper is first
+    first.kill()
+    first.wait()
+    assert in_a_thread("5") == 1.0
     graders.helper.send_signal(signal.SIGSTOP)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graders, "HELPER_SECONDS", 0.1)
         with pytest.raises(RuntimeError, match="died or hangs"):
-            thread("5")
-    assert thread("5") == 1.0
+            in_a_thread("5")
+    assert in_a_thread("5") == 1.0
 
 
 def test_forked_child_does_not_ask_its_parents_helper(monkeypatch):
@@ -293,7 +281,7 @@ def test_unknown_source_names_the_known_ones_and_the_way_out(grader):
 
 
 @every_grader
-@pytest.mark.parametrize("truth", ["a dozen", "nan", "inf", "1/2", "1e6", "", None])
-def test_ground_truth_that_no_answer_can_equal_is_refused(grader, truth):
-    with pytest.raises(ValueError, match="must be a number"):
-        grader.compute_score("openai/gsm8k", "", truth)
+def test_ground_truth_that_no_answer_can_equal_is_refused(grader):
+    for truth in ("a dozen", "nan", "inf", "1/2", "1e6", "", None):
+        with pytest.raises(ValueError, match="must be a number"):
+            grader.compute_score("openai/gsm8k", "", truth)

@@ -1,11 +1,11 @@
-"""scripts/rewards/judge.py: whatever its server does costs a response its score, and no other.
+"""scripts/rewards/judge.py: whatever its server does is a score or an error, in time.
 
-The server is one of these tests', which answers by the response that it is to judge.
+The server is one of these tests', which answers by the response that it is to judge. What a reward
+raises costs its own response alone: test_rewards.py.
 """
 
 import importlib
 import json
-import queue
 import re
 import signal
 import socket
@@ -14,19 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from helpers import REPO, modules
-from helpers.files import write_text
+from helpers import modules
 
-import ppo_vllm_async as script
-from ppo_vllm_async import Args, Prompt, Response
+from ppo_vllm_async import Args
 
 RIGHT = "It says why.\nScore: 10"
 CLOSE, CUT_OFF, HANG, TRICKLE = "close", "cut off", "hang", "trickle"
-
-
-def said(message):
-    """A server's error, as vLLM has it."""
-    return json.dumps({"error": {"message": message}})
 
 
 # A response; what the server does, again and again the last: a status and a text, what the judge
@@ -38,20 +31,12 @@ WAYS = {
     "busy at first": ([(429, "later"), RIGHT], 1.0, 2),
     "in trouble at first": ([(500, "no"), (503, "no"), (502, "no"), RIGHT], 1.0, 4),
     "lost at first": ([CLOSE, CUT_OFF, RIGHT], 1.0, 3),
-    "in trouble": (
-        [(500, said("no memory"))],
-        r"TimeoutError: .*; before that: .*500 .*no memory",
-        None,
-    ),
+    "in trouble": ([(500, "no memory")], "TimeoutError: .*; before that: .*no memory", None),
     "hangs": ([HANG], r"TimeoutError: .*no answer in [\d.]+ s$", 1),
-    "hangs later": (
-        [(503, said("starting")), HANG],
-        "TimeoutError: .*before that: .*503 .*starting",
-        2,
-    ),
+    "hangs later": ([(503, "starting"), HANG], "TimeoutError: .*before that: .*starting", 2),
     "trickles": ([TRICKLE], "TimeoutError: .*no answer", 1),
     "refused": ([], "TimeoutError: .*before that: .*connect", 0),
-    "too long": ([(400, said("8193 tokens"))], "BadRequestError: .*400 .*8193 tokens", 1),
+    "too long": ([(400, "8193 tokens")], "BadRequestError: .*400 .*8193 tokens", 1),
     "nonsense": (["I like it."], "ValueError: .*'I like it.'", 1),
     "no last word": (["Score: 10\nOr rather not."], "ValueError: .*'Or rather not.'", 1),
     "silence": ([None], "ValueError: .*'None'", 1),
@@ -73,7 +58,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.over.wait()
         if answer in (HANG, CLOSE):
             return
-        status, text = answer if isinstance(answer, tuple) else (200, self.completion(answer))
+        message = {"choices": [{"message": {"role": "assistant", "content": answer}}]}
+        status, text = answer if isinstance(answer, tuple) else (200, json.dumps(message))
+        if status >= 400:  # as vLLM has it
+            text = json.dumps({"error": {"message": text}})
         self.send_response(status)
         is_whole = answer not in (CUT_OFF, TRICKLE)
         self.send_header("Content-Type", "application/json")
@@ -82,9 +70,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
         while answer == TRICKLE and not self.server.over.wait(0.05):  # no byte is late
             self.wfile.write(b" ")
-
-    def completion(self, content):
-        return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]})
 
     def log_message(self, *_):
         pass
@@ -155,6 +140,7 @@ def test_request_is_as_the_interface_wants_it_and_always_the_same(judge, server)
     for _ in range(2):
         ask(judge, "right")
     asked, again = server.asked["right"]
+    assert Args().reward_timeout >= judge.SECONDS + 2  # which ends its worker
     assert asked.body == again.body
     assert asked.path == "/v1/chat/completions"
     assert asked.headers["Authorization"] == "Bearer secret"
@@ -191,54 +177,9 @@ def test_verdict_is_the_number_in_the_last_line_or_none(judge):
             judge.read_verdict(text)
 
 
-@pytest.mark.parametrize("name", ["TANDEM_JUDGE_URL", "TANDEM_JUDGE_MODEL"])
-def test_judge_that_nobody_has_named_is_an_error_at_the_start(name, judge, monkeypatch):
-    monkeypatch.delenv(name)
-    with modules.put_back(["judge"]), pytest.raises(RuntimeError, match=name):
-        importlib.import_module("judge")
-
-
-# The environment is that of the process from which all workers come, so it is set here
-REWARD = """
-import os, sys
-
-os.environ |= {environment}
-sys.path.append({folder!r})
-import judge
-
-def score(data_source, response, ground_truth, extra_info):
-    judge.URL = {refusing!r} if response == "refused" else {url!r}
-    return judge.compute_score(data_source, response, ground_truth, extra_info)
-"""
-
-
-@pytest.mark.slow
-def test_whatever_a_judge_does_costs_its_own_response_alone(server, tmp_path, monkeypatch):
-    server.asked.clear()
-    monkeypatch.setattr(script, "process_groups", [])
-    environment = {"TANDEM_JUDGE_URL": server.url, "TANDEM_JUDGE_MODEL": "a judge"}
-    environment |= {"TANDEM_JUDGE_SECONDS": "6", "NO_PROXY": "127.0.0.1"}
-    parts = {"url": server.url, "refusing": server.refusing, "environment": environment}
-    text = REWARD.format(folder=str(REPO / "scripts/rewards"), **parts)
-    path = write_text(tmp_path / "reward_by_a_judge.py", text)
-    args = Args(reward_fn=f"{path}:score", reward_workers=3, reward_timeout=60.0)
-    workers = queue.Queue()
-    for _ in range(args.reward_workers):
-        workers.put(script.start_reward_worker(args.reward_fn))
-    before = list(script.process_groups)
-    prompt = Prompt("row 0", "", [], "any", "It says why.", {"question": "Why?"})
-    words = [word for way in WAYS for word in (way, f"{way}, and then a right one")]
-    responses = [Response(prompt, [word], [-1.0], stopped=True) for word in words]
-    monkeypatch.setattr(script, "response_text", lambda tokenizer, words, args: words[0])
-    tokenizer = None
-    graded = script.grade_responses(responses, tokenizer, workers, args)
-    after = list(script.process_groups)
-    script.end_children()
-    for response in graded:
-        _, end, _ = WAYS.get(response.text, (None, 1.0, None))
-        if isinstance(end, float):
-            assert (response.verifiable, response.failure) == (end, None)
-        else:
-            assert response.verifiable is None
-            assert re.search(f"{end.removesuffix('$')}", response.failure)
-    assert after == before  # the judge's own limit ended what was late
+def test_judge_that_nobody_has_named_is_an_error_at_the_start(judge, monkeypatch):
+    for name in ("TANDEM_JUDGE_URL", "TANDEM_JUDGE_MODEL"):
+        with monkeypatch.context() as patch, modules.put_back(["judge"]):
+            patch.delenv(name)
+            with pytest.raises(RuntimeError, match=name):
+                importlib.import_module("judge")
