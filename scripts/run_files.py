@@ -39,9 +39,11 @@ def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
 def is_right(row: dict) -> bool | None:
     """Whether a response is right, as in the run's metrics; None: it has no verifiable score.
 
-    >>> row = {"verifiable_score": 0.9, "reward_metrics": {}}
+    >>> row = {"verifiable_score": 0.9, "reward_metrics": {}, "score": 1.0}
     >>> is_right(row), is_right(row | {"reward_metrics": {"right": 1.0}})
     (False, True)
+    >>> is_right(row | {"verifiable_score": None}) is None  # a reward model alone scored
+    True
     """
     if row["verifiable_score"] is None:
         return None
