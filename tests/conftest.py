@@ -49,7 +49,7 @@ import torch
 from helpers import REPO
 from helpers.processes import end, environment, finish, flags_of
 from helpers.runs import VLLM_OPTIONS
-from helpers.zygote import Zygote
+from helpers.zygote import Zygote, forked_engines
 
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
@@ -162,6 +162,13 @@ def saved_policy(tmp_path):
     model = tiny_language_model(hidden_size=512, num_hidden_layers=1, attention_dropout=0.3)
     model.save_pretrained(tmp_path / "policy")
     return tmp_path / "policy"
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """The VLLMs that a module's tests make are forked."""
+    with forked_engines():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -266,7 +266,7 @@ def files_of(folder):
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def system(request, tmp_path_factory):
+def system(request, engines, tmp_path_factory):
     """A policy with an adapter and an engine; its config says that the head is tied, wrongly."""
     folder = tmp_path_factory.mktemp("base")
     rollouts.tiny_language_model(**SIZES).save_pretrained(folder)
@@ -334,6 +334,7 @@ def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(syst
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("system", ["float32"], indirect=True)
 def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
     system, accelerator, assets, tmp_path
 ):

@@ -6,8 +6,6 @@ with a fault in test_ends.py.
 """
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,7 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers import GRPO, PPO, REPO, SCRIPTS, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
-from helpers.processes import CPU, TWO_RANKS, environment
+from helpers.processes import CPU, environment
 from helpers.runs import without_clock
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -130,7 +128,7 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(accelerator, options_of, tmp_path_factory):
+def together(accelerator, options_of, zygote, tmp_path_factory):
     """What one process ("one") and two ranks ("ddp", "fsdp2") found: compute_on_ranks.py.
 
     In folder are their runs, see run_of: of "three" steps in float64; of "four" with a checkpoint
@@ -156,11 +154,9 @@ def together(accelerator, options_of, tmp_path_factory):
     for how in kinds:
         entries = [entry(how, kind, name) for kind in kinds[how] for name in SCRIPTS]
         (folder / f"{how}.json").write_text(json.dumps(entries, default=str))
-        launcher = () if how == "one" else TWO_RANKS
-        command = [sys.executable, *launcher, str(PROGRAM), str(folder), how]
-        env = environment(CPU)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-5000:]
+        ranks = 1 if how == "one" else 2
+        process = zygote.start([str(PROGRAM), str(folder), how], environment(CPU), folder, ranks)
+        assert process.wait(900) == 0, (folder / "stderr").read_text()[-5000:]
         setattr(found, how, torch.load(folder / f"{how}.pt", weights_only=False))
     found.folder = folder
     return found

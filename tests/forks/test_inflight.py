@@ -56,7 +56,7 @@ def args_of(module, **changes):
 
 
 @pytest.fixture(scope="module")
-def engine(module):
+def engine(module, engines):
     """An engine of the fork, and the policy whose weights it gets."""
     args = args_of(module)
     model = tiny_model()

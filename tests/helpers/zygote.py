@@ -17,6 +17,7 @@ import json
 import multiprocessing as mp
 import multiprocessing.forkserver
 import multiprocessing.popen_fork
+import multiprocessing.popen_forkserver
 import os
 import runpy
 import selectors
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 REPO = Path(__file__).resolve().parents[2]
 # Read when libraries are imported. Arrow's jemalloc would have a thread of its own
@@ -103,6 +105,47 @@ class Forked:
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
+
+
+class EngineProcess(mp.context.ForkServerProcess):
+    """vLLM's process of a test's own engine: forked by a server that has imported vLLM."""
+
+    server = mp.forkserver.ForkServer()
+
+    @staticmethod
+    def _Popen(process):
+        server = EngineProcess.server
+        server.set_forkserver_preload(["vllm.entrypoints.llm", "ppo_vllm_async"])
+        with mock.patch.dict(os.environ, AT_IMPORT):
+            server.ensure_running()
+        process._target, process._args = (
+            born_with,
+            (dict(os.environ), process._target, process._args),
+        )
+        connect = server.connect_to_new_process
+        with mock.patch.object(mp.forkserver, "connect_to_new_process", connect):
+            return mp.popen_forkserver.Popen(process)
+
+
+class EngineContext(mp.context.ForkServerContext):
+    Process = EngineProcess
+
+
+def born_with(environment, target, args):
+    """What a spawned process does: it begins with this environment."""
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    target(*args)
+
+
+@contextlib.contextmanager
+def forked_engines():
+    """Whatever makes a VLLM inside, its process needs no imports."""
+    get_context = mp.get_context
+    contexts = {"spawn": EngineContext()}
+    with mock.patch.object(mp, "get_context", lambda name: contexts.get(name) or get_context(name)):
+        yield
 
 
 # ------------------------------------------------------------------------------------- the program
