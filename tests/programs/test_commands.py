@@ -74,8 +74,13 @@ def ask(monkeypatch, capfd):
 
     def load_script(path):
         script = load(path)
-        no_process = SimpleNamespace(shutdown=lambda: None)
-        script.start_reward_worker = lambda *functions: (no_process, 0)
+
+        def start_reward_worker(*functions):
+            for function in filter(None, functions):
+                script.load_reward_fn(function)
+            return SimpleNamespace(shutdown=lambda: None), 0
+
+        script.start_reward_worker = start_reward_worker
         script.call_worker = lambda workers, response, args: script.call_reward_fn(
             args if hasattr(args, "env_fn") else args.reward_fn, response
         )
