@@ -61,6 +61,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 CASE_SECONDS = float(os.environ.get("TANDEM_SANDBOX_SECONDS", "4"))
@@ -525,11 +526,8 @@ def sandbox_command(drop_root: bool) -> list[str]:
     folders += ["/etc/ld.so.cache", "/etc/alternatives"]
     files = [word for folder in folders for word in ("--ro-bind-try", folder, folder)]
     if not sys.base_prefix.startswith("/usr/"):
-        above = []
-        while (folder := os.path.dirname((above or [sys.base_prefix])[-1])) != "/":
-            above.append(folder)
-        for folder in reversed(above):
-            files += ["--perms", "0755", "--dir", folder]
+        for folder in [*Path(sys.base_prefix).parents][-2::-1]:
+            files += ["--perms", "0755", "--dir", str(folder)]
         files += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     # Else the order of sets, and with it a score, would change from run to run

@@ -35,6 +35,7 @@ FSDP_1 = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "n
 FSDP_1 |= {"fsdp_config": {"fsdp_version": 1}, "mixed_precision": "bf16", "use_cpu": False}
 
 
+@pytest.mark.slow
 def test_default_file_does_not_rule_a_launch_that_names_another(tmp_path):
     """The launcher tells a run the same as without it, warns of nothing, and adds no traceback."""
     program = write_text(tmp_path / "program.py", PROGRAM)
