@@ -246,43 +246,6 @@ def test_metrics_of_the_updates_are_means_over_the_tokens_of_all_ranks():
 # ------------------------------------------------------------------------------------------ main()
 
 
-def test_whitening_and_metrics_leave_out_what_failed(run_main):
-    """A score that is not known is no 0, and its returns are nobody's target."""
-
-    def score(data_source, response, ground_truth):
-        if response.startswith(("6", "7", "8")):
-            raise OSError("the grader is out of paper")
-        return 0.3 * (1 + len(response) % 2)
-
-    options = {"kl_estimator": "kl2", "whiten_rewards": True, "non_stop_penalty": False}
-    run = run_main("ppo_vllm_async.py", score, local_mini_batch_size=16, **options)
-    for batch, line in zip(run.batches, run.metrics, strict=True):
-        assert 0 < batch.has_score.sum() < EPISODES
-        d, inside = (batch.logprobs - batch.ref_logprobs) * batch.mask, batch.loss_mask.bool()
-        rewards = -0.3 * d**2 / 2
-        rewards[range(EPISODES), batch.lengths - 1] += batch.scores
-        tokens = rewards[inside]
-        rewards = torch.zeros_like(rewards)
-        rewards[inside] = (tokens - tokens.mean()) / tokens.std() + tokens.mean()
-        # With a gamma of 0.9 and a value_lam of 0.7, as main() makes them
-        _, returns = script.compute_gae(rewards, batch.values, batch.mask, 0.9, 0.7)
-        torch.testing.assert_close(batch.returns[inside], returns[inside], rtol=1e-4, atol=1e-5)
-
-        scores = batch.scores[batch.has_score.bool()]
-        kl = (d**2 / 2).sum(1)
-        returns, values = batch.returns[inside], batch.values[inside]
-        expected = {
-            "objective/kl": d.sum() / EPISODES,
-            "objective/non_score_reward": -0.3 * kl.mean(),
-            # Over the responses that have a score
-            "objective/rlhf_reward": scores.mean() - 0.3 * kl[batch.has_score.bool()].mean(),
-            "objective/scores_std": scores.std(correction=0),
-            "val/explained_variance": 1 - (returns - values).var() / returns.var(),
-        }
-        for name, value in expected.items():
-            assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
-
-
 @pytest.mark.parametrize("tokens", [0, 150], ids=["by rows", "by tokens"])
 @pytest.mark.parametrize(("name", "beta"), [*((name, 0.3) for name in SCRIPTS), (*GRPO, 0.0)])
 def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_main):

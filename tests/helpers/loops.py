@@ -165,6 +165,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.batches, seen.mini_batches = [], []
     seen.rates = defaultdict(list)  # of the updates of each model
     seen.norms = defaultdict(list)  # of gradients, by model and step
+    seen.decays = set()  # of weights
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
 
     def note_batch(batch):
@@ -181,7 +182,9 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     def note_step(call, given):
         norm = call()
         model = "policy" if isinstance(given["model"], script.PolicyModel) else "value"
-        seen.rates[model].append(given["optimizer"].param_groups[0]["lr"])
+        (group,) = given["optimizer"].param_groups
+        seen.rates[model].append(group["lr"])
+        seen.decays.add(group["weight_decay"])
         seen.norms[model, 1 + len(seen.batches)].append(norm.item())
         return norm
 
