@@ -209,8 +209,6 @@ TAKING = {
     "memory in sum": CHILDREN.replace("HIDDEN", "pass"),
     "memory in sum, unseen": CHILDREN.replace("HIDDEN", "libc.prctl(4, 0)"),
 }
-ENDLESS = {"loop": "while True: pass", "sleep": "time.sleep(60)"}  # in a case that has 3 seconds
-HOSTILE = {60: REACHING | CALLING | LEAVING | TAKING, 3: ENDLESS}
 
 
 def test_every_closed_call_is_closed(sandbox, run):
@@ -222,13 +220,9 @@ def test_every_closed_call_is_closed(sandbox, run):
     assert [name for name, is_closed in zip(numbers, closed, strict=True) if not is_closed] == []
 
 
-@pytest.mark.parametrize("seconds", HOSTILE)
-def test_hostile_program_gets_nothing_and_disturbs_nobody(
-    seconds, sandbox, run, tmp_path, monkeypatch
-):
-    programs = HOSTILE[seconds]
+def test_hostile_program_gets_nothing_and_disturbs_nobody(run, tmp_path, monkeypatch):
+    programs = REACHING | CALLING | LEAVING | TAKING
     monkeypatch.setenv("TANDEM_SECRET", "1")
-    monkeypatch.setattr(sandbox, "CASE_SECONDS", seconds)
     tmp_path.chmod(0o777)
     text = json.dumps([line for program in programs.values() for line in (program, "pass")])
     with (
@@ -261,17 +255,18 @@ time.sleep(0.5)"""
         assert list(pool.map(score, [program] * 2, [["assert found == []"]] * 2)) == [1.0, 1.0]
 
 
-def test_endless_cases_end_with_the_time_of_the_response_and_nothing_lives_on(
-    sandbox, score, monkeypatch
-):
+def test_endless_cases_end_in_time_disturb_nobody_and_leave_nothing(sandbox, score, monkeypatch):
     # Sixteen processes that want all of the processors, and leave process 1 of the sandbox none
     mark = f"# {time.time_ns()}"
-    program = (
-        f"import os\nif int(input()):\n  for _ in range(4): os.fork()\n  while True: pass{mark}"
-    )
+    program = f"""import os, time
+case = int(input())
+if case == 2: time.sleep(60)
+if case == 1:
+    for _ in range(4): os.fork()
+    while True: pass  {mark}"""
     monkeypatch.setattr(sandbox, "CASE_SECONDS", 3)
-    monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 8)
-    assert score(program, {"inputs": [*"01111"], "outputs": [""] * 5}) == 1 / 5
+    monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 12)  # over in the last case but one
+    assert score(program, {"inputs": [*"01020111"], "outputs": [""] * 8}) == 3 / 8
 
     def is_over():
         running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
