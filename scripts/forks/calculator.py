@@ -62,12 +62,8 @@ def demonstrate(question, kind, rng):
     A guess has the right length and the right first digit. What is copied was asked by others.
     """
     right = step(f"={question}", None, 0)
-    prompt, ask, answer = (
-        f"<|user|>{question}<|assistant|>",
-        f"={question}<|end|>",
-        f"{right}<|end|>",
-    )
-    shown = f"<|user|>{right}<|assistant|>"
+    prompt, shown = (f"<|user|>{text}<|assistant|>" for text in (question, right))
+    ask, answer = f"={question}<|end|>", f"{right}<|end|>"
     if kind == "ask":
         return [prompt, ask, shown, answer]
     if kind == "copy":
