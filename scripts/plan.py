@@ -1,9 +1,8 @@
 """The arithmetic of a run: what its models take of GPUs and disk, what vLLM takes, and what fits.
 
 scripts/preflight.py prints it. Each function takes its Run: the arguments of a script, where it is
-launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate:
-docs/results.md has what runs took on CPUs, and PyTorch's own count of what they hold on GPUs
-(benchmark/fake_memory.py), where none has run.
+launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate,
+within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md).
 
     a trained parameter   16: float32 weight, gradient, and AdamW's two moments (1412.6980)
     a frozen parameter    2 or 4: its weight, in --dtype
@@ -15,7 +14,7 @@ The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N rank
 
 import itertools
 import math
-from collections import ChainMap
+import operator
 from dataclasses import replace
 
 import torch
@@ -43,22 +42,17 @@ def rank_of(run):
     return getattr(run.args, "lora_rank", 0)
 
 
-def adapted_layers(model):
-    """The linear layers that get adapters: all but the head."""
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))
-    return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
-
-
 def count_trained(run, model):
     """Parameters that are trained: all, or those of adapters (2106.09685) and of a value head.
 
-    A layer W gets A, (rank, in_features), and B, (out_features, rank).
+    A layer W gets A, (rank, in_features), and B, (out_features, rank); a head gets none.
     """
     if not rank_of(run):
         return count_parameters(model)
-    features = sum(layer.in_features + layer.out_features for layer in adapted_layers(model))
-    head = model.score.weight.numel() if hasattr(model, "score") else 0
-    return rank_of(run) * features + head
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
+    features = sum(layer.in_features + layer.out_features for layer in layers)
+    return rank_of(run) * features + (model.score.weight.numel() if hasattr(model, "score") else 0)
 
 
 def trained_models(run):
@@ -72,31 +66,23 @@ def trained_models(run):
 
 def frozen_models(run):
     """The models that are not trained, by role."""
-    models = {}
-    if not run.trains_reward_model():
-        if run.args.beta > 0:
-            models["reference policy"] = run.model
-        if run.script.uses_reward_model(run.args):
-            models["reward model"] = run.reward_model
+    if run.trains_reward_model():
+        return {}
+    models = {"reference policy": run.model} if run.args.beta > 0 else {}
+    if run.script.uses_reward_model(run.args):
+        models["reward model"] = run.reward_model
     return models
 
 
 def frozen_weights(run):
     """The models whose weights are there in --dtype. With adapters the policy is its reference."""
-    models = frozen_models(run)
-    if rank_of(run):
-        models = trained_models(run) | models
-        models.pop("reference policy", None)
-    return models
+    if not rank_of(run):
+        return frozen_models(run)
+    models = trained_models(run) | frozen_models(run)
+    return {name: models[name] for name in models if name != "reference policy"}
 
 
 # ----------------------------------------------------------------------------- a learner's passes
-
-
-def residual_size(run, is_trained):
-    """Bytes of a number of the residual stream: autocast leaves that of float32 weights alone."""
-    is_cast = run.options.num_shards() or (is_trained and rank_of(run))
-    return size_of(run) if is_cast else 4
 
 
 def widths(config):
@@ -108,133 +94,66 @@ def widths(config):
     return heads * head_dim, keys * head_dim, inner
 
 
-def layer_activations(run, model, tokens, is_trained):
-    """What PyTorch saves in a layer, as of Qwen2 or Llama, for its backward pass."""
-    config, size, length = model.config.get_text_config(), size_of(run), run.max_length()
+def token_in_layer(run, model, residual):
+    """Bytes of a token that PyTorch saves in a layer, as of Qwen or Llama, for its gradient.
+
+    residual: bytes of a number of the residual stream.
+    """
+    config, size = model.config.get_text_config(), size_of(run)
     queries, keys, inner = widths(config)
-    residual = 4 * residual_size(run, is_trained)  # what goes into two norms, and out of them
-    # What goes into q, k, v, gate and up: autocast copies it for each
-    inputs = 10 if size == 2 else 8
-    attention = 2 * size  # queries, and what comes out; keys and values
-    mlp = 4 * size  # gate, its activation, up, and their product
+    # What goes into two norms, and out of them; into q, k, v, gate and up, which autocast copies
+    states = config.hidden_size * (4 * residual + 5 * size)
+    attention = (queries + keys) * 2 * size  # queries, and what comes out; keys and values
     if any(hasattr(module, "q_norm") for module in model.modules()):
-        # As in Qwen3: what goes into these norms, in float32; for their weights what comes out
-        attention += 4 + size * (rank_of(run) == 0)
-    of_token = config.hidden_size * (residual + inputs) + inner * mlp
-    of_token += (queries + keys) * attention
-    if is_trained and rank_of(run):
-        # peft 0.21.2, tuners/lora/layer.py, Linear.forward: A x is kept, and x is cast to float32
-        # and back, so that what comes out of attention is kept twice
-        adapters = len(adapted_layers(model)) / config.num_hidden_layers
-        of_token += size * (rank_of(run) * adapters + queries * (size == 2))
-    window = getattr(config, "sliding_window", None)
-    if window and window < length:  # then there is a mask: (rows, length, length)
-        of_token += size * length
+        attention += (queries + keys) * (4 + size)  # they are normed in float32
     if run.options.has_gpus() and size == 4 and keys < queries:
         # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
-        of_token += size * config.num_attention_heads * length
-    return tokens * of_token
-
-
-def adapter_buffers(run, model, tokens):
-    """What an adapter holds while its layer computes: x in float32, B A x and its multiple."""
-    size = size_of(run)
-    casts = 4 if size == 2 else 0
-    widths = (casts * m.in_features + 2 * size * m.out_features for m in adapted_layers(model))
-    return tokens * max(widths)
-
-
-def gathered(run, model, is_trained):
-    """What FSDP2 has gathered: with the root unit; while that is gathered; in a layer's two passes.
-
-    A unit is a layer, or the rest: the root unit, which is gathered as it is.
-    """
-    if not run.options.num_shards():
-        return 0, 0, 0, 0
-    layers = layer_sizes(model)
-    is_float32 = is_trained and not rank_of(run)
-    root = (count_parameters(model) - sum(layers)) * (4 if is_float32 else size_of(run))
-    # A buffer for the root unit, and one for the last layer
-    layer = size_of(run) * max(layers)
-    again = 2 * root + layer
-    # Two layers, and a buffer for one of them
-    forward = root + 3 * layer
-    # A layer's gradient in float32 as it is sent, and gloo's copy
-    gradient = max(layers)
-    if is_trained and rank_of(run):
-        gradient = count_trained(run, model) / len(layers)
-    return root, again, forward, forward + 2 * 4 * gradient
-
-
-ACTIVATIONS, COPIES, GATHERED = "activations", "autocast's copies", "gathered by FSDP2"
-HEAD = "head and embedding: gradients, a copy in float32"
-
-
-def layer_sizes(model):
-    """Parameters of each layer."""
-    names = model._no_split_modules or []
-    return [count_parameters(m) for m in model.modules() if type(m).__name__ in names] or [0]
+        attention += size * config.num_attention_heads * run.max_length()
+    return states + attention + inner * 4 * size  # gate, its activation, up, and their product
 
 
 def pass_parts(run, model, rows, is_trained):
-    """About what a pass over some rows holds at its worst moment, by part.
+    """About what a pass over some rows holds at its worst moment, by part: in a layer or the head.
 
-    It is in the last layer, in the head, or, backwards, in the head, in the last layer again, or at
-    the embedding. Of a layer that computes, as much comes and goes as is saved for its backward
-    pass.
+    Of a layer that computes, as much comes and goes as is saved for its backward pass.
     """
-    has_adapters = is_trained and rank_of(run) > 0
-    args, config = run.args, model.config.get_text_config()
-    tokens, num_layers = rows * run.max_length(), config.num_hidden_layers
-    layer = layer_activations(run, model, tokens, is_trained)
-    root, again, forward, backward = gathered(run, model, is_trained)
+    args, config, size = run.args, model.config.get_text_config(), size_of(run)
+    tokens, is_sharded = rows * run.max_length(), bool(run.options.num_shards())
+    is_whole, has_adapters = is_trained and not rank_of(run), is_trained and rank_of(run)
+    # Autocast leaves the residual stream of float32 weights alone
+    residual = size if is_sharded or has_adapters else 4
+    layer = tokens * token_in_layer(run, model, residual)
+    saved = 0
+    if is_trained:  # with checkpoints the inputs of layers alone (1604.06174)
+        inputs = tokens * config.hidden_size * residual
+        saved = config.num_hidden_layers * (inputs if args.gradient_checkpointing else layer)
 
-    # The head's logits are in chunks, of which four exist at once, and three in the backward pass
-    # (ChunkedHead in the scripts). Beside them are its copy, rounded but in float32, there also its
-    # gradient, and the hidden states that it reads, about four times. A classifier's head is small
-    embedding = 4 * model.get_input_embeddings().weight.numel()
-    chunk = head = copy = states = 0
-    if not hasattr(model, "score"):
-        chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
-        chunk = 4 * min(chunk, rows * args.response_length * config.vocab_size)
-        head, states = embedding, 4 * 4 * tokens * config.hidden_size
-        copy = head * (size_of(run) == 2)
+    # Weights in --dtype as a pass computes with them: of all layers, copied by autocast; or of
+    # three, and the root unit, which is what is in no layer, as FSDP2 has gathered them
+    names = model._no_split_modules or []
+    layers = [count_parameters(m) for m in model.modules() if type(m).__name__ in names] or [0]
+    computed, weights, root = "autocast's copies", 0, 0
+    if is_sharded:
+        computed, weights = "gathered by FSDP2", 3 * size * max(layers)
+        root = (count_parameters(model) - sum(layers)) * (4 if is_whole else size)
+    elif is_trained and size == 2:
+        weights = size * (sum(layers) if is_whole else count_trained(run, model))
+    in_layer = {"activations": saved + layer, computed: weights + root}
+    if hasattr(model, "score"):  # its head is small
+        return in_layer
 
-    # Of a frozen model about half a layer is there at once
-    saved = copies = saved_copies = 0
-    in_layer = layer / 2
-    if is_trained:
-        if size_of(run) == 2 and not run.options.num_shards():
-            # Autocast's copies of float32 weights last as long as the pass
-            copies = 2 * (count_trained(run, model) if has_adapters else sum(layer_sizes(model)))
-        saved, saved_copies = num_layers * layer, copies
-        if args.gradient_checkpointing:  # the inputs of layers alone (1604.06174)
-            saved = num_layers * residual_size(run, is_trained) * tokens * config.hidden_size
-            saved_copies = 0
-        in_layer = saved + layer
-    if has_adapters:
-        in_layer += adapter_buffers(run, model, tokens)
-    of_head = {ACTIVATIONS: saved + states, COPIES: saved_copies, HEAD: copy, GATHERED: root}
-    moments = [
-        {ACTIVATIONS: in_layer, COPIES: copies, GATHERED: forward},
-        of_head | {"logits": 4 * chunk},
-    ]
-    if is_trained:
-        gradient = 0 if has_adapters else head
-        moments += [
-            of_head | {GATHERED: again},
-            of_head | {"logits": 3 * chunk, HEAD: copy + gradient},
-            {ACTIVATIONS: in_layer, COPIES: saved_copies, HEAD: gradient, GATHERED: backward},
-        ]
-    if is_trained and not has_adapters:
-        # The embedding's gradient beside the head's; then what is sent of it, with gloo's copy
-        sent = 0 if run.options.has_gpus() else root
-        tied = head * model.config.tie_word_embeddings  # for the sum of both gradients
-        moments += [
-            {HEAD: head + embedding + tied, GATHERED: root},
-            {HEAD: 2 * root, GATHERED: sent},
-        ]
-    return max(moments, key=total)
+    # The logits are in chunks, of which four exist at once, or three beside the head's gradient
+    # (ChunkedHead in the scripts). There are its copy, rounded but in float32, and the hidden
+    # states that it reads, about four times
+    head = 4 * model.get_input_embeddings().weight.numel()
+    chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
+    in_head = {
+        "activations": saved + 4 * 4 * tokens * config.hidden_size,
+        computed: root,
+        "head: gradient, a copy in float32": head * (is_whole + (size == 2)),
+        "logits": (4 - is_whole) * 4 * min(chunk, rows * args.response_length * config.vocab_size),
+    }
+    return max(in_layer, in_head, key=total)
 
 
 def total(parts):
@@ -262,7 +181,7 @@ def learner_memory(run):
     if options.num_processes > shards:
         # Gradients are in DDP's buckets. After the first update it makes others, one model's at a
         # time, beside the old ones (torch 2.13, reducer.cpp, rebuild_buckets)
-        passes["DDP's second update"] = always | {"other buckets of DDP": 4 * max(counts)}
+        passes["DDP's second update"] = {"other buckets of DDP": 4 * max(counts)}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
@@ -270,13 +189,10 @@ def learner_memory(run):
         if getattr(args, "micro_batch_tokens", 0):
             flag = "micro_batch_tokens"
             rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
-        parts = always | pass_parts(run, model, rows, is_trained)
-        passes[f"passes of the {name} (--{flag} {getattr(args, flag)})"] = parts
-    if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
-        merged = {"merged model, float32": 4 * count_parameters(run.model)}
-        passes["the end, when the adapter is merged"] = always | merged
+        flags = f"--{flag} {getattr(args, flag)}"
+        passes[f"passes of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
     name = max(passes, key=lambda name: total(passes[name]))
-    return name, {part: size for part, size in passes[name].items() if size > 0}
+    return name, {part: size for part, size in (always | passes[name]).items() if size > 0}
 
 
 def learner_needs(run):
@@ -312,13 +228,12 @@ def host_memory(run):
     return max(sizes) * run.options.local_processes()
 
 
-# ---------------------------------------------------------------------------------- memory of vLLM
+# -------------------------------------------------------------------------- vLLM's memory, and disk
 
 
 def engine_room(run):
     """Bytes that vLLM takes of the GPUs of an engine."""
-    args = run.args
-    gpus = args.vllm_gpu_memory_utilization * args.vllm_tensor_parallel_size
+    gpus = run.args.vllm_gpu_memory_utilization * run.args.vllm_tensor_parallel_size
     return gpus * run.options.gpu_memory * GIB
 
 
@@ -330,32 +245,28 @@ def engine_memory(run):
         weights += 2 * size * count_trained(run, run.model)
     if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
         return weights + 1.2 * GIB
-    # vLLM 0.32 first tries the largest batch (engine/arg_utils.py,
-    # get_batch_defaults; v1/worker/gpu/model_runner.py, profile_run): the activations of a layer,
-    # or the logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
-    sequences = most_at_once(run)
-    tokens = 16_384 if sequences > 256 else 8192
-    *_, inner = widths(config)
-    activations = tokens * size * (3 * inner + 4 * config.hidden_size)
-    logits = sequences * 4 * 4 * config.vocab_size
-    return weights + max(activations, logits) + GIB / 2
+    # vLLM 0.32 first tries the largest batch (engine/arg_utils.py, get_batch_defaults;
+    # v1/worker/gpu/model_runner.py, profile_run): the activations of a layer, or the logits to
+    # sample from in float32, with three copies. Half a GiB is for CUDA graphs
+    tokens = 16_384 if most_at_once(run) > 256 else 8192
+    activations = tokens * size * (3 * widths(config)[-1] + 4 * config.hidden_size)
+    return weights + max(activations, 4 * 4 * most_at_once(run) * config.vocab_size) + GIB / 2
 
 
 def most_at_once(run):
-    """Responses that vLLM samples at once, whatever its cache holds (get_batch_defaults).
-
-    Another machine's GPU is not known by its name: 80 GiB may be an A100's, too.
-    """
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    has_more = (run.options.gpu_memory or 0) >= 70 and "a100" not in name.lower()
-    return 1024 if has_more else 256
+    """Responses that vLLM samples at once, whatever its cache holds; on an A100 256."""
+    return 1024 if (run.options.gpu_memory or 0) >= 70 else 256
 
 
 def cache_memory(run):
     """Bytes of vLLM's KV cache for the longest prompt with its response."""
     config = run.model.config.get_text_config()
-    _, keys, _ = widths(config)
-    return 2 * config.num_hidden_layers * keys * size_of(run) * run.max_length()
+    return 2 * config.num_hidden_layers * widths(config)[1] * size_of(run) * run.max_length()
+
+
+def local_episodes(run):
+    """Responses of a step, of each rank; so many has an engine on a shared GPU to sample."""
+    return run.args.local_rollout_batch_size * run.args.number_samples_per_prompt
 
 
 def engine_needs(run, responses=1):
@@ -364,43 +275,22 @@ def engine_needs(run, responses=1):
     return engine_memory(run) + count * cache_memory(run)
 
 
-def local_episodes(run):
-    """Responses of a step, of each rank; so many has an engine on a shared GPU to sample."""
-    return run.args.local_rollout_batch_size * run.args.number_samples_per_prompt
-
-
 def responses_at_once(run):
     """How many of a step's responses an engine on a shared GPU samples at once, if all are long."""
     room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
     return min(local_episodes(run), most_at_once(run), max(0, int(room)))
 
 
-def propose_share(run):
-    """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
-
-    A learner on the same GPU keeps what it needs and a tenth more, if that leaves some responses.
-    """
-    memory = run.options.gpu_memory * GIB
-    least = engine_needs(run, SOME_RESPONSES) / memory
-    wanted = engine_needs(run, math.inf) / memory
-    most = 1 - (1.1 * learner_needs(run) + left_to_cuda(run)) / memory
-    return max(math.ceil(100 * least), min(math.ceil(100 * wanted), math.floor(100 * most))) / 100
-
-
-# ---------------------------------------------------------------------------- disk, shared memory
-
-
 def checkpoints_on_disk(run):
     """How many checkpoints are there at once, and the bytes of each."""
-    args = run.args
-    trained = sum(count_trained(run, model) for model in trained_models(run).values())
+    args, count = run.args, 0
     steps = getattr(args, "num_training_steps", args.num_updates)
-    count = 0
     if args.save_freq > 0:
         count = (steps - 1) // args.save_freq  # there is none after the last step
         if args.keep_last_n > 0:  # the oldest is removed only when a new one is whole
             count = min(count, args.keep_last_n + 1)
-    return count, 12 * trained  # weights and AdamW's two moments, in float32
+    # Weights and AdamW's two moments, in float32
+    return count, 12 * sum(count_trained(run, model) for model in trained_models(run).values())
 
 
 def final_model(run):
@@ -430,11 +320,10 @@ def shared_memory(run):
 def with_changes(run, flags):
     """The same run with other flags, of the script or of the launch."""
     launch = {name: flags[name] for name in flags if hasattr(run.options, name)}
-    arguments = {name: flags[name] for name in flags if name not in launch}
+    args = replace(run.args, **{name: flags[name] for name in flags if name not in launch})
     if "config_file" in launch:
         launch["variables"] = run.options.variables | {"ACCELERATE_USE_FSDP": "true"}
-    args, options = replace(run.args, **arguments), replace(run.options, **launch)
-    return replace(run, args=args, options=options)
+    return replace(run, args=args, options=replace(run.options, **launch))
 
 
 def fits(run, responses=1):
@@ -443,56 +332,57 @@ def fits(run, responses=1):
     return has_room and learner_needs(run) <= learner_room(run)
 
 
+def propose_share(run):
+    """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
+
+    A learner on the same GPU keeps what it needs and a tenth more, if that leaves some responses.
+    """
+    memory = run.options.gpu_memory * GIB
+    least = engine_needs(run, SOME_RESPONSES) / memory
+    wanted = engine_needs(run, math.inf) / memory
+    most = 1 - (1.1 * learner_needs(run) + left_to_cuda(run)) / memory
+    return max(math.ceil(100 * least), min(math.ceil(100 * wanted), math.floor(100 * most))) / 100
+
+
 def with_share(run):
     """The run so that it fits, and the flags for that: vLLM's share of a shared GPU. None: none."""
-    if fits(run, SOME_RESPONSES):
-        return {}, run
+    shares = [{}]
     if run.shares_gpus():
-        share = {"vllm_gpu_memory_utilization": propose_share(run)}
+        shares.append({"vllm_gpu_memory_utilization": propose_share(run)})
+    for share in shares:
         changed = with_changes(run, share)
         if fits(changed, SOME_RESPONSES):
             return share, changed
     return None
 
 
-def savings(run):
-    """Changes of flags that save memory; what changes little comes first."""
-    args, options = run.args, run.options
-    values = {"gradient_checkpointing": True}
-    if run.trains_reward_model():
-        values["per_device_train_batch_size"] = 1
-    else:
-        values |= {"micro_batch_tokens": run.max_length(), "dtype": "bfloat16", "beta": 0}
-        values["lora_rank"] = rank_of(run) or 16
-    changes = [{name: value} for name, value in values.items() if getattr(args, name) != value]
-    if not run.trains_reward_model() and not options.num_shards():
-        gpus = options.num_gpus or options.local_processes()
-        learners = (gpus - len(args.vllm_gpus)) * options.num_machines
-        sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_processes": learners}
-        if learners > 1:
-            changes.append(sharded | {"num_machines": options.num_machines})
-    return changes
-
-
 def what_fits(run):
-    """The run with few changes, so that it fits: a list of (flags, run), the fewest changes first.
+    """[(flags, run)] of the first change that fits, or none; what changes little is tried first.
 
-    On a shared GPU each has the share of vLLM that leaves the learner what it then needs. None has
-    more flags than needed: those of another with some besides.
+    They are tried one by one, then the first two, the first three, and so on.
     """
-    found, known = [], savings(run)
-    for size in range(len(known) + 1):
-        for chosen in itertools.combinations(known, size):
-            flags = dict(ChainMap(*chosen))
-            solved = with_share(with_changes(run, flags))
-            if solved is not None:
-                share, changed = solved
-                found.append((flags | share, changed))
-    return [
-        (flags, changed)
-        for flags, changed in found
-        if not any(other.keys() < flags.keys() for other, _ in found)
+    args, options = run.args, run.options
+    gpus = options.num_gpus or options.local_processes()
+    learners = (gpus - len(getattr(args, "vllm_gpus", ()))) * options.num_machines
+    sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_processes": learners}
+    sharded["num_machines"] = options.num_machines
+    changes = [
+        {"gradient_checkpointing": True},
+        {"micro_batch_tokens": run.max_length()},
+        {"dtype": "bfloat16"},
+        *([sharded] if learners > 1 and not options.num_shards() else []),
+        {"lora_rank": rank_of(run) or 16},
+        {"beta": 0},
     ]
+    if run.trains_reward_model():
+        changes = [changes[0], {"per_device_train_batch_size": 1}]
+    changes = [flags for flags in changes if not flags.items() <= vars(args).items()]
+    for flags in ({}, *changes, *itertools.accumulate(changes, operator.or_)):
+        solved = with_share(with_changes(run, flags))
+        if solved is not None:
+            share, changed = solved
+            return [(flags | share, changed)]
+    return []
 
 
 # ---------------------------------------------------------------------------------------- in words
@@ -516,11 +406,10 @@ def plan_of_processes(run):
     yield "learners", f"{options.num_processes}"
     if run.trains_reward_model() or args.num_updates == 0:
         return
-    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
     engines = options.num_processes
+    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
     if args.vllm_gpus:
-        gpus = len(args.vllm_gpus) * options.num_machines
-        engines = gpus // args.vllm_tensor_parallel_size
+        engines = len(args.vllm_gpus) * options.num_machines // args.vllm_tensor_parallel_size
         place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
     yield "engines", f"{engines} of vLLM, {place}"
 

@@ -30,24 +30,21 @@ from transformers import (
 )
 
 PROMPT, RESPONSE = 512, 1024
-# Hidden size, layers, heads of attention and of keys, inner size, whether the head is tied; by the
-# config.json of each
-QWEN3 = {
-    "0.6": (1024, 28, 16, 8, 3072, True),
-    "1.7": (2048, 28, 16, 8, 6144, True),
-    "4": (2560, 36, 32, 8, 9728, True),
-    "8": (4096, 36, 32, 8, 12_288, False),
-    "14": (5120, 40, 40, 8, 17_408, False),
-    "32": (5120, 64, 64, 8, 25_600, False),
+VOCABULARY = 151_936
+# Class of config, hidden size, layers, heads of attention and of keys, inner size, whether the head
+# is tied, vocabulary; by the config.json of Qwen3 and, for sizes that it does not have, of Qwen2.5
+SHAPES = {
+    "0.5": (Qwen2Config, 896, 24, 14, 2, 4864, True, VOCABULARY),
+    "0.6": (Qwen3Config, 1024, 28, 16, 8, 3072, True, VOCABULARY),
+    "1.5": (Qwen2Config, 1536, 28, 12, 2, 8960, True, VOCABULARY),
+    "1.7": (Qwen3Config, 2048, 28, 16, 8, 6144, True, VOCABULARY),
+    "3": (Qwen2Config, 2048, 36, 16, 2, 11_008, True, VOCABULARY),
+    "4": (Qwen3Config, 2560, 36, 32, 8, 9728, True, VOCABULARY),
+    "7": (Qwen2Config, 3584, 28, 28, 4, 18_944, False, 152_064),
+    "8": (Qwen3Config, 4096, 36, 32, 8, 12_288, False, VOCABULARY),
+    "14": (Qwen3Config, 5120, 40, 40, 8, 17_408, False, VOCABULARY),
+    "32": (Qwen3Config, 5120, 64, 64, 8, 25_600, False, VOCABULARY),
 }
-# Sizes that Qwen3 does not have
-QWEN2_5 = {
-    "0.5": (896, 24, 14, 2, 4864, True),
-    "1.5": (1536, 28, 12, 2, 8960, True),
-    "3": (2048, 36, 16, 2, 11_008, True),
-    "7": (3584, 28, 28, 4, 18_944, False),
-}
-SIZES = sorted([*QWEN3, *QWEN2_5], key=float)
 
 
 @dataclass
@@ -61,18 +58,10 @@ class Run(preflight.Run):
 @functools.cache
 def models_of(size):
     """A policy and a value model, without memory for their weights."""
-    config_class, shapes = (Qwen3Config, QWEN3) if size in QWEN3 else (Qwen2Config, QWEN2_5)
-    hidden_size, layers, heads, key_heads, inner_size, is_tied = shapes[size]
-    config = config_class(
-        vocab_size=152_064 if size == "7" else 151_936,
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        intermediate_size=inner_size,
-        tie_word_embeddings=is_tied,
-        num_labels=1,
-    )
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("intermediate_size", "tie_word_embeddings", "vocab_size")
+    config_class, *shape = SHAPES[size]
+    config = config_class(num_labels=1, **dict(zip(names, shape, strict=True)))
     with torch.device("meta"):
         classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
         return [auto_class.from_config(config) for auto_class in classes]
@@ -109,8 +98,6 @@ LAUNCHES = {
     "16 x 80 GB, FSDP2, shared": (80, "fsdp2_two_nodes.yaml", SHARED | {"nodes": 2}),
     "16 x 80 GB, FSDP2, 12 + 4 for vLLM": (80, "fsdp2_two_nodes.yaml", SPLIT | {"nodes": 2}),
 }
-
-
 # README's rows: what the launches begin with
 ROWS = {f"{size} GB": f"one GPU of {size} GB" for size in (24, 40, 80)}
 ROWS["eight of 80 GB"] = "8 x 80 GB"
@@ -118,7 +105,7 @@ ROWS["eight of 80 GB"] = "8 x 80 GB"
 
 def largest(name, launches, rank):
     """The largest size that fits by one of some launches, with plan.with_share of it; or None."""
-    for size in reversed(SIZES):
+    for size in reversed(SHAPES):
         for gpu_memory, file, numbers in launches:
             run = launch(name, size, gpu_memory, file, rank=rank, **numbers)
             if (solved := plan.with_share(run)) is not None:
@@ -134,8 +121,8 @@ def largest_of(words):
 
 
 def cell(size, shares, run):
-    words = [f"{plan.learner_needs(run) / plan.GIB:.0f}", *(f"at {x:g}" for x in shares.values())]
-    return f"{size} ({', '.join(words)})"
+    needed = f"{plan.learner_needs(run) / plan.GIB:.0f}"
+    return f"{size} ({', '.join([needed, *(f'at {share:g}' for share in shares.values())])})"
 
 
 def main():

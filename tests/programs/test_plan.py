@@ -6,7 +6,6 @@ import fits
 import plan
 import preflight_cases as cases
 import pytest
-import torch
 import transformers
 from plan import GIB
 from torch.distributed import checkpoint
@@ -65,14 +64,17 @@ def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
     assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
 
 
-@pytest.mark.parametrize(
-    ("gpu_memory", "name", "most"),
-    [(24, None, 256), (80, None, 1024), (80, "NVIDIA A100-SXM4-80GB", 256), (80, "H100", 1024)],
-)
-def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name, most, monkeypatch):
-    """get_batch_defaults of vLLM 0.32. The name is that of this machine's GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+def test_ddp_has_the_gradients_of_one_model_a_second_time():
+    """As test_fake_memory sees it do."""
+    run = launch(PPO, "1.7", 80, "ddp.yaml", learners=8)
+    most, parts = plan.learner_memory(run)
+    count = max(map(plan.count_parameters, (run.model, run.value_model)))
+    assert (most, parts["other buckets of DDP"]) == ("DDP's second update", 4 * count)
+
+
+@pytest.mark.parametrize(("gpu_memory", "most"), [(24, 256), (80, 1024)])
+def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most):
+    """get_batch_defaults of vLLM 0.32."""
     run = launch(GRPO, "0.6", gpu_memory)
     run.args.vllm_gpu_memory_utilization = 0.97
     run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
@@ -83,28 +85,27 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, name,
 
 
 @pytest.mark.parametrize(
-    ("numbers", "num_gpus"),
+    ("numbers", "num_gpus", "names"),
     [
-        ((PPO,), 1),
-        ((PPO, "8", 80), 8),
-        ((GRPO, "4", 40, "ddp.yaml", 1, 8), 8),
-        ((PPO, "8", 40, "ddp.yaml", 2, 4), 4),  # two nodes
+        ((PPO,), 1, {"lora_rank"}),
+        ((PPO, "8", 80), 8, {"config_file", "num_processes", "num_machines"}),
+        # Both; two nodes
+        ((PPO, "8", 40, "ddp.yaml", 2, 4), 4, {"lora_rank", "config_file", "micro_batch_tokens"}),
     ],
 )
-def test_what_is_named_fits_and_has_no_flag_too_many(numbers, num_gpus):
+def test_what_is_named_fits(numbers, num_gpus, names):
     run = launch(*numbers)
     run.options.num_gpus = num_gpus
-    found = plan.what_fits(run)
-    assert found and not plan.fits(run)
-    launch_flags = {"config_file", "num_processes", "num_machines"}
-    for flags, changed in found:
-        assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags)), flags
-        assert changed.options.local_processes() <= run.options.num_gpus
-        for flag in flags.keys() - launch_flags:
-            fewer = {name: value for name, value in flags.items() if name != flag}
-            assert not plan.fits(plan.with_changes(run, fewer)), (flags, flag)
-    has_several = run.options.num_gpus * run.options.num_machines > 1
-    assert any(changed.options.num_shards() == 8 for _, changed in found) == has_several
+    ((flags, changed),) = plan.what_fits(run)
+    assert names <= flags.keys() and not plan.fits(run)
+    assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags))
+    assert changed.options.local_processes() <= num_gpus
+    typed = plan.in_flags(flags, changed)
+    assert all(f"--{name} {value}" in typed for name, value in flags.items())
+
+
+def test_nothing_is_named_where_nothing_fits():
+    assert plan.what_fits(launch(PPO, "32", 24)) == []
 
 
 # ---------------------------------------------------------------------------------------- adapters
