@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +146,7 @@ COMMANDS = sorted(words for words in FOUND if re.match(ASKED, " ".join(words)))
 def block_of(page, pattern):
     """A program that a page shows."""
     (block,) = re.findall(pattern, (REPO / "docs" / page).read_text(), re.DOTALL)
-    return re.sub("^    ", "", block, flags=re.MULTILINE)
+    return textwrap.dedent(block)
 
 
 @pytest.fixture(scope="module")
