@@ -29,7 +29,7 @@ Helpers, in tests/helpers; each says more in its first lines.
     machines                            what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
     saving_batches, run_with_fault, compute_on_ranks    are programs
-    wandb_log                           what wandb wrote
+    wandb_log, programs                 what wandb wrote; a program called in this process
 
 How a fault is injected. In a function: monkeypatch. In a run: by the fixture run_with_fault; a
 new fault is a function of helpers/run_with_fault.py.

@@ -21,6 +21,7 @@ import pytest
 from helpers import REPO
 from helpers.files import read_json_lines, write_configurations, write_rows, write_text
 from helpers.processes import environment
+from helpers.programs import call_main
 
 import grpo_vllm_async as script
 
@@ -158,17 +159,10 @@ def change_args(run_dir, **changes):
     return saved
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """call(RUN, flag, ...) -> what evaluate.py prints, its columns not aligned."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-        monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
-        evaluate.main()
-        return re.sub(" +", " ", capsys.readouterr().out)
-
-    return call
+def call(*words):
+    """What evaluate.py prints, its columns not aligned; or the last line of its errors."""
+    status, said, errors = call_main(evaluate, *words)
+    return errors.splitlines()[-1] if status else re.sub(" +", " ", said)
 
 
 def evaluation_in(run_dir):
@@ -178,7 +172,7 @@ def evaluation_in(run_dir):
     return json.loads(path.read_text())["results"], rows
 
 
-def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run, call):
+def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run):
     """Rounded to the bfloat16 of the run, the merged model would be another."""
     name = change_args(faked_run, lora_rank=2)["model_name_or_path"]
     args = script.Args(model_name_or_path=name, lora_rank=2)
@@ -194,7 +188,7 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run, 
     assert f"{layer}.weight" in whole.names and not any(".lora_" in name for name in whole.names)
 
 
-def test_several_samples_of_each_prompt(faked_run, call):
+def test_several_samples_of_each_prompt(faked_run):
     said = call(faked_run, "--samples", 3)
     (vllm,) = FakeVLLM.made
     assert vllm.temperature == 0.7  # that of training: three greedy answers would be one
@@ -208,14 +202,14 @@ def test_several_samples_of_each_prompt(faked_run, call):
     assert "pass@2 0.6667 0.3678 to 0.873" in said
 
 
-def test_same_question_is_asked_anew_and_nothing_is_lost(faked_run, call):
+def test_same_question_is_asked_anew_and_nothing_is_lost(faked_run):
     said = call(faked_run, "--prompts", 500) + call(faked_run, "--prompts", 500)
     names = {path.name for path in faked_run.glob("evaluations/trained_test_32x1_t0_*")}
     assert len(names) == len(FakeVLLM.made) == 2  # of 500 prompts there were 32
     assert "prompt by prompt" not in said  # of a model with itself
 
 
-def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, call, tmp_path):
+def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp_path):
     """Configurations of a dataset are told apart, and rows with another truth are other prompts."""
     rows = script.load_rows(str(small_eval), None, None)
     truths = [row["reward_model"]["ground_truth"] for row in rows]
@@ -253,7 +247,7 @@ def reward(monkeypatch, tmp_path):
     return f"{write_text(tmp_path / 'reward.py', REWARD)}:score"
 
 
-def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, call, reward):
+def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, reward):
     call(faked_run, "--reward_fn", reward)
     figures, rows = evaluation_in(faked_run)
     assert figures["score"]["mean"] == 0.5
@@ -265,7 +259,7 @@ def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, cal
     assert evaluate.files_of_reward(path) == [path, *beside[::-1]]
 
 
-def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
+def test_reward_model_of_the_run_scores_too(faked_run, reward_model):
     change_args(faked_run, reward_model_path=str(reward_model), reward_model_multiplier=2.0)
     assert "\nreward_model_score " in call(faked_run)
     _, rows = evaluation_in(faked_run)
@@ -274,7 +268,7 @@ def test_reward_model_of_the_run_scores_too(faked_run, reward_model, call):
     assert len({row["reward_model_score"] for row in rows}) > 1
 
 
-def test_copy_s_run_is_graded_by_the_copy(faked_run, call, tmp_path, monkeypatch):
+def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     """Wherever it is. Where it is gone or changed, that is said."""
     text, rule = (REPO / "grpo_vllm_async.py").read_text(), "return float(response.strip() =="
     assert text.count(rule) == 1
@@ -295,7 +289,7 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, call, tmp_path, monkeypatch
     assert "pass@1 1 " in said
 
 
-def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call, reward, capsys):
+def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, reward):
     base = REPO / "debug_assets" / "model"
     assert "prompt by prompt" not in call(faked_run, "--samples", 2)
     other = shutil.copytree(faked_run, faked_run.with_name("other"))
@@ -316,12 +310,10 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, call,
         (["--prompts", 5], "(the nearest differs in prompts)"),
         (["--compare", other.parent], "of another model like this one"),
     ):
-        with pytest.raises(SystemExit):
-            call(other, "--samples", 2, "--compare", faked_run, *flags)
-        assert differs in capsys.readouterr().err.splitlines()[-1]
+        assert differs in call(other, "--samples", 2, "--compare", faked_run, *flags)
 
 
-def test_mistake_is_one_line(faked_run, call, capsys, tmp_path, monkeypatch):
+def test_mistake_is_one_line(faked_run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     other = shutil.copytree(faked_run / "model", tmp_path / "other")
     tokenizer = script.AutoTokenizer.from_pretrained(other)
@@ -334,9 +326,7 @@ def test_mistake_is_one_line(faked_run, call, capsys, tmp_path, monkeypatch):
         (["--reward_fn=~/no.py:f"], f"--reward_fn {tmp_path}/no.py:f: there is no such"),
         (["--model", other], "has other tokens than the run's model"),
     ):
-        with pytest.raises(SystemExit):
-            call(faked_run, *flags)
-        last = capsys.readouterr().err.splitlines()[-1]
+        last = call(faked_run, *flags)
         assert last.startswith("evaluate.py: error: ") and message in last
     assert FakeVLLM.made == []
 

@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,6 +19,7 @@ import pytest
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
+from helpers.programs import call_main
 
 PROVENANCE = REPO / "scripts" / "provenance.py"
 COMMAND = ["accelerate", "launch", "ppo_sync.py", "--run_name", "a run", "--lr", "3e-7"]
@@ -83,21 +85,11 @@ class Hub:
 
 
 @pytest.fixture
-def push(monkeypatch, capsys):
+def push(monkeypatch):
     """push(*words) -> (exit status, what push_to_hub.py prints, its errors)"""
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "branches", {})
-
-    def push(*words):
-        monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, words)])
-        status = 0
-        try:
-            push_to_hub.main()
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-
-    return push
+    return partial(call_main, push_to_hub)
 
 
 # ----------------------------------------------------------------------------------------- upload
@@ -273,14 +265,13 @@ def test_what_made_a_run_is_written_down(run_dir, tmp_path):
     assert provenance_of(run_dir)["commit"].endswith("-dirty")
 
 
-def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch, capsys):
+def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
     monkeypatch.setattr(provenance, "find_script", lambda process: PROVENANCE)
     monkeypatch.setattr(provenance, "find_command", lambda process: COMMAND)
-    monkeypatch.setattr(sys, "argv", ["provenance.py", str(run_dir)])
     monkeypatch.setenv("HF_ENDPOINT", "https://hub/")
     monkeypatch.setattr(huggingface_hub, "whoami", lambda: LOGIN)
     with open(run_dir / "args.json") as reader:
-        provenance.main()
+        assert call_main(provenance, run_dir)[0] == 0
         assert json.loads(reader.read())["provenance"] == MADE  # never a file half written
     args = json.loads((run_dir / "args.json").read_text())
     place = (args["hf_repo_id"], args["hf_repo_revision"], args["hf_repo_url"])
@@ -289,9 +280,8 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch, cap
     # A refused login costs the place alone
     write_text(run_dir / "args.json", json.dumps(ARGS))
     monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=REFUSED))
-    with pytest.raises(SystemExit):
-        provenance.main()
-    assert "does not say who is logged in: 401" in capsys.readouterr().err
+    status, _, errors = call_main(provenance, run_dir)
+    assert status == 1 and "does not say who is logged in: 401" in errors
     assert provenance_of(run_dir)["command"] == COMMAND
 
 

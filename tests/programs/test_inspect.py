@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import inspect_run
 import pytest
 import run_files
 from helpers.files import write_rows, write_text
+from helpers.programs import call_main
 from inspect_run import RATE, SCORE
 
 import ppo_vllm_async as script
@@ -75,20 +75,13 @@ def run_dir(tmp_path):
     return run
 
 
-@pytest.fixture
-def inspect(monkeypatch, capsys):
-    """inspect(run_dir, flags) -> the lines that inspect_run.py prints where it is no terminal."""
-
-    def inspect(*command):
-        monkeypatch.setattr(sys, "argv", ["inspect_run.py", *map(str, command)])
-        monkeypatch.setenv("COLUMNS", "200")
-        inspect_run.main()
-        return [line.strip() for line in capsys.readouterr().out.splitlines()]
-
-    return inspect
+def inspect(*words):
+    """The lines that inspect_run.py prints where it is no terminal, or its errors."""
+    status, said, errors = call_main(inspect_run, *words)
+    return errors if status else [line.strip() for line in said.splitlines()]
 
 
-def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, capsys):
+def test_running_run_is_shown_as_far_as_it_is_written(run_dir):
     shown = inspect(run_dir)
     assert shown[:2] == ["mine: my_ppo, first", "my_ppo.py 'my data'"]
     assert shown[2].startswith("Step 3 of 5, after 1.5 minutes; that was ")
@@ -99,10 +92,8 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir, inspect, capsys):
     for name in ("metrics", "rollouts"):
         (run_dir / f"{name}.jsonl").unlink()
     assert inspect(run_dir)[-1] == "No step is finished yet"
-    for words, message in (([run_dir, "--summary"], "made no step"), ([run_dir.parent], "no args")):
-        with pytest.raises(SystemExit):
-            inspect(*words)
-        assert message in capsys.readouterr().err
+    assert "the run made no step" in inspect(run_dir, "--summary")
+    assert "holds no args.json" in inspect(run_dir.parent)
 
 
 def test_lines_are_read_whatever_is_half_written(tmp_path):
@@ -117,7 +108,7 @@ def test_lines_are_read_whatever_is_half_written(tmp_path):
         assert read == [(row["training_step"], row) for row in rows]
 
 
-def test_each_group_is_shown_by_its_best_and_its_worst(run_dir, inspect):
+def test_each_group_is_shown_by_its_best_and_its_worst(run_dir):
     """Not the first eight: they are one group's."""
     scores = [0.5, 1, 0.25, 0.5, 1, -1, None, 0]
     rows = [
@@ -132,7 +123,7 @@ def test_each_group_is_shown_by_its_best_and_its_worst(run_dir, inspect):
         assert [line for line in shown if line in texts] == expected
 
 
-def test_answer_does_not_command_the_terminal(run_dir, inspect):
+def test_answer_does_not_command_the_terminal(run_dir):
     hostile = response(3, "\x1b[2Jgone", ground_truth="\x1b[2J", prompt="\x1b[2J")
     write_rows(run_dir / "rollouts.jsonl", [hostile])
     write_rows(run_dir / "samples.jsonl", [hostile, hostile | {"policy_version": 7}])
@@ -144,7 +135,7 @@ def test_answer_does_not_command_the_terminal(run_dir, inspect):
 # ------------------------------------------------------------------------------ --summary
 
 
-def test_last_lines_of_a_run(run_dir, inspect):
+def test_last_lines_of_a_run(run_dir):
     (run_dir / "checkpoints/unfinished").mkdir(parents=True)
     for step in (9, 10):
         (run_dir / f"checkpoints/step_{step}").mkdir()

@@ -1,12 +1,12 @@
 """The pictures and the table of runs: scripts/plot_runs.py."""
 
 import json
-import sys
 
 import plot_runs
 import pytest
 from helpers import SCRIPTS
 from helpers.files import write_rows, write_text
+from helpers.programs import call_main
 from plot_runs import Curve, Run
 
 
@@ -37,19 +37,6 @@ def make_run(tmp_path):
         return write_rows(tmp_path / name / "metrics.jsonl", metrics).parent
 
     return make_run
-
-
-@pytest.fixture
-def plot(monkeypatch, tmp_path):
-    """Calls plot_runs.py with these words in a folder, which it returns."""
-    monkeypatch.chdir(tmp_path)
-
-    def plot(*words):
-        monkeypatch.setattr(sys, "argv", ["plot_runs.py", *map(str, words)])
-        plot_runs.main()
-        return tmp_path
-
-    return plot
 
 
 def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_policy_was():
@@ -160,21 +147,19 @@ def test_scripts_have_no_metric_that_is_taken_for_one_s_own(script, run_main):
     assert metrics and plot_runs.own_metrics(metrics) == []
 
 
-def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, plot, capsys):
+def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     a, b = (make_run(name, steps(objective__scores=[0.5, 0.75])) for name in "AB")
     write_text(a / "curves.png", "old")
-    here = plot(a)
+    assert call_main(plot_runs, a)[0] == 0
     assert (a / "curves.png").read_bytes().startswith(b"\x89PNG")
-    write_text(here / "comparison.png", "mine")
-    with pytest.raises(SystemExit):
-        plot(a, b)
-    assert (here / "comparison.png").read_text() == "mine"
-    assert "--overwrite" in capsys.readouterr().err
-    plot(a, b, "--overwrite")
-    assert (here / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert not (b / "curves.png").exists() and capsys.readouterr().out.startswith("Wrote comp")
-    plot(b, "--quiet")
-    assert (b / "curves.png").exists() and capsys.readouterr().out == ""
+    comparison = write_text(tmp_path / "comparison.png", "mine")
+    status, _, errors = call_main(plot_runs, a, b)
+    assert status == 2 and "--overwrite" in errors and comparison.read_text() == "mine"
+    status, said, _ = call_main(plot_runs, a, b, "--overwrite")
+    assert comparison.read_bytes().startswith(b"\x89PNG") and said.startswith("Wrote comparison")
+    assert not (b / "curves.png").exists()
+    assert call_main(plot_runs, b, "--quiet") == (0, "", "") and (b / "curves.png").exists()
 
 
 def test_half_a_picture_is_never_seen(tmp_path):
@@ -206,14 +191,12 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
     ]
 
 
-def test_mistakes_are_told_and_nothing_is_written(make_run, plot, capsys):
+def test_mistakes_are_told_and_nothing_is_written(make_run):
     run_dir = make_run("A", steps(objective__scores=[0.5]))
     for words, message in (
         (["--metrics", "policy/sure"], "none of these runs has the metric policy/sure"),
         (["--x", "seconds"], "has no metric time/from_scratch"),
         (["--output", "picture.txt"], "--output picture.txt: "),
     ):
-        with pytest.raises(SystemExit):
-            plot(run_dir, *words)
-        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert message in call_main(plot_runs, run_dir, *words)[2].splitlines()[-1]
         assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]

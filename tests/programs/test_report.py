@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import report
 import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
+from helpers.programs import call_main
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ppo_sync as ppo
@@ -86,13 +86,12 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
-def make_report(monkeypatch, tmp_path, capsys):
+def make_report(monkeypatch, tmp_path):
     """make_report(folders) -> the page's path and its data"""
     monkeypatch.chdir(tmp_path)
 
     def make_report(*folders):
-        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, folders)])
-        report.main()
+        assert call_main(report, *folders)[0] == 0
         path = folders[0] / "report.html" if len(folders) == 1 else tmp_path / "comparison.html"
         text = path.read_text()
         data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
