@@ -1,7 +1,7 @@
 """What is odd about the rows of a dataset, and about the chat template that renders them.
 
-scripts/preflight.py says it. Each function takes its Run and yields notes, a line each; a
-ValueError tells what is surely not meant. Rows are the dictionaries that the script has read.
+scripts/preflight.py says it. Each function takes its Run and yields notes, a line each; a Mistake
+tells what is surely not meant. Rows are the dictionaries that the script has read.
 """
 
 import contextlib
@@ -9,6 +9,11 @@ import inspect
 import json
 import re
 import unicodedata
+
+
+class Mistake(Exception):
+    """What is wrong, where, and what to do."""
+
 
 # A text that is a list of messages, as JSON or as Python writes it
 WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
@@ -35,10 +40,11 @@ OF_PROMPTS += ("instruction", "input", "history", "context")
 def wrong_type(row, is_pair=False):
     """What a row has of another type than is due, in words; "": nothing."""
     prompt, messages = prompt_of(row), messages_of(row)
-    if isinstance(prompt, dict):
-        return "its prompt is a dictionary; write a list of messages, each with role and content"
     if not isinstance(prompt, str | list | None):
-        return f"its prompt is of type {type(prompt).__name__}; write a text or a list of messages"
+        return (
+            f"its prompt is of type {type(prompt).__name__}; write a text, or a list of messages, "
+            f"each with role and content"
+        )
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"a message of its prompt has no role: {message!r:.60}"
@@ -48,33 +54,43 @@ def wrong_type(row, is_pair=False):
     if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
         return "the prompt is the text of a list of messages; write the list itself"
     try:
-        json.dumps([prompt, row.get("ground_truth")], ensure_ascii=False, default=str).encode()
-        json.dumps(row.get("reward_model"), ensure_ascii=False, default=str).encode()
+        read = [prompt, row.get("ground_truth"), row.get("reward_model")]
+        json.dumps(read, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         return f"its text has half a character, {error.object[error.start]!r}, as of a cut text"
     # Of two columns the script reads one
-    source = "data_source" if row.get("data_source") else "dataset"
-    kinds = {} if is_pair else {source: str}
+    kinds = {} if is_pair else {"data_source" if row.get("data_source") else "dataset": str}
     if not is_pair and row.get("ground_truth") is None:
         kinds["reward_model"] = dict
-    for name, kind in kinds.items():
-        if not isinstance(row.get(name), kind | None):
-            return f"its {name} is {row[name]!r:.60}, and must be a {kind.__name__}"
-    for name, kind in (("tools", list), ("chat_template_kwargs", dict)) if messages else ():
+    may_be_json = {"tools": list, "chat_template_kwargs": dict} if messages else {}
+    for name, kind in (kinds | may_be_json).items():
         value = row.get(name) or None
-        with contextlib.suppress(json.JSONDecodeError, TypeError):
-            value = json.loads(value)
+        if name in may_be_json:
+            with contextlib.suppress(json.JSONDecodeError, TypeError):
+                value = json.loads(value)
         if not isinstance(value, kind | None):
-            return f"its {name} is {value!r:.60}, and must be a {kind.__name__} or the JSON of one"
+            return f"its {name} is {value!r:.60}, and must be a {kind.__name__}"
     return ""
 
 
 def check_types(run, path, rows):
-    """ValueError: a row has something of another type than is due."""
+    """Mistake: a row has something of another type than is due."""
     for index, row in enumerate(rows):
         wrong = wrong_type(row, is_pair=run.trains_reward_model())
         if wrong:
-            raise ValueError(f"{path}, row {index}: {wrong}")
+            raise Mistake(f"{path}, row {index}: {wrong}")
+
+
+def notes_on_rows(run, path, rows, loaded):
+    """What is odd about the rows of a dataset, of which the script has made what is loaded."""
+    yield from notes_on_columns(run, path, rows)
+    yield from notes_on_ends(run, path, rows)
+    if run.trains_reward_model():
+        yield from notes_on_pairs(path, rows)
+    else:
+        yield from notes_on_repeats(path, loaded)
+        texts = {prompt.origin: prompt.text for prompt in loaded}
+        yield from notes_on_characters(run.tokenizer, "prompt", texts)
 
 
 def notes_on_columns(run, path, rows):
@@ -121,7 +137,7 @@ def notes_on_ends(run, path, rows):
             )
 
 
-def notes_on_pairs(run, path, rows):
+def notes_on_pairs(path, rows):
     """Texts of pairs that hold the prompt once more; pairs that say nothing, or the contrary."""
     both = [(row.get("prompt"), row.get("chosen"), row.get("rejected")) for row in rows]
     texts = [each for each in both if all(isinstance(text, str) for text in each)]
@@ -156,7 +172,7 @@ def notes_on_messages(run, path, rows):
         if any(isinstance(content, list) for content in contents):
             text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
             if any(str(content) in text for content in run.script.drop_nulls(contents) if content):
-                raise ValueError(
+                raise Mistake(
                     f"{path}, row {index}: a content is a list of parts, and the chat template "
                     f"writes it as such, brackets and all; write the text itself"
                 )
@@ -174,17 +190,18 @@ def notes_on_messages(run, path, rows):
         )
 
 
-def notes_on_held_out(run, prompts):
+def notes_on_held_out(run):
     """Held-out prompts that are trained on."""
     if run.trains_reward_model():
         return
+    prompts = run.eval_rows
     trained = {tuple(prompt.token_ids) for prompt in run.train_rows}
     count = sum(tuple(prompt.token_ids) in trained for prompt in prompts)
     if count:
         yield f"{count:,} of the {len(prompts):,} held-out prompts are trained on"
 
 
-def notes_on_repeats(run, path, prompts):
+def notes_on_repeats(path, prompts):
     """Prompts that the model reads more than once."""
     count, distinct = len(prompts), len({tuple(prompt.token_ids) for prompt in prompts})
     if distinct == 1 < count:

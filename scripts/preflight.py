@@ -6,31 +6,26 @@ r"""Checks a run before it is launched, and prints its plan; also on a laptop wi
 
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
 fork of one; FLAGS are those that it is to be launched with, as --config_file and --num_processes
-are those for accelerate launch. It is loaded as a module. Where it has a function that refuses
-something, that one is called and quoted, so a fork is checked as it is. A reward is tried in a
-process such as the run's: on all rows where it is the script's own rule, else on the first row of
-each data source and on some others.
+are those for accelerate launch. It is loaded as a module. Its own functions read tokenizers, data
+and models, and what they refuse is quoted, so a fork is checked as it is. Checks of this file are
+for what would show late, or never. A reward is tried in a process such as the run's: on all rows
+where it is the script's own rule, else on the first row of each data source and on some others.
 
-The checks are in parts: arguments, tokenizer, data, models, reward, the output folder and the
-checkpoint in it, disk, accounts, memory. Each part tells its first mistake in one line, and the
-others go on. Then the exit status is 2. The plan comes before the mistakes. Where there are none,
-the command comes last that launches the run. Nothing is left on the disk but what comes from the
-hub, in its cache.
+Each part tells its first mistake in one line, and the others go on. Then the exit status is 2. The
+plan comes before the mistakes. Where there are none, the command comes last that launches the run.
+Nothing is left on the disk but what comes from the hub, in its cache.
 
 Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
 model here may be without its weights, and neither disk nor --output_dir are looked at.
 
-Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too. It was
-compared with what models of the shape of Qwen2 take on CPUs, one rank, two by DDP and two by FSDP2;
-the kernels of GPUs are others. What PyTorch's allocator holds and does not use is not in it.
+Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too.
 """
 
-import ast
 import contextlib
 import copy
 import difflib
+import functools
 import importlib.util
-import inspect
 import io
 import json
 import math
@@ -59,6 +54,7 @@ import transformers
 import tyro
 import yaml
 from accelerate.commands.config import config_args
+from odd_data import Mistake
 from plan import GIB, in_words
 from preprocessing import hub_answers, printable
 from provenance import repo_of
@@ -71,11 +67,10 @@ from transformers import (
     GenerationConfig,
 )
 
-# A reward of the user's is tried on so many data sources and as many other rows, and on no further
+# A reward of the user's is tried on so many rows besides the first of each kind, and on no further
 # row after so many seconds
 FEW_ROWS, SECONDS_OF_TRIALS = 20, 20
-# With more data sources one line is about all
-FEW_SOURCES = 10
+FEW_SOURCES = 10  # that a line of the plan names
 
 
 @dataclass
@@ -138,7 +133,6 @@ class Run:
     # Of each data source: scores of a right, a wrong and an empty answer to its first row
     answers: dict = field(default_factory=dict)
     longest_call: float = 0  # seconds of a call of the reward
-    read: dict = field(default_factory=dict)  # of texts that are graded: their tokens, what is read
     run_dir: Path | None = None
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
@@ -147,11 +141,16 @@ class Run:
     def trains_reward_model(self):
         return hasattr(self.script, "load_pairs")
 
+    def reader(self):
+        """The module that reads tokenizers and models, and the arguments as it takes them."""
+        if self.trains_reward_model():
+            return self.script.ppo, self.script.as_ppo_args(self.args)
+        return self.script, self.args
+
     def shares_gpus(self):
         """Whether vLLM and a learner are on the same GPU."""
-        return (
-            self.options.has_gpus() and not self.trains_reward_model() and not self.args.vllm_gpus
-        )
+        has_engines = not self.trains_reward_model()
+        return has_engines and self.options.has_gpus() and not self.args.vllm_gpus
 
     def max_length(self):
         """Tokens of the longest prompt with its response; of the longest row of pairs."""
@@ -163,10 +162,6 @@ class Run:
     def knows_sizes(self):
         """Whether no part that memory depends on has found a mistake."""
         return self.args.num_updates > 0 and self.train_rows is not None and self.has_models
-
-
-class Mistake(Exception):
-    """What is wrong, where, and what to do."""
 
 
 def describe(error):
@@ -232,32 +227,20 @@ def as_main(script):
 
 
 def parse_flags(script, words):
-    """The script's arguments as they are given, and what is wrong with the flags, if anything."""
+    """The script's arguments as they are given, and in a list what is wrong with the flags."""
+    name = f"{script.__name__}.py"
     args, unknown = tyro.cli(
-        script.Args,
-        prog=f"{script.__name__}.py",
-        args=words,
-        return_unknown_args=True,
-        use_underscores=True,
+        script.Args, prog=name, args=words, return_unknown_args=True, use_underscores=True
     )
     if not unknown:
-        return args, None
-    if not unknown[0].startswith("-"):
-        place = next(i for i, word in enumerate(words) if word.endswith(unknown[0]))
-        before = [word for word in words[: place + 1] if word.startswith("--")]
-        flag = before[-1].partition("=")[0] if before else "the script"
-        value, advice = unknown[0], "takes one value; give a folder of several files"
-        if value.lower() in ("true", "false"):
-            name = flag.lstrip("-").removeprefix("no-")
-            advice = f"takes no value: it is --{name} or --no-{name}"
-        return args, Mistake(f"{value!r} behind {flag} is no flag: {flag} {advice}")
-    flag = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-    advice = "--help lists all"
-    for similar in difflib.get_close_matches(flag, vars(args), n=1):
-        advice = f"did you mean --{similar}?"
-    if hasattr(Options, flag):
-        advice = "it is an option of preflight.py, and goes before the script"
-    return args, Mistake(f"unknown flag {unknown[0]}; {advice}")
+        return args, []
+    similar = difflib.get_close_matches(unknown[0].strip("-"), vars(args), n=1)
+    meant = "".join(f"did you mean --{flag}? " for flag in similar)
+    mistake = (
+        f"{unknown[0]} is no flag of {name}; {meant}A flag takes one value, a switch none: it is "
+        f"--NAME or --no-NAME. Those of the launch, such as --num_processes, go before the script"
+    )
+    return args, [mistake]
 
 
 def read_config_file(options):
@@ -284,40 +267,38 @@ def read_config_file(options):
 
 def check_sharding(run):
     """Refuses launches that start what the script does not know, or fewer ranks than are asked."""
-    path = run.options.config_file
-    if run.options.is_set("ACCELERATE_USE_NO") and run.options.num_processes > 1:
+    options, path = run.options, run.options.config_file
+    if options.is_set("ACCELERATE_USE_NO") and options.num_processes > 1:
         raise Mistake(
-            f"--num_processes {run.options.num_processes}: {path} starts one, so launch with "
+            f"--num_processes {options.num_processes}: {path} starts one, so launch with "
             f"--config_file scripts/accelerate/ddp.yaml"
         )
-    variables, is_trainer = run.options.variables, run.trains_reward_model()
-    is_known = str(variables.get("FSDP_VERSION")) == "2" and not is_trainer
-    if run.options.is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        is_known = False
-    is_sharded = run.options.is_set("ACCELERATE_USE_FSDP")
+    is_fsdp2 = str(options.variables.get("FSDP_VERSION")) == "2"
+    is_fsdp2 = is_fsdp2 and not options.is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    is_known = is_fsdp2 and not run.trains_reward_model()
     others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_XLA")
-    if any(map(run.options.is_set, others)) or (is_sharded and not is_known):
+    if any(map(options.is_set, others)) or (options.num_shards() and not is_known):
         raise Mistake(
             f"accelerate launch reads {path or 'the environment'}: launch with --config_file "
-            f"scripts/accelerate/one_gpu.yaml, or as "
-            f"scripts/accelerate/{'ddp' if is_trainer else 'fsdp2'}.yaml does: without DeepSpeed, "
-            f"a reward model without FSDP, all else by fsdp_version 2 and with "
-            f"fsdp_cpu_ram_efficient_loading false"
+            f"scripts/accelerate/one_gpu.yaml, scripts/accelerate/ddp.yaml or, but for a reward "
+            f"model, as scripts/accelerate/fsdp2.yaml does: without DeepSpeed, by fsdp_version 2 "
+            f"and with fsdp_cpu_ram_efficient_loading false"
         )
 
 
-# From where to where a number may be. Other integers begin at 1 where their default is not 0, and
-# their help does not say what 0 is
+# From where to where a number may be; all others from 0
+SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
+SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
+SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
+SIZES += ("lora_alpha", "max_token_length", "num_train_epochs")
 RANGES = {
+    **dict.fromkeys(SIZES, (1, 1e9)),
     "penalty_reward_value": (-1e9, 1e9),
     "mismatch_mask_range": (1, math.inf),
     "temperature": (0.01, 2),  # vLLM's own limits
-    **dict.fromkeys(["seed", "num_evals"], (0, 1e9)),
     **dict.fromkeys(["learning_rate", "value_learning_rate"], (0, 1)),
     "vllm_gpu_memory_utilization": (0.01, 1),
 }
-
-
 # Flags that do nothing without another
 NEED_ANOTHER = {
     "mismatch_mask_range": "mismatch_mask",
@@ -329,18 +310,15 @@ NEED_ANOTHER = {
 
 def check_numbers(run):
     """Refuses numbers out of range. Notes flags that do nothing."""
-    help_of_args = inspect.getsource(type(run.args))
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
         needed = NEED_ANOTHER.get(name, "")
         if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
             run.notes.append(f"--{name} does nothing without --{needed}")
-        if type(value) in (int, float):  # and not a bool, which isinstance would take for an int
-            is_size = type(value) is int and option.default not in (0, None)
-            may_be_0 = re.search(rf'\n    {name}: .*\n    """.*\b0: ', help_of_args)
-            least, most = RANGES.get(name, (int(is_size and not may_be_0), 1e9))
-            if not least <= value <= most:
-                raise Mistake(f"--{name} is {value}; it must be from {least:g} to {most:g}")
+        least, most = RANGES.get(name, (0, 1e9))
+        # A bool is no number here, which isinstance would take for an int
+        if type(value) in (int, float) and not least <= value <= most:
+            raise Mistake(f"--{name} is {value}; it must be from {least:g} to {most:g}")
 
 
 def check_gpus(run):
@@ -367,7 +345,7 @@ def check_arguments(run):
         args.mini_batch_size = args.local_mini_batch_size * options.num_processes
         return
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
-        run.args = run.script.fill_in(args, options.num_processes)
+        args = run.args = run.script.fill_in(args, options.num_processes)
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -376,133 +354,63 @@ def check_arguments(run):
         )
     if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
         raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
-
-
-def check_updates(run):
-    """Refuses warm-ups as long as the run. Notes few updates."""
-    args, more = run.args, "--total_episodes"
-    if run.trains_reward_model():
-        more = "--num_train_epochs"
-        args.num_updates = len(run.train_rows) * args.num_train_epochs // args.mini_batch_size
-        args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    warm_up_of_values = getattr(args, "value_warmup_steps", 0) * args.num_updates
-    learning = args.num_updates - warm_up_of_values // (getattr(args, "num_training_steps", 0) or 1)
-    advice = f"raise {more}, or lower the batch sizes, which count for each rank"
-    if args.warm_up_steps >= learning:
-        updates, args.num_updates = args.num_updates, 0  # that is: not known
-        raise Mistake(
-            f"{updates} updates of {args.mini_batch_size} are too few: --warm_up_steps or "
-            f"--warmup_ratio takes {args.warm_up_steps} of the policy's {max(0, learning)} (PPO's "
-            f"--value_warmup_steps come first): {advice}"
+    if plan.rank_of(run) and options.has_gpus() and args.dtype == "float32":
+        raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
+    if plan.rank_of(run) and args.learning_rate <= 1e-6:
+        run.notes.append(
+            f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
+            f"that of full training"
         )
-    if args.num_updates < 100:
-        run.notes.append(f"{args.num_updates} optimizer updates are few: {advice}")
 
 
 # -------------------------------------------------------------------------------- tokenizer, data
 
 
 def check_tokenizers(run):
-    """Loads the tokenizers as the script does."""
-    args = run.args
+    """Loads the tokenizer as the script does. Refuses ids that the model knows otherwise."""
+    script, args = run.reader()
     flag = "tokenizer_name_or_path" if args.tokenizer_name_or_path else "model_name_or_path"
-    path = getattr(args, flag)
+    path, text, ids = getattr(args, flag), "1 + 1 = 2, is it not?", {}
+
+    def load(path):
+        return AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
+
     with loading(flag, path):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(run, path))
-        if not tokenizer("1 + 1 = 2, is it not?")["input_ids"]:
+        tokenizer = load(path)
+        if not tokenizer(text)["input_ids"]:
             raise Mistake(
                 "the tokenizer turns text into nothing; are its files there, such as "
                 "tokenizer.json? Or give a --tokenizer_name_or_path"
             )
-    if flag == "tokenizer_name_or_path":
-        own = None
         with contextlib.suppress(Exception):  # the model may come without one
-            model = args.model_name_or_path
-            own = AutoTokenizer.from_pretrained(model, revision=revision_of(run, model))
-        has_own = own and own("1 + 1 = 2, is it not?")["input_ids"]
-        ids = own.get_vocab() if has_own else {}
+            own = load(args.model_name_or_path)
+            ids = own.get_vocab() if own(text)["input_ids"] else {}
         # Added tokens that no text has may differ
-        unused = {token for token in tokenizer.get_added_vocab() if token not in ids}
-        unused |= {t for t in tokenizer.get_added_vocab() if t not in str(tokenizer.chat_template)}
-        unused.discard(tokenizer.eos_token)
+        unused = tokenizer.get_added_vocab().keys() - {tokenizer.eos_token}
+        unused = {t for t in unused if t not in ids or t not in str(tokenizer.chat_template)}
         known = {token: i for token, i in tokenizer.get_vocab().items() if token not in unused}
         other = [token for token, i in known.items() if ids.get(token, i) != i]
         if other:
             raise Mistake(
-                f"--{flag} {path}: {len(other):,} of its tokens have other ids than in the model's "
-                f"own tokenizer, such as {other[0]!r}: the model would read another text"
+                f"{len(other):,} of its tokens have other ids than in the model's own tokenizer, "
+                f"such as {other[0]!r}: the model would read another text"
             )
-    if not run.trains_reward_model():
-        run.tokenizer = run.script.load_tokenizer(args)
-        if args.reward_model_path:
-            path = args.reward_model_path
-            own = AutoTokenizer.from_pretrained(path, revision=revision_of(run, path))
-            if own.chat_template not in (None, run.tokenizer.chat_template):
-                run.of_data.append(f"Warning: {path} has a chat template of its own, not used")
-        return
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-    stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-    if stop_token not in tokenizer.get_vocab():
-        raise Mistake(f"--stop_token {args.stop_token}: no token of the tokenizer {path}")
-    args.stop_token_id = tokenizer.get_vocab()[stop_token]
+    tokenizer = script.load_tokenizer(args)
+    other = args.reward_model_path and load(args.reward_model_path).chat_template
+    if other not in (None, tokenizer.chat_template):
+        run.notes.append(f"{args.reward_model_path} has a chat template of its own, not used")
+    if run.trains_reward_model():
+        stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
+        if stop_token not in tokenizer.get_vocab():
+            raise Mistake(f"--stop_token {stop_token}: no token of the tokenizer {path}")
+        run.args.stop_token_id = tokenizer.get_vocab()[stop_token]
     run.tokenizer = tokenizer
 
 
-def revision_of(run, path):
-    """The revision of a model on the hub."""
-    if run.trains_reward_model():
-        return run.args.model_revision
-    return run.script.revision_of(path, run.args)
-
-
-def load_rows(run, path, config, split, is_eval):
-    """The script's Prompts or Pairs of a dataset. What it prints meanwhile is noted."""
-    script, printed, raw_rows = run.script, io.StringIO(), []
-    read = getattr(script, "load_rows", None)
-
-    def reading(*words, **options):
-        """The script's load_rows, whose rows are kept, and looked at."""
-        rows = read(*words, **options)
-        raw_rows.append(rows)
-        try:
-            odd_data.check_types(run, path, rows)
-            run.notes += odd_data.notes_on_messages(run, path, rows)
-        except ValueError as error:
-            raise Mistake(str(error)) from error
-        except Exception:  # the script's own reading names the row
-            pass
-        return rows
-
-    try:
-        with (
-            contextlib.redirect_stdout(printed),
-            mock.patch.object(script, "load_rows", reading, create=True),
-        ):
-            given = path, config, split
-            if run.trains_reward_model():
-                accelerator = SimpleNamespace(print=print)
-                loaded = script.load_pairs(accelerator, *given, run.tokenizer, run.args)
-            else:
-                loaded = script.load_prompts(*given, run.tokenizer, run.args, is_eval)
-    except Mistake:
-        raise
-    except Exception as error:
-        raise Mistake(what_is_wrong_with_data(run, path, raw_rows, error)) from error
-    run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
-    for rows in raw_rows:
-        run.raw_rows += rows
-        run.notes += odd_data.notes_on_columns(run, path, rows)
-        run.notes += odd_data.notes_on_ends(run, path, rows)
-        if run.trains_reward_model():
-            run.notes += odd_data.notes_on_pairs(run, path, rows)
-    if not run.trains_reward_model():
-        run.notes += odd_data.notes_on_repeats(run, path, loaded)
-        texts = {prompt.origin: prompt.text for prompt in loaded}
-        run.notes += odd_data.notes_on_characters(run.tokenizer, "prompt", texts)
-    return loaded
-
-
+FILES = (
+    "it must be a .parquet, a .jsonl with a row a line, a folder (put several files into one), or "
+    "a dataset on the hub, whose configuration --dataset_config or --eval_dataset_config names"
+)
 COLUMNS = (
     "`data_source` chooses the reward, or name a --reward_fn; `prompt` is a text, or messages for "
     "the chat template; "
@@ -512,129 +420,165 @@ COLUMNS = (
 COLUMNS_OF_PAIRS = "`prompt`, `chosen`, `rejected` are texts, or messages for the chat template"
 
 
-def what_is_wrong_with_data(run, path, raw_rows, error):
+def check_data(run):
+    """Reads the rows to train on, and those that are held out, as the script does."""
+    script, read, printed = run.script, [], io.StringIO()
+    load_rows = script.load_rows
+
+    def reading(path, *others):
+        """The script's load_rows, whose rows are kept, and looked at."""
+        read.append((path, None))
+        rows = load_rows(path, *others)
+        read[-1] = path, rows
+        if not rows:
+            raise Mistake(f"{path}: the dataset is empty")
+        odd_data.check_types(run, path, rows)
+        run.notes += odd_data.notes_on_messages(run, path, rows)
+        return rows
+
+    load = load_pairs if run.trains_reward_model() else script.load_datasets
+    try:
+        with (
+            contextlib.redirect_stdout(printed),
+            mock.patch.object(script, "load_rows", reading),
+        ):
+            loaded = load(run) if load is load_pairs else load(run.tokenizer, run.args)
+    except Mistake:
+        raise
+    except Exception as error:
+        raise Mistake(what_is_wrong_with_data(run, error, *read[-1])) from error
+    run.train_rows, run.eval_rows = loaded
+    run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
+    for (path, rows), made in zip(read, loaded, strict=False):
+        run.raw_rows += rows
+        run.notes += odd_data.notes_on_rows(run, path, rows, made)
+    run.notes += odd_data.notes_on_held_out(run)
+
+
+def load_pairs(run):
+    """The pairs to train on, and those that are held out. Counts updates, as the script does."""
+    script, args = run.script, run.args
+    sources = [(args.dataset, args.dataset_config, args.dataset_split)]
+    if args.eval_dataset:
+        sources.append((args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split))
+    log = SimpleNamespace(print=print)
+    pairs = [script.load_pairs(log, *source, run.tokenizer, args) for source in sources]
+    num_pairs = len(pairs[0]) * args.num_train_epochs
+    args.num_updates = num_pairs // args.mini_batch_size if args.mini_batch_size else 0
+    args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
+    args.data_hash = script.ppo.stable_hash(pairs[0])
+    if args.mini_batch_size and args.warm_up_steps >= args.num_updates:
+        updates, args.num_updates = args.num_updates, 0  # that is: not known
+        raise Mistake(
+            f"{updates} updates of {args.mini_batch_size} are too few: {args.warm_up_steps} are "
+            f"the warm-up's; see --num_train_epochs, --local_mini_batch_size"
+        )
+    return *pairs, *[[]] * (2 - len(pairs))
+
+
+def what_is_wrong_with_data(run, error, path, rows):
     """What the script says, which names file and row; what the row has, and must have."""
     text, cause = describe(error).replace("NotImplementedError: ", ""), error.__cause__
+    if rows:
+        named = re.match(rf"{re.escape(path)}, row (\d+): ", text)
+        columns = COLUMNS_OF_PAIRS if run.trains_reward_model() else COLUMNS
+        return f"{text}; it has {', '.join(rows[int(named[1])])}; {columns}" if named else text
     if isinstance(cause, json.JSONDecodeError):
         return f"{text} in {cause.doc[:60]!r}"
-    if not raw_rows and type(error) is ValueError and text.startswith(path):
+    if type(error) is ValueError and text.startswith(path):
         return text  # the script's own words
-    if not raw_rows:
-        advice = "is it a .parquet, a .jsonl, or a dataset on the hub?"
-        if re.search(r"[*,\[]", path):
-            advice = "several files: put them into a folder, and give that"
-        elif os.path.isfile(path):
-            advice = "a file must be a .parquet, or a .jsonl with a row a line"
-        if "onfig name" in text:  # as datasets says it
-            advice = "name one by --dataset_config, or --eval_dataset_config"
-        return f"{path}: {text.removeprefix(f'{path}: ')}; {advice}"
-    if not raw_rows[0]:
-        return f"{path}: the dataset is empty"
-    named = re.match(rf"{re.escape(path)}, row (\d+): ", text)
-    if not named:  # it is about all rows
-        return text
-    needed = COLUMNS_OF_PAIRS if run.trains_reward_model() else COLUMNS
-    return f"{text}; it has {', '.join(raw_rows[0][int(named[1])])}; {needed}"
-
-
-def check_data(run):
-    """Reads the rows to train on, and those that are held out."""
-    args, rows = run.args, []
-    given = args.dataset, args.dataset_config, args.dataset_split
-    run.train_rows = load_rows(run, *given, is_eval=False)
-    if args.eval_dataset:
-        given = args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split
-        rows = load_rows(run, *given, is_eval=True)
-        run.notes += odd_data.notes_on_held_out(run, rows)
-    if 0 < getattr(args, "num_eval_prompts", 0) < len(rows):  # as the script draws them
-        drawn = run.script.draw_prompts(len(rows), 0, args.num_eval_prompts, seed=0)
-        rows = [rows[index] for index in drawn]
-    run.eval_rows = rows
+    return f"{path}: {text.removeprefix(f'{path}: ')}; {FILES}"
 
 
 # ----------------------------------------------------------------------------------------- models
 
 
-def lacks_weights(run, path):
-    """Whether a model's folder has no weights, which is a mistake where the run is for here."""
-    if any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
-        return False
-    if not run.options.is_elsewhere():
-        raise Mistake(
-            "it has no weights, such as model.safetensors; a plan for another machine needs none: "
-            "say its --num_gpus and --gpu_memory, before the script"
-        )
-    run.notes.append(f"{path} has no weights: the plan is by its config.json")
-    return True
-
-
-def build_model(run, auto_class, path, config, may_lack=()):
-    """The model without its weights, whose names and shapes must be those that its config asks for.
+def build_model(run, auto_class, path, config):
+    """A model without its weights, and the report of its loading.
 
     A model on the hub is built from its config alone: its weights are not downloaded. So is one
     here that has none, if the run is for another machine.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise Mistake("it is quantized; give the model that it was made from")
-    attention = run.args.attn_implementation
-    if not is_local(path) or lacks_weights(run, path):
+    options = {"config": config, "attn_implementation": run.args.attn_implementation}
+    report = {"missing_keys": [], "mismatched_keys": []}
+    is_here = is_local(path)
+    if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
+        # The report names shapes that are others
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = auto_class.from_pretrained(path, device_map="meta", **options)
+    elif is_here and not run.options.is_elsewhere():
+        raise Mistake(
+            "it has no weights, such as model.safetensors; a plan for another machine needs none: "
+            "say its --num_gpus and --gpu_memory, before the script"
+        )
+    else:
+        if is_here:
+            run.notes.append(f"{path} has no weights: the plan is by its config.json")
         with torch.device("meta"):
-            return auto_class.from_config(config, attn_implementation=attention)
-    model, report = auto_class.from_pretrained(
-        path,
-        config=config,
-        device_map="meta",
-        ignore_mismatched_sizes=True,  # the report names them
-        output_loading_info=True,
-        attn_implementation=attention,
-    )
+            model = auto_class.from_config(**options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise Mistake(f"in its weights {name} is {list(shape)}, and should be {list(needed)}")
-    missing = sorted(set(report["missing_keys"]) - {*may_lack})
-    if missing:
-        raise Mistake(f"its weights lack {', '.join(missing[:3])}")
+    # AutoModelForCausalLM builds decoders of encoders such as BERT, too; what was saved tells
+    name, saved_as = type(model).__name__, str(config.architectures or "LMHead")
+    if auto_class is AutoModelForCausalLM and not re.search(f"{name}|CausalLM|LMHead", saved_as):
+        raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
+    return model, report
+
+
+def load_model(run, auto_class, path, trained, **config_options):
+    """A model by the script's load_model, which refuses what it lacks, without its weights."""
+    script, args = run.reader()
+
+    def build(path, config, **_):
+        return build_model(run, auto_class, path, config)
+
+    without_weights = SimpleNamespace(from_pretrained=build)
+    with mock.patch.object(script, auto_class.__name__, without_weights):
+        args = replace(args, lora_rank=0)
+        return script.load_model(without_weights, path, args, trained, **config_options)
+
+
+def load_classifier(run, path, is_trained):
+    """A reward or value model: causal, with one label. One that is trained may lack its head."""
+    script, args = run.reader()
+    config = AutoConfig.from_pretrained(path, revision=script.revision_of(path, args))
+    is_classifier = "SequenceClassification" in str(config.architectures)
+    labels = config.num_labels if is_classifier else int(is_trained)
+    if labels != 1:
+        raise Mistake(f"it has {labels} labels, and must be a classifier with one")
+    model = load_model(run, AutoModelForSequenceClassification, path, is_trained, num_labels=1)
+    if not hasattr(model, "score"):  # as of BERT
+        raise Mistake(f"a {type(model).__name__} has no head named score")
+    is_causal = getattr(model.config, "is_causal", True)
+    if not is_causal or getattr(model.config, "use_bidirectional_attention", False):
+        raise Mistake("it attends to later tokens; it must be a causal model")
     return model
 
 
-def check_policy(run):
-    """Refuses a policy that is no decoder, or not what its config.json says."""
-    path = run.args.model_name_or_path
-    with loading("model_name_or_path", path):
-        revision = revision_of(run, path)
-        config = AutoConfig.from_pretrained(path, revision=revision)
-        model = build_model(run, AutoModelForCausalLM, path, config)
-        # AutoModelForCausalLM builds decoders of encoders such as BERT, too; what was saved tells
-        name = type(model).__name__
-        saved_as = str(config.architectures or name)
-        is_decoder = name in saved_as or "CausalLM" in saved_as or "LMHead" in saved_as
-        if not is_decoder:
-            raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
-        if any("expert" in name for name, _ in model.named_parameters()):
-            raise Mistake("it is a mixture of experts, whose syncs failed (docs/scaling.md)")
-        with contextlib.suppress(OSError):  # a model may come without one
-            model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
-    run.model = model
-
-
-def shrunk(config):
-    """A copy of a config, for a model that is built in no time; sizes of attention's heads stay."""
-    config = copy.deepcopy(config.get_text_config())
-    num_layers = config.num_hidden_layers
-    head_size = config.hidden_size / config.num_attention_heads
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == num_layers:  # such as layer_types
-            setattr(config, name, value[:2])
-        elif name.endswith("_token_id"):
-            setattr(config, name, 0)
-        elif isinstance(value, int) and re.search("intermediate_size|^vocab_size", name):
-            setattr(config, name, 64)
-    # By these names also where the config has others, as GPT-J's and MPT's
-    config.num_hidden_layers = config.num_attention_heads = 2
-    config.hidden_size = 64 * math.ceil(head_size / 32)
-    config.vocab_size = 64
-    if hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = 2
-    return config
+def check_models(run):
+    """The policy; the reward model, also one of weight 0; what the value model starts from."""
+    script, args = run.reader()
+    flags = {"model": "model_name_or_path"}
+    if args.reward_model_path:
+        flags["reward_model"] = "reward_model_path"
+    if hasattr(run.args, "value_model_path"):
+        starts = ("value_model_path", "reward_model_path", "model_name_or_path")
+        flags["value_model"] = next(flag for flag in starts if getattr(args, flag))
+    for role, flag in flags.items():
+        path = getattr(args, flag)
+        with loading(flag, path):
+            if role == "model" and not run.trains_reward_model():
+                model = load_model(run, AutoModelForCausalLM, path, trained=True)
+                with contextlib.suppress(OSError):  # a model may come without one
+                    revision = script.revision_of(path, args)
+                    generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+                    model.generation_config = generation_config
+            else:
+                model = load_classifier(run, path, is_trained=role != "reward_model")
+        setattr(run, role, model)
+    run.has_models = True
 
 
 # What the engine does first: it reads the config, and finds and imports the model's file
@@ -673,6 +617,27 @@ def check_engine(run):
         raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
 
 
+def shrunk(config):
+    """A copy of a config, for a model that is built in no time; sizes of attention's heads stay."""
+    config = copy.deepcopy(config.get_text_config())
+    num_layers = config.num_hidden_layers
+    head_size = config.hidden_size / config.num_attention_heads
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == num_layers:  # such as layer_types
+            setattr(config, name, value[:2])
+        elif name.endswith("_token_id"):
+            setattr(config, name, 0)
+        elif isinstance(value, int) and re.search("intermediate_size|^vocab_size", name):
+            setattr(config, name, 64)
+    # By these names also where the config has others, as GPT-J's and MPT's
+    config.num_hidden_layers = config.num_attention_heads = 2
+    config.hidden_size = 64 * math.ceil(head_size / 32)
+    config.vocab_size = 64
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 2
+    return config
+
+
 @torch.no_grad()
 def check_head(run):
     """Compares PolicyModel's log-probabilities with those of a small model of the same kind.
@@ -707,53 +672,6 @@ def check_head(run):
         )
 
 
-def check_adapters(run):
-    """Refuses what vLLM's kernels for adapters lack. Notes a learning rate as without adapters."""
-    args = run.args
-    if plan.rank_of(run) and run.options.has_gpus() and args.dtype == "float32":
-        raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
-    if plan.rank_of(run) and args.learning_rate <= 1e-6:
-        run.notes.append(
-            f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
-            f"that of full training"
-        )
-
-
-def build_classifier(run, flag, may_lack_head):
-    """A reward or value model: causal, with one label and the policy's vocabulary."""
-    path = getattr(run.args, flag)
-    with loading(flag, path):
-        config = AutoConfig.from_pretrained(path, revision=revision_of(run, path))
-        labels = 1 if may_lack_head else 0
-        if "SequenceClassification" in str(config.architectures):
-            labels = config.num_labels
-        if labels != 1:
-            raise Mistake(f"it has {labels} labels, and must be a classifier with one")
-        config.num_labels = 1
-        may_lack = ["score.weight"] * may_lack_head
-        model = build_model(run, AutoModelForSequenceClassification, path, config, may_lack)
-        if not hasattr(model, "score"):  # as of BERT
-            raise Mistake(f"a {type(model).__name__} has no head named score")
-        is_causal = getattr(config, "is_causal", True)
-        if not is_causal or getattr(config, "use_bidirectional_attention", False):
-            raise Mistake("it attends to later tokens; it must be a causal model")
-    return model
-
-
-def check_classifiers(run):
-    """The reward model, also one of weight 0, and what the value model starts from."""
-    args = run.args
-    if run.trains_reward_model():
-        run.model = build_classifier(run, "model_name_or_path", may_lack_head=True)
-    elif args.reward_model_path:
-        run.reward_model = build_classifier(run, "reward_model_path", may_lack_head=False)
-    if hasattr(args, "value_model_path"):
-        flags = ("value_model_path", "reward_model_path", "model_name_or_path")
-        flag = next(flag for flag in flags if getattr(args, flag))
-        run.value_model = build_classifier(run, flag, may_lack_head=True)
-    run.has_models = True
-
-
 def check_tokens(run):
     """Stop tokens, vocabulary and lengths: tokenizer, model and data together."""
     tokenizer, model = run.tokenizer, run.model
@@ -782,15 +700,9 @@ def check_tokens(run):
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
     workers = queue.Queue()
-    if run.model is not None:  # what is read of an answer is without stop tokens
-        found = run.script.find_stop_tokens(run.args, run.tokenizer, run.model)
-        run.args.stop_token_ids = found
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
-    for row in prompts:
-        if run.args.reward_fn and not isinstance(row.extra_info or {}, dict):
-            raise Mistake(f"{row.origin}: extra_info is no dictionary: {row.extra_info!r:.60}")
-    truths = {row.origin: row.ground_truth for row in prompts}
-    texts = {row: str(truth) for row, truth in truths.items() if not odd_data.is_rule(truth)}
+    answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
+    texts = {row.origin: str(row.ground_truth) for row in answers}
     lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
     run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
@@ -816,11 +728,9 @@ def start_worker(run, workers):
         if any(given.values()):
             workers.put(run.script.start_reward_worker(*given.values()))
     except (Exception, SystemExit) as error:
-        text = describe(error)
-        if "completions" in text:
-            text += "; functions of TRL's form: docs/coming_from.md"
         words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
-        raise Mistake(f"{words}: {text}") from error
+        advice = "; functions of TRL's form: docs/coming_from.md" * ("completions" in str(error))
+        raise Mistake(f"{words}: {describe(error)}{advice}") from error
 
 
 def is_empty(truth):
@@ -828,22 +738,22 @@ def is_empty(truth):
 
 
 def rows_to_try(run, prompts):
-    """All where the rule is the script's own. Else those with a new kind of truth, and some others.
+    """All where the rule is the script's own. Else the first of each kind, and some others.
 
-    A kind is a type, or that it is empty. Empty ones come last.
+    A kind is a source with the types of truth and extra_info. Rows without a truth come last.
     """
     if not run.args.reward_fn:
         return prompts
-    by_kind, by_source = {}, {}
-    for prompt in prompts:
-        kind = type(prompt.ground_truth), is_empty(prompt.ground_truth)
-        by_kind.setdefault(kind, prompt)
-        by_source.setdefault((prompt.data_source, *kind), prompt)
-    chosen = [*by_kind.values()]
-    for rows in ([*by_source.values()], prompts):
-        chosen += rows[:: math.ceil(len(rows) / FEW_ROWS) or 1]
-    chosen = {prompt.origin: prompt for prompt in chosen}.values()
-    return sorted(chosen, key=lambda prompt: is_empty(prompt.ground_truth))
+    kinds = {}
+    for row in prompts:
+        kind = type(row.ground_truth), is_empty(row.ground_truth), type(row.extra_info)
+        kinds.setdefault((row.data_source, *kind), row)
+    chosen = [*kinds.values(), *prompts[:: math.ceil(len(prompts) / FEW_ROWS) or 1]]
+    chosen = {row.origin: row for row in chosen}.values()
+    return sorted(chosen, key=lambda row: is_empty(row.ground_truth))
+
+
+SLOW_CALLS = "load what takes long when the file is imported, or raise --reward_timeout"
 
 
 def try_reward(run, workers, prompts):
@@ -851,8 +761,15 @@ def try_reward(run, workers, prompts):
 
     Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
     """
+
+    @functools.cache
+    def read(answer):
+        """Token ids of an answer, and what the run would read of them."""
+        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return token_ids, run.script.response_text(run.tokenizer, token_ids, run.args)
+
     start, count, truths = time.perf_counter(), 0, {}
-    poor, partial, respelled = [], {}, {}  # by origin, what is said of them
+    poor, partial, respelled = {}, {}, {}  # by origin, what is said of them
     for prompt in prompts:  # the texts of each source
         truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
     chosen = rows_to_try(run, prompts)
@@ -860,74 +777,51 @@ def try_reward(run, workers, prompts):
         if time.perf_counter() - start > SECONDS_OF_TRIALS:
             run.notes.append(f"the reward is slow: tried on {count} of {len(chosen):,} rows")
             break
-        source, truth = prompt.data_source, str(prompt.ground_truth)
+        origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
         answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        graded = [score(run, workers, prompt, answer) for answer in answers]
+        graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
         bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
         if odd_data.is_rule(prompt.ground_truth):
             continue
-        if graded[0].text != truth:  # the tokenizer has made another text of it
-            as_it_stands = score(run, workers, prompt, truth, is_read=False).verifiable
-            if bare < as_it_stands:
-                respelled[prompt.origin] = graded[0].text, truth, bare, as_it_stands
         scores = max(bare, boxed), wrong, empty
         usual = run.answers.setdefault(source, scores)
         if is_empty(truth) and wrong >= usual[0] > usual[1]:
             raise Mistake(
-                f"{prompt.origin}: the ground truth is empty, and any answer is right: "
+                f"{origin}: the ground truth is empty, and any answer is right: "
                 f"{answers[2][:60]!r} scores {wrong:g}"
             )
-        if scores[0] <= max(wrong, empty) and prompt.origin not in respelled:
-            poor.append(prompt.origin)
-        elif prompt.origin not in respelled and not any(map(is_right, graded[:2])):
-            partial[prompt.origin] = scores[0]
-    for origin, (text, truth, bare, as_it_stands) in [*respelled.items()][:1]:
-        run.notes.append(
-            f"{origin}, and so {len(respelled):,} of {count:,} that were tried: no response can "
-            f"have the ground truth {truth[:60]!r}; as tokens it reads {text[:60]!r} and scores "
-            f"{bare:g}, not {as_it_stands:g}"
-        )
-    for origin, most in [*partial.items()][:1]:
-        run.notes.append(
-            f"{origin}, and so {len(partial):,} of {count:,} that were tried: the ground truth "
-            f"scores {most:g}, and 1 counts as right: unless an answer of another form scores "
-            f"more, the share of right answers will say 0; the reward may return `right` as well "
-            f"(docs/rewards.md)"
-        )
-    if poor:
-        run.notes.append(
-            f"{poor[0]}, and so {len(poor):,} of {count:,} that were tried: the ground truth as an "
-            f"answer scores no more than a wrong or an empty answer; is a right answer of another "
-            f"form?"
-        )
+        as_it_stands = bare
+        if graded[0].text != truth:  # the tokenizer has made another text of it
+            as_it_stands = score(run, workers, prompt, read(truth)[0], truth).verifiable
+        if bare < as_it_stands:
+            respelled[origin] = (
+                f"no response can have the ground truth {truth[:60]!r}; as tokens it reads "
+                f"{graded[0].text[:60]!r} and scores {bare:g}, not {as_it_stands:g}"
+            )
+        elif scores[0] <= max(wrong, empty):
+            poor[origin] = (
+                "the ground truth as an answer scores no more than a wrong or an empty answer; is "
+                "a right answer of another form?"
+            )
+        elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:2]):
+            partial[origin] = (
+                f"the ground truth scores {scores[0]:g}, and 1 counts as right: unless an answer "
+                f"of another form scores more, the share of right answers will say 0; the reward "
+                f"may return `right` as well (docs/rewards.md)"
+            )
+    for found in (respelled, partial, poor):
+        for origin, words in [*found.items()][:1]:
+            of_all = f"{len(found):,} of {count:,} that were tried"
+            run.notes.append(f"{origin}, and so {of_all}: {words}")
     if run.longest_call > run.args.reward_timeout / 2:
         run.notes.append(f"a call of the reward took {run.longest_call:.1f} s: {SLOW_CALLS}")
 
 
-SLOW_CALLS = "load what takes long when the file is imported, or raise --reward_timeout"
-
-
-def is_right(response):
-    """Whether an answer counts as right, as in the run's metrics."""
-    return response.reward_metrics.get("right", response.verifiable) >= 1
-
-
-def score(run, workers, prompt, answer, is_read=True):
-    """An answer as a Response with its score. Mistake: the reward fails on it.
-
-    is_read: the reward gets what the run would read of it, as tokens; else its text as it stands.
-    """
-    script, args = run.script, run.args
-    if answer not in run.read:
-        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        read = getattr(script, "response_text", None)  # an older copy has none
-        text = read(run.tokenizer, token_ids, args) if read else answer
-        run.read[answer] = token_ids, text
-    token_ids, text = run.read[answer]
-    text = text if is_read else answer
-    start = time.perf_counter()
+def score(run, workers, prompt, token_ids, text):
+    """An answer as a Response with its score. Mistake: the reward fails on it."""
+    script, args, start = run.script, run.args, time.perf_counter()
     try:
         response = script.Response(
             prompt=prompt,
@@ -936,31 +830,23 @@ def score(run, workers, prompt, answer, is_read=True):
             stopped=True,
             text=text,
         )
-        if not args.reward_fn:
+        if args.reward_fn:
+            response = script.call_worker(workers, response, args)
+        else:
             value = script.compute_score(prompt.data_source, text, prompt.ground_truth)
-            return replace(response, verifiable=value)
-        response = script.call_worker(workers, response, args)
+            response = replace(response, verifiable=value)
         failure = response.failure
     except Exception as error:
         failure = describe(error)
-    if not failure:
-        run.longest_call = max(run.longest_call, time.perf_counter() - start)
-        return response
-    cause = "but a model may answer anything"
-    # The right answer is no odd one; and extra_info[...], extra_info.get(...) reads the row
-    if answer == str(prompt.ground_truth) or re.search(r"extra_info[\[.']", failure):
-        cause = (
-            f"so look at the row, whose ground truth is {prompt.ground_truth!r:.60} and whose "
-            f"extra_info is {prompt.extra_info!r:.60}"
+    if failure:
+        advice = f"; {SLOW_CALLS}" if failure.startswith("TimeoutError") else ""
+        raise Mistake(
+            f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
+            f"{text[:60]!r} (a model may answer anything) to the ground truth "
+            f"{prompt.ground_truth!r:.60}, extra_info {prompt.extra_info!r:.60}: {failure}{advice}"
         )
-    if f'File "{script.__file__}"' in failure:  # none of the function's own lines
-        cause = "so look at what it takes and returns"
-    if failure.startswith("TimeoutError"):
-        cause = SLOW_CALLS
-    raise Mistake(
-        f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
-        f"{text[:60]!r}, {cause}: {failure}"
-    )
+    run.longest_call = max(run.longest_call, time.perf_counter() - start)
+    return response
 
 
 # ------------------------------------------------------------------ folder, checkpoint, disk, hub
@@ -991,32 +877,23 @@ def check_run_folder(run):
             run.args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
 
 
-MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "data_hash", "num_sources"}
-
-
-def kept_arguments(script):
-    """Arguments that may not change on resume: MUST_AGREE, or those that a loop looks at."""
-    names = set(getattr(script, "MUST_AGREE", ()))
-    for node in ast.walk(ast.parse(inspect.getsource(script))):
-        if isinstance(node, ast.For) and "--resume_from_checkpoint: " in ast.unparse(node.body):
-            with contextlib.suppress(ValueError):  # it goes over MUST_AGREE
-                names.update(ast.literal_eval(node.iter))
-    return names
+MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "num_sources"}
 
 
 def check_checkpoint(run):
     """Refuses a checkpoint of another run, or of another script. Finds what has changed."""
-    path, must_agree = run.checkpoint_dir, kept_arguments(run.script)
+    path, kept = run.checkpoint_dir, run.script.MUST_AGREE
     given = f"--resume_from_checkpoint {path}"
     try:
         json.loads((path / "state.json").read_bytes())
         saved = json.loads((path.parents[1] / "args.json").read_bytes())
     except (OSError, ValueError) as error:
         raise Mistake(f"{given}: it is damaged; resume an older one ({error})") from error
+    if not run.trains_reward_model():  # which has set its own
+        prompts = [vars(prompt) | {"origin": None} for prompt in run.train_rows + run.eval_rows]
+        run.args.data_hash = run.script.stable_hash(prompts)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    if not must_agree:
-        run.notes.append("what the script refuses on resume is not known; see check_checkpoint")
-    strange = must_agree & current.keys() - saved.keys()
+    strange = {*kept} & current.keys() - saved.keys()
     if strange:
         raise Mistake(f"{given} was written by another script: it has no {', '.join(strange)}")
     run.changed = {
@@ -1024,36 +901,17 @@ def check_checkpoint(run):
         for name, value in current.items()
         if name not in MAY_DIFFER and saved.get(name, value) != value
     }
-    differences = [
-        f"{name} was {was} and is {now}"
-        for name, (was, now) in run.changed.items()
-        if name in must_agree
-    ]
+    if run.changed.pop("data_hash", None):
+        raise Mistake(f"{given}: its data were others: rows, chat template or tokenizer")
+    both = run.changed.items()
+    differences = [f"{name} was {was} and is {now}" for name, (was, now) in both if name in kept]
     if differences:
-        raise Mistake(f"{given} is of a run with other arguments: {'; '.join(differences)}")
-    if not run.trains_reward_model():
-        prompts = [vars(prompt) | {"origin": None} for prompt in run.train_rows + run.eval_rows]
-        if saved["data_hash"] != run.script.stable_hash(prompts):
-            raise Mistake(f"{given} is of a run with other data: {other_data(run)}")
-
-
-def other_data(run):
-    """What tells the prompts of a run from those that it would have now: the first one."""
-    path = run.run_dir / "rollouts.jsonl"
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    (drawn,) = run.script.draw_prompts(len(run.train_rows), 0, 1, run.args.seed)
-    first = run.train_rows[drawn]
-    if lines:
-        was = json.loads(lines[0])
-        for name, now in (("prompt", first.text), ("ground_truth", str(first.ground_truth))):
-            if was[name] != now:
-                return f"its first {name} was {was[name][:80]!r}, and is {now[:80]!r}"
-    return "other rows, or other held-out prompts"
+        raise Mistake(f"{given} is of another run: {'; '.join(differences)}")
 
 
 def check_disk(run):
     """Refuses a disk that has no room for checkpoints, the final model, and a little besides."""
-    args, disk = run.args, run.options.disk
+    disk = run.options.disk
     if not disk and run.options.is_elsewhere():
         run.notes.append("the other machine's disk is not checked; say its room by --disk, in GB")
         return
@@ -1063,12 +921,11 @@ def check_disk(run):
     free += sum(path.stat().st_size for path in there)
     number, size = plan.checkpoints_on_disk(run)
     needed = number * size + plan.final_model(run) + 2**25
-    if free >= needed:
-        return
-    raise Mistake(
-        f"--output_dir {args.output_dir}: {in_words(free)} free, {in_words(needed)} are needed, "
-        f"{in_words(number * size)} of them for checkpoints; see --keep_last_n"
-    )
+    if free < needed:
+        raise Mistake(
+            f"--output_dir {run.args.output_dir}: {in_words(free)} free, {in_words(needed)} are "
+            f"needed, {in_words(number * size)} of them for checkpoints; see --keep_last_n"
+        )
 
 
 def check_shared_memory(run):
@@ -1141,9 +998,10 @@ def check_memory(run):
         for name, (needed, room) in parts.items()
         if needed > room
     )
-    helps = "; ".join(plan.in_flags(*found) for found in plan.what_fits(run)[:4])
-    other = "no flags make room; GPUs for vLLM alone may (--vllm_gpus), or a smaller model"
-    raise Mistake(f"memory: {problem}; {f'this fits: {helps}' if helps else other}")
+    helps = "no flags make room; GPUs for vLLM alone may (--vllm_gpus), or a smaller model"
+    for found in plan.what_fits(run)[:1]:
+        helps = f"this fits: {plan.in_flags(*found)}"
+    raise Mistake(f"memory: {problem}; {helps}")
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -1161,6 +1019,11 @@ def plan_of_data(run):
         yield "", f"the first prompt, as the model reads it: {shown}"
     if args.num_updates == 0:
         return
+    if args.num_updates < 100:
+        run.notes.append(
+            f"{args.num_updates} optimizer updates are few: raise --total_episodes or "
+            f"--num_train_epochs, or lower the batch sizes, which count for each rank"
+        )
     if run.trains_reward_model():
         pairs = f"of the {len(run.train_rows):,} pairs"
         yield "updates", f"{args.num_updates:,} of {args.mini_batch_size} {pairs}"
@@ -1199,20 +1062,13 @@ def plan_of_memory(run):
         if run.shares_gpus() and run.options.gpu_memory:
             yield "", plan.room_for_responses(run)
     number, size = plan.checkpoints_on_disk(run)
+    steps = getattr(args, "num_training_steps", args.num_updates)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
-    if not number and getattr(args, "save_freq", 0):
-        steps = getattr(args, "num_training_steps", args.num_updates)
-        yield "", f"no checkpoint is ever due: --save_freq {args.save_freq} of {steps:,} steps"
-        yield "", "lower it, or a run that ends early has to begin again"
-    elif not number:
-        yield "", "no checkpoints: a run that ends early has to begin again (--save_freq)"
-
-
-def span(scores):
-    """From the least to the most, or the one that all are."""
-    least, most = min(scores), max(scores)
-    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
+    if not number:
+        due = f"is ever due: --save_freq {args.save_freq} of {steps:,} steps"
+        yield "", f"no checkpoint {due if args.save_freq else '(--save_freq)'}: a run that ends"
+        yield "", "early has to begin again"
 
 
 def plan_of_reward(run):
@@ -1224,13 +1080,13 @@ def plan_of_reward(run):
         yield "reward", f"{args.verification_reward:g} x {args.reward_fn or 'compute_score'}"
     if run.script.uses_reward_model(args):
         yield "reward", f"{args.reward_model_multiplier:g} x the reward model's score"
-    tried = {f"a row of {source}": [scores] for source, scores in run.answers.items()}
-    if len(tried) > FEW_SOURCES:
-        tried = {f"{len(tried):,} sources that were tried": run.answers.values()}
-    for rows, scores in tried.items():
-        right, wrong, empty = map(span, zip(*scores, strict=True))
-        others = f"a wrong answer {wrong}, an empty one {empty}"
-        yield "", f"the ground truth of {rows} scores {right}, {others}"
+    sources = {}  # of the same scores
+    for source, scores in run.answers.items():
+        sources.setdefault(scores, []).append(str(source))
+    for (right, wrong, empty), names in sources.items():
+        shown = ", ".join(names[:FEW_SOURCES]) + (", ..." if len(names) > FEW_SOURCES else "")
+        yield "", f"the ground truth of a row of {shown} scores {right:g},"
+        yield "", f"a wrong answer {wrong:g}, an empty one {empty:g}"
 
 
 def plan_of_checkpoint(run):
@@ -1275,8 +1131,8 @@ def launch_command(options, words):
     command += ["--config_file", os.path.expanduser(options.config_file or os.path.relpath(file))]
     flags = f"--num_processes {learners}"
     if machines > 1:
-        flags += f" --num_machines {machines} --machine_rank 0"
-        flags += " --main_process_ip HOST --main_process_port 29500"
+        flags += f" --num_machines {machines} --machine_rank 0 --main_process_ip HOST"
+        flags += " --main_process_port 29500"
     return shlex.join(command + flags.split() + words)
 
 
@@ -1312,15 +1168,11 @@ def check(run):
     attempt(check_tokenizers)
     attempt(check_run_folder)
     attempt(check_data, run.tokenizer)
-    attempt(check_updates, run.args.mini_batch_size > 0, not is_trainer or run.train_rows)
-    if not is_trainer:
-        attempt(check_policy)
-        attempt(check_engine, run.model)
-        attempt(check_head, run.model)
-        attempt(check_adapters)
-        attempt(check_reward, run.train_rows)
-    attempt(check_classifiers, run.model or is_trainer)
+    attempt(check_models)
+    attempt(check_engine, not is_trainer, run.model)
+    attempt(check_head, not is_trainer, run.model)
     attempt(check_tokens, run.tokenizer, run.model)
+    attempt(check_reward, not is_trainer, run.train_rows)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)
     attempt(check_disk, run.run_dir, run.knows_sizes())
     attempt(check_shared_memory, not is_trainer, run.knows_sizes())
@@ -1342,7 +1194,7 @@ def main(words):
         if split == len(words):
             raise Mistake("which script? It is preflight.py [OPTIONS] script.py FLAGS...")
         script = load_script(words[split])
-        args, mistake = parse_flags(script, words[split + 1 :])
+        args, mistakes = parse_flags(script, words[split + 1 :])
         read_config_file(options)
     except Mistake as error:
         print(one_line(error), file=sys.stderr)
@@ -1352,9 +1204,7 @@ def main(words):
     run = Run(script, options, args)
     if not (is_local(args.model_name_or_path) and is_local(args.dataset)) and not hub_answers():
         run.notes.append("the hub does not answer; what is in the cache of it is used")
-    mistakes = check(run)
-    if mistake is not None:
-        mistakes.insert(0, mistake)
+    mistakes += check(run)
     print_plan(run)
     sys.stdout.flush()
     for line in dict.fromkeys(map(one_line, mistakes)):

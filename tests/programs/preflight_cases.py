@@ -87,6 +87,16 @@ def rows(*rows, flag="dataset"):
     return lambda folder: {flag: write_rows(folder / "data.jsonl", rows)}
 
 
+def asks(prompt):
+    """70 rows of a prompt."""
+    return rows(*[ROW | {"prompt": prompt}] * 70)
+
+
+def both(prompt):
+    """Rows and pairs, the second of this prompt."""
+    return rows(ROW_AND_PAIR, ROW_AND_PAIR | {"prompt": prompt})
+
+
 def reward(text, function=":f"):
     return lambda folder: {"reward_fn": f"{write_text(folder / 'r.py', text)}{function}"}
 
@@ -175,10 +185,8 @@ def classifier(*changes, flag="reward_model_path", **settings):
 
 REFUSES = file("chat_template", "t.jinja", "{{ raise_exception('no system role') }}")
 # As of preferences: what stands in place of a ground truth is for a reward model
-HH = ROW | {"reward_model": {"style": "model", "ground_truth": "the chosen answer"}}
 NO_TRUTH = "`ground_truth` | --no-apply_verifiable_reward --reward_model_path"
 NO_NUMBER = ROW | {"data_source": "gsm8k", "reward_model": {"ground_truth": "many"}}
-OF_TEXT = ": the prompt is the text of a list of messages | write the list itself"
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "53812="}]}]
 
 
@@ -191,12 +199,6 @@ def as_adapter(folder):
 def as_pointer(folder):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1045634\n"
     write_text(folder / "model.safetensors", pointer)
-
-
-def two_formats(folder):
-    write_rows(folder / "both/a.jsonl", [ROW_AND_PAIR] * 70)
-    write_text(folder / "both/b.csv", "prompt\n1=\n")
-    return {"dataset": folder / "both"}
 
 
 def begins_with_user(tokenizer):
@@ -225,66 +227,31 @@ def several(folder):
 BROKEN = json.dumps(ROW) + "\n{'prompt':\n"
 DATA = {
     "no file": (missing("dataset", "no.parquet"), "no.parquet: FileNotFoundError", EVERY),
-    "no debug data": (
-        given(dataset="debug_assets/no.jsonl"),
-        "scripts/dev/make_debug_assets.py makes debug_assets",
-        EVERY,
-    ),
-    "neither file nor hub": (given(dataset="no/such"), "no/such | .parquet | hub"),
+    "no debug data": (given(dataset="debug_assets/no.jsonl"), "make_debug_assets.py makes", EVERY),
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
-    "no prompt": (rows(ROW, ROW | {"prompt": None}), "data.jsonl, row 1: it has no prompt"),
-    "source null": (rows(ROW | {"data_source": None}), "row 0: None is neither | --reward_fn"),
-    "unknown source": (rows(ROW, ROW | {"data_source": "no/such"}), "row 1: 'no/such' is | gsm8k"),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
-    "for a reward model": (rows(ROW, HH), f"data.jsonl, row 1: it has no | {NO_TRUTH}"),
-    "number as a prompt": (
-        rows(ROW | {"prompt": 5}),
-        "row 0: its prompt is of type int | list",
-    ),
     "held-out, no number": (rows(ROW, NO_NUMBER, flag="eval_dataset"), "row 1 | 'many'"),
-    "too long": (given(max_prompt_token_length=3), "good.jsonl | --max_prompt_token_length"),
-    "no template": (missing("chat_template", "no.jinja"), "no.jinja", EVERY),
     "template refuses": (REFUSES, "good.jsonl, row 0 | chat template | no system role", EVERY),
     "messages as JSON": (
-        rows(ROW_AND_PAIR, ROW_AND_PAIR | {"prompt": json.dumps([ASK])}),
-        f"row 1{OF_TEXT}",
+        both(json.dumps([ASK])),
+        "row 1: the prompt is the text of a list of messages",
         EVERY,
     ),
-    "messages as Python's text": (rows(ROW | {"prompt": str([ASK, ASK])}), f"row 0{OF_TEXT}"),
-    "parts": (
-        rows(ROW_AND_PAIR, ROW_AND_PAIR | {"prompt": PARTS}),
-        "row 1: a content is a list of parts",
-        EVERY,
-    ),
+    "parts": (both(PARTS), "row 1: a content is a list of parts", EVERY),
     "a dictionary of lists": (
-        rows(ROW, ROW | {"prompt": {"role": ["user"], "content": ["5="]}}),
-        "row 1: its prompt is a dictionary; write a list of messages",
+        asks({"role": ["user"], "content": ["5="]}),
+        "row 0: its prompt is of type dict | a list of messages",
     ),
-    "half a character in a truth": (
-        rows(ROW | {"reward_model": {"ground_truth": "5\ud83d"}}),
-        "row 0: its text has half a character",
-    ),
-    "no role": (rows(ROW | {"prompt": [{"content": "5="}]}), "row 0: a message | has no role"),
+    "no role": (asks([{"content": "5="}]), "row 0: a message | has no role"),
     "a number as content": (
-        rows(ROW | {"prompt": [{"role": "user", "content": 5}]}),
-        "row 0: a message's content is 5, and must be a text",
+        asks([{"role": "user", "content": 5}]),
+        "row 0: | content is 5, and must be a text",
     ),
-    "half a character": (
-        rows(ROW | {"prompt": "5\ud83d="}),
-        "row 0: | half a character, | ud83d",
-    ),
-    "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | JSON"),
+    "half a character": (asks("5\ud83d="), "row 0: | half a character, | ud83d"),
+    "tools of no list": (rows(ROW | {"tools": "add"}), "row 0: its tools is 'add' | list"),
     "a reward model of text": (rows(ROW | {"reward_model": "rule"}), "row 0: its reward_model is"),
-    "a split of a file": (given(dataset_split="train[:5]"), "good.jsonl has no splits", EVERY),
-    "two formats": (two_formats, "has files of ['.csv', '.jsonl'], of which", EVERY),
-    "a list of files": (
-        given(dataset="['a.parquet','b.parquet']"),
-        "put them into a folder",
-        EVERY,
-    ),
-    "a pattern": (given(dataset="*.parquet"), "put them into a folder", EVERY),
-    "an array": (file("dataset", "x.json", "[]"), "a file must be a .parquet, or a .jsonl", EVERY),
+    "a list of files": (given(dataset="['a.parquet','b']"), "put several files into one", EVERY),
     "several configurations": (several, "Config name | 'socratic' | --dataset_config", EVERY),
     "control characters": (rows(ROW | {"data_source": "\x1b[31mx"}), r"row 0 | \x1b[31mx"),
 }
@@ -292,14 +259,7 @@ DATA = {
 SAYS = {"role": "assistant", "content": "12358"}
 PAIRS = {
     "no column": (rows({"prompt": "1", "answer": "2"}), "row 0 | 'chosen' | answer | `rejected`"),
-    "rejected is null": (rows(PAIR, PAIR | {"rejected": None}), "row 1 | `rejected`"),
-    "user speaks last": (rows({"chosen": [ASK, SAYS], "rejected": [ASK, ASK]}), "row 0 | user"),
-    "all equal": (rows(PAIR | {"rejected": "12358"}), "data.jsonl | equal responses"),
-    "too few": (
-        given(local_mini_batch_size=80),
-        "0 updates of 80 are too few | --num_train_epochs",
-    ),
-    "rate": (given(learning_rate=1e6), "--learning_rate | 1000000.0 | from 0 to 1"),
+    "too few": (given(local_mini_batch_size=80), "0 updates of 80 | --num_train_epochs"),
     "encoder": (classifier(flag="model_name_or_path", is_causal=False), "later tokens"),
 }
 
@@ -308,8 +268,8 @@ QUANTIZED = config(quantization_config={"quant_method": "nothing"})
 OWN_CODE = config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})
 NINE = architecture("Qwen2ForCausalLM", vocab_size=9, eos_token_id=1)
 NO_END = (config(eos_token_id=None), remove("generation_config.json"))
-NO_EOS = in_json("tokenizer_config.json", lambda settings: settings.update(eos_token=None))
 WITHOUT_WEIGHTS = model(remove("model.safetensors"))
+OTHER_IDS = model(in_json("tokenizer.json", swap_digits), flag="tokenizer_name_or_path")
 EMPTY_TOKENIZER = model(in_json("tokenizer.json", empty_vocabulary), flag="tokenizer_name_or_path")
 MODELS = {
     "no folder": (missing("model_name_or_path"), "--model_name_or_path | none: no such", EVERY),
@@ -321,7 +281,6 @@ MODELS = {
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "quantized": (model(QUANTIZED), "quantized", EVERY),
     "code of its own": (model(OWN_CODE), "custom code", EVERY),
-    "unknown attention": (given(attn_implementation="none"), "none | eager", EVERY),
     "too few positions": (given(response_length=512), "--response_length | positions | 512"),
     "no tokenizer": (missing("tokenizer_name_or_path"), "--tokenizer_name_or_path | none", EVERY),
     "empty tokenizer": (EMPTY_TOKENIZER, "into nothing | --tokenizer_name_or_path", EVERY),
@@ -330,29 +289,17 @@ MODELS = {
     "a pointer": (model(as_pointer), "model.safetensors is a pointer of git-lfs", EVERY),
     "a file": (given(model_name_or_path=MODEL / "model.safetensors"), "it is a file; give", EVERY),
     "a folder above": (given(model_name_or_path=MODEL.parent), "its model is in | /model", EVERY),
-    "ids of another": (
-        model(in_json("tokenizer.json", swap_digits), flag="tokenizer_name_or_path"),
-        "--tokenizer_name_or_path | 2 of its tokens have other ids",
-    ),
+    "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | 2 of its tokens have other ids"),
     "tokenizer of another": (model(NINE), "tokenizer | 17 | 9"),
     "unknown stop token": (given(stop_token="<|stop|>"), "--stop_token | <|stop|>", EVERY),
-    "no end token": (model(*NO_END, NO_EOS), "stop token | --stop_token"),
-    "bias of the head": (model(architecture("PhiForCausalLM")), "PhiForCausalLM | bias"),
-    "mixture of experts": (model(architecture("Qwen3MoeForCausalLM")), "a mixture of experts"),
+    "bias of the head": (model(architecture("PhiForCausalLM")), "its head has a bias"),
 }
 
 BERT = architecture("BertForSequenceClassification", num_labels=1)
 TWO_LABELS = classifier(num_labels=2, flag="value_model_path")
 OTHER_TOKENS = classifier(in_json("tokenizer.json", swap_digits))
 CLASSIFIERS = {
-    "a tensor lacks": (classifier(without_q_proj), f"--reward_model_path | {Q_PROJ}"),
     "two labels": (TWO_LABELS, "--value_model_path | it has 2 labels", PPO),
-    "vocabulary": (classifier(vocab_size=9), "--reward_model_path | vocab_size is 9, too small"),
-    "vocabulary of values": (
-        classifier(vocab_size=16, flag="value_model_path"),
-        "--value_model_path | vocab_size is 16, too small",
-        PPO,
-    ),
     "encoder": (classifier(is_causal=False), "--reward_model_path | attends to later tokens"),
     "other head": (model(BERT, flag="value_model_path"), "no head named score", PPO),
     "no head": (given(reward_model_path=MODEL), "--reward_model_path | 0 labels"),
@@ -366,57 +313,36 @@ def truth(answer):
 
 FIVE, EMPTY = truth("5"), truth("")
 # The wrong answer to a row is another row's ground truth
-WRONG = together(call("return 1.0 / (text != '5')"), rows(*[ROW] * 35, *[FIVE] * 35))
 FIRST = call("return text[0] == '1'")
-BY_ROW = call("return 1.0 if text == truth else extra_info['unit']")
 IS_IN = call("return float(truth in text)")
 LATER = together(call("return 1.0 / (truth != '68')"), rows(*[truth(f"{i}") for i in range(70)]))
 OF_ROW = "good.jsonl, row 0: | r.py:f"
-LOOK = "so look at the row, whose ground truth is '12358' and whose extra_info is {'index': 0}"
-ANYTHING = "but a model may answer anything"
-TAKES = "so look at what it takes and returns"
-OF_TEXT_ALONE = rows(ROW, ROW | {"extra_info": "index 1"})
+OF_TRUTH = "to the ground truth '12358', extra_info {'index': 0}: "
+OF_TEXT = rows(ROW, ROW | {"extra_info": "index 1"})
 REWARDS = {
-    "none": (given(apply_verifiable_reward=False), "no reward | --apply_verifiable_reward"),
     "no file": (missing("reward_fn", "none.py:f"), "--reward_fn | none.py | file.py:function"),
-    "another file": (file("reward_fn", "r.txt:f", ""), "--reward_fn | r.txt | file.py:function"),
-    "function not named": (reward("def f(): 1\n", function=""), "r.py | file.py:function"),
     "no such function": (reward("def g(): 1\n"), "--reward_fn | r.py:f: | no attribute 'f'"),
-    "relative import": (reward("from .g import f\n"), "relative import with no"),
-    "fails": (call("return 1 / 0"), f"{OF_ROW} | '12358', {LOOK} | ZeroDivisionError | line 3"),
-    "fails on a wrong answer": (WRONG, f"row 0 | answer '5', {ANYTHING}: | ZeroDivisionError"),
-    "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '', {ANYTHING}: | IndexError"),
-    "fails by the row": (BY_ROW, f"{OF_ROW} | '', {LOOK} | KeyError: 'unit'"),
-    "fails on a later row": (LATER, "row 68: | answer '68', so look at the row | ZeroDivision"),
+    "fails": (call("return 1 / 0"), f"{OF_ROW} | {OF_TRUTH} | line 3"),
+    "fails on an empty answer": (FIRST, f"{OF_ROW} | answer '' (a model may answer | IndexError"),
+    "fails on a later row": (LATER, "row 68: | answer '68' | ZeroDivision"),
     "fails on another type": (
         together(IS_IN, rows(ROW, truth(5))),
-        "row 1: | whose ground truth is 5 and | TypeError",
+        "row 1: | ground truth 5, | TypeError",
     ),
-    "of a list": (
-        reward("def f(data_source, response, **more): return [1.0]\n"),
-        f"{OF_ROW} | {TAKES}: | 'list'",
-    ),
-    "no number": (call("return float('nan')"), f"{OF_ROW} | {TAKES}: | the reward is nan"),
+    "no number": (call("return float('nan')"), f"{OF_ROW} | the reward is nan"),
     "empty truth": (
         together(IS_IN, rows(ROW, EMPTY, EMPTY)),
-        "row 1: the ground truth is empty, and any answer is right: '12358' scores 1",
+        "row 1: | empty, and any answer is right: '12358'",
     ),
-    "text as extra_info": (
-        together(IS_IN, OF_TEXT_ALONE),
-        "row 1: extra_info is no dictionary: 'index 1'",
-    ),
+    "text as extra_info": (together(IS_IN, OF_TEXT), "row 1: | extra_info 'index 1': | TypeError"),
 }
 # Each starts a process
+HANGS = together(call("time.sleep(99)"), given(reward_timeout=0.5))
+OF_TRL = "def f(completions, **more): return 0\n"
 IN_PROCESS = {
     "file exits": (reward("import sys\nsys.exit('no licence')\n"), "SystemExit: no licence"),
-    "takes something else": (
-        reward("def f(completions, **more): return 0\n"),
-        "--reward_fn | r.py:f: | it takes (completions, | is given data_source | coming_from",
-    ),
-    "hangs": (
-        together(call("time.sleep(99)"), given(reward_timeout=0.5)),
-        "TimeoutError | 0.5 s | when the file is imported, or raise --reward_timeout",
-    ),
+    "takes something else": (reward(OF_TRL), "r.py:f: it takes (completions, | coming_from"),
+    "hangs": (HANGS, "TimeoutError | 0.5 s | is imported, or raise --reward_timeout"),
     "crashes": (call("ctypes.string_at(0)"), f"{OF_ROW} | BrokenProcessPool"),
 }
 
@@ -428,15 +354,6 @@ NUMBERS = {
     "not finite": (given(penalty_reward_value="-inf"), "--penalty_reward_value is -inf"),
     "mask that leaves no ratio": (given(mismatch_mask_range=0.5), "--mismatch_mask_range | from 1"),
     "rest of a step": (given(local_mini_batch_size=24), "(64) | (24) | 8 would do"),
-    "warm-up": (
-        given(**TEN, warm_up_steps=10),
-        "--warm_up_steps (10) must be below | (10); see --total_episodes",
-    ),
-    "both warm-ups": (
-        given(**TEN, value_warmup_steps=7, warm_up_steps=3),
-        "--warm_up_steps (3) must be below | (3); see --total_episodes, --value_warmup_steps",
-        PPO,
-    ),
     "group of one": (given(number_samples_per_prompt=1, local_mini_batch_size=32), "group", GRPO),
 }
 
@@ -468,9 +385,7 @@ CASES = {
 SHARDED = REPO / "scripts" / "accelerate" / "fsdp2.yaml"
 ONE_GPU = SHARDED.with_name("one_gpu.yaml")
 FSDP2 = "scripts/accelerate/fsdp2.yaml | fsdp_version 2"
-ONE_PROCESS = (
-    "--num_processes 8 | one_gpu.yaml starts one | --config_file scripts/accelerate/ddp.yaml"
-)
+ONE_PROCESS = "--num_processes 8 | one_gpu.yaml starts one | scripts/accelerate/ddp.yaml"
 
 
 def launch_file(**changes):
@@ -482,7 +397,7 @@ def launch_file(**changes):
 LEARNER = {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False}
 HELP = "a learner needs about 0.4 GiB of its GPU, and has 0.2 GiB; this fits: | "
-HELP += "--gradient_checkpointing: 0.1 GiB of 0.2 GiB; --micro_batch_tokens 508: 8.4 MiB of"
+HELP += "--gradient_checkpointing: 0.1 GiB of 0.2 GiB"
 # Each fits, and the two do not, with 2 GiB for CUDA
 BOTH = "a learner needs about | has 0.0 MiB; this fits: --vllm_gpu_memory_utilization 0."
 ADAPTERS = {"lora_rank": 8, "dtype": "float32"}
@@ -509,7 +424,6 @@ LAUNCHES = {
     "memory of nothing": (gpus(1, 0.5), {}, "a learner needs about | no flags make room"),
     "no such file": (given(config_file="no.yaml"), {}, "no.yaml | accelerate"),
     "FSDP1": (launch_file(fsdp_config={"fsdp_version": 1}), {}, FSDP2),
-    "RAM-efficient loading": (launch_file(fsdp_config={"fsdp_version": 2}), {}, FSDP2),
     "DeepSpeed": (launch_file(distributed_type="DEEPSPEED"), {}, FSDP2),
     "ranks of one process": (gpus(8, num_processes=8, config_file=ONE_GPU), {}, ONE_PROCESS),
     "sharded pairs": (given(config_file=SHARDED), PAIRS_OF_FSDP, "accelerate/ddp.yaml", TRAINER),
@@ -539,10 +453,8 @@ def rename(*names):
 FORKS = {
     "not there": (lambda folder: folder / "none.py", "none.py | No such file"),
     "no script": (fork("x = 1\n"), "fork.py | Args"),
-    "no fill_in": (rename("fill_in"), "no attribute 'fill_in'"),
-    "no load_prompts": (rename("load_prompts", "load_rows"), "no attribute 'load_prompts'"),
+    "no load_prompts": (rename("load_prompts", "load_rows"), "no attribute 'load_rows'"),
     "no compute_score": (rename("compute_score"), "no attribute 'compute_score'"),
-    "no held-out data": (rename("eval_dataset"), "no attribute 'eval_dataset'"),
 }
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -563,17 +475,22 @@ def stepped(model):
     return model, optimizer
 
 
+def load_tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
 def save_run(folder, script):
     """A run that was interrupted in step 8, with checkpoints after 3 and 6, in output/run."""
     module = importlib.import_module(Path(script).stem)
     args = tyro.cli(module.Args, args=words_of(options_of_run(folder, script)))
     if script in TRAINER:
-        args.mini_batch_size, args.num_updates, args.warm_up_steps = 8, 8, 0
+        args.mini_batch_size, args.num_updates, args.stop_token_id = 8, 8, 1
+        rows = module.load_pairs(None, args.dataset, None, None, load_tokenizer(), args)
+        args.data_hash = ppo_sync.stable_hash(rows)
     else:
         args = module.fill_in(args, 1)
         args.stop_token_ids = (1,)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-        train, held_out = module.load_datasets(tokenizer, args)
+        train, held_out = module.load_datasets(load_tokenizer(), args)
         rows = [vars(prompt) | {"origin": None} for prompt in train + held_out]
         args.data_hash = module.stable_hash(rows)
     run_dir = folder / "output" / "run"
@@ -594,12 +511,6 @@ def cut_state(run_dir):
     (run_dir / "checkpoints/step_3/state.json").write_text('{"seconds": 1')
 
 
-def begin_with_9(run_dir):
-    write_rows(run_dir / "rollouts.jsonl", [{"prompt": "9=", "ground_truth": "9"}])
-
-
-LATEST = given(resume_from_checkpoint="latest")
-OTHER = given(resume_from_checkpoint="latest", run_name="other")
 FOLDER = given(resume_from_checkpoint="output/run")
 SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("value_model_path"))
 # name: (what has happened to the run, builder of options, words), for the three scripts; or with
@@ -607,17 +518,13 @@ SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("value_model_path")
 CHECKPOINTS = {
     "state cut off": (cut_state, given(), "step_3 | damaged | older", EVERY),
     "the run's folder": (nothing, FOLDER, "no checkpoint | /checkpoints/step_", EVERY),
-    "latest of another": (nothing, OTHER, "other has no checkpoint | --run_name", EVERY),
     "another script's": (SAVED_BY_GRPO, given(), "another script | value_model", PPO),
     "seed": (nothing, given(seed=2), "seed was 1 and is 2", EVERY),
-    "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", ASYNC),
-    "another model": (nothing, model(), "model_name_or_path was"),
-    "another reward model": (nothing, classifier(), "reward_model_path was None", PPO),
     "adapters": (nothing, given(lora_rank=8, learning_rate=1e-5), "lora_rank was 0 and is 8"),
     "other prompts": (
-        begin_with_9,
-        rows(*[ROW | {"prompt": "8="}] * 70),
-        "other data: its first prompt was '9=', and is '8='",
+        nothing,
+        asks("8="),
+        "its data were others: rows, chat template or tokenizer",
     ),
     "pairs": (nothing, given(local_mini_batch_size=16), "num_updates was 8 and is 4", TRAINER),
 }
@@ -626,10 +533,7 @@ NEWER = "resumes | checkpoints/step_3 and removes what is newer: step_6"
 # Nothing is wrong. name: (as in CHECKPOINTS, words of the plan, scripts)
 RESUMED = {
     "older": (nothing, given(), NEWER, EVERY),
-    "newest": (nothing, LATEST, "resumes | checkpoints/step_6", EVERY),
     "rate": (nothing, given(learning_rate=0.5), "learning_rate was | and is 0.5", EVERY),
-    "another model": (nothing, model(), "model_name_or_path was | and is", TRAINER),
-    "another reward model": (nothing, classifier(), "reward_model_path was None and is", GRPO),
     "evaluations": (nothing, given(num_evals=5), "num_evals was 10 and is 5", PPO[:1]),
 }
 
@@ -641,12 +545,14 @@ UNWRITABLE = [ROW, truth("5\u00e94")] * 35
 OF_ITS_OWN = [ROW | {"data_source": f"mine/{number}"} for number in range(40)]
 WARMS_UP = "global ready; time.sleep(0 if 'ready' in globals() else 1.2); ready = True"
 WARMS_UP = call(f"{WARMS_UP}; return float(truth in text)")
+WARMS_UP = together(WARMS_UP, given(reward_timeout=2.2))
 NOTHING_ALONE = given(penalty_reward_value=-1.0, r1_style_format_reward=2.0)
 HELD_OUT = rows(*[ROW] * 5, flag="eval_dataset")
 HELD_OUT = together(HELD_OUT, given(**TEN, num_eval_prompts=3, num_evals=2))
 ALWAYS = together(rows(*[ROW] * 35, *[FIVE] * 35), call("return 1.0"))
 BY_BOTH = together(classifier(), given(verification_reward=2.0, reward_model_multiplier=0.25))
 LENGTH = "def f(response, extra_info): return extra_info['stopped'] / extra_info['num_tokens']\n"
+ENDS_EARLY = together(call("return float(text == truth)"), rows(*[truth("5<|end|>")] * 70))
 RULE = ROW | {"reward_model": {"ground_truth": '{"N": 3}'}}
 
 
@@ -683,15 +589,13 @@ GOES_ON = "ends an answer with '<|end|>' | no stop token | --stop_token '<|end|>
 SECOND = template("{{ messages[0].content }}{{ messages[1].content }}")
 IMAGE = {"images": [{"path": "1.png"}]}
 DIALOGUE = {"chosen": [ASK, SAYS], "rejected": [ASK, SAYS | {"content": "1"}]}
-ASKS_RENDERED = ASK | {"content": "<|user|>1="}
-RENDERED = {name: [ASKS_RENDERED, answer] for name, (_, answer) in DIALOGUE.items()}
 HELD_OUT_MAIN = given(eval_dataset="gsm8k", eval_dataset_config="main", eval_dataset_split="train")
 HELD_OUT_MAIN = together(lambda folder: several(folder) and {}, HELD_OUT_MAIN)
 BEGINS = model(
     in_json("tokenizer.json", begins_with_user),
     in_json("tokenizer_config.json", lambda settings: settings.update(bos_token="<|user|>")),
 )
-NO_TEMPLATE = together(model(remove("chat_template.jinja")), rows(*[ROW | {"prompt": "1="}] * 70))
+NO_TEMPLATE = together(model(remove("chat_template.jinja")), asks("1="))
 SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"))
 TWICE = {"prompt": "1=", "chosen": "1=1", "rejected": "1=2"}
 TURNED = PAIR | {"chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
@@ -699,50 +603,43 @@ TURNED = PAIR | {"chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
 ODD = {
     "images": (prompts("1=", "2=", **IMAGE), "nobody reads the column images"),
     "videos": (rows(*[PAIR | {"videos": ["1.mp4"]}] * 70), "reads the column videos", TRAINER),
-    "all equal": (prompts("1="), "all 70 prompts are equal"),
     "equal to the model": (prompts("5\u00e9=", "5\u00e8="), "all 70 prompts"),
     "repeats": (prompts("1=", "2=", "3=", "1=", "1="), "of 70 prompts 3 are distinct"),
     "begun answers": (prompts([ASK, SAYS], [ASK]), "35 of 70 prompts end with a message of the"),
     "rendered": (prompts("1=", "<|user|>2="), "row 1, and so 35 of 70: | special token <|user|>"),
-    "rendered pairs": (rows(*[PAIR, RENDERED] * 35), "row 1, and so 35 of 70", TRAINER),
     "no generation prompt": (UNPROMPTED, "has to begin its turn with '<|assistant|>'"),
     "base model": (BASE, GOES_ON, EVERY),
     "no end": (ENDLESS, "writes nothing after an answer"),
     "text as an end": (TEXT_ENDS, "ends an answer with '7', and '7' is no stop token | see --stop"),
     "a system column": (prompts("1=", "2=", system="Be brief."), "reads the column system"),
-    "texts of a chat model": (rows(*[ROW | {"prompt": "1="}] * 70), "70 of 70 prompts are texts"),
+    "texts of a chat model": (asks("1="), "70 of 70 prompts are texts"),
     "today": (template(USER + GENERATE + "{{ strftime_now('%d') }}"), "writes today's date"),
     "a second begin token": (
-        together(BEGINS, rows(*[ROW | {"prompt": "<|user|>1="}] * 70)),
-        "row 0, and so 70 of 70 that were tried: | adds '<|user|>' a second time",
+        together(BEGINS, asks("<|user|>1=")),
+        "so 70 of 70 that were tried: | adds '<|user|>' a second",
     ),
     "held-out prompts that are trained on": (SEEN, "70 of the 70 held-out prompts are trained on"),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "larger reward model": (classifier(vocab_size=99), "the reward model's score"),
-    "larger value model": (classifier(vocab_size=17, flag="value_model_path"), "learners 1", PPO),
     "configuration": (together(several, given(dataset_config="main")), "learners 1", EVERY),
     "configuration of held-out rows": (HELD_OUT_MAIN, "evaluations of 70 prompts"),
 }
+SEVENTY = prompts(*map(str, range(10, 80)))
 # The same, with what must not be in the plan
 NOT_ODD = {
-    "prompts": (
-        prompts(*map(str, range(10, 80))),
-        "equal | distinct | nobody | template | left out",
-    ),
+    "prompts": (SEVENTY, "equal | distinct | nobody | template | left out"),
     "images of none": (prompts("1=", images=[]), "images"),
-    "a text in brackets": (rows(*[ROW | {"prompt": '["role"]='}] * 70), "list"),
-    "tokens in a text": (rows(*[ROW | {"prompt": "<|user|>1="}] * 70), "special token"),
+    "a text in brackets": (asks('["role"]='), "list"),
+    "tokens in a text": (asks("<|user|>1="), "special token"),
     "parts": (together(prompts(PARTS), BY_PARTS), "list of parts"),
     "instructions": (INSTRUCTED, "generation prompt | stop token"),
     "thoughts": (THINKS, "generation prompt | stop token"),
     "tokenizer's end": (model(*NO_END), "stop token"),
     "texts of a base model": (NO_TEMPLATE, "are texts"),
-    "a begin token": (together(BEGINS, rows(*[ROW | {"prompt": "1="}] * 70)), "a second time"),
+    "a begin token": (together(BEGINS, asks("1=")), "a second time"),
     "columns that are known": (rows(*[ROW | {"input_ids": [1], "level": 3}] * 70), "nobody reads"),
     "base model's flag": (together(BASE, given(stop_token="<|end|>")), "stop token", EVERY),
-    "pairs": (given(), "stop token | generation prompt | nobody", TRAINER),
-    "texts": (together(BASE, rows(*[ROW | {"prompt": "1="}] * 70)), "stop token"),
     "template of other messages": (together(prompts([ASK, ASK]), SECOND), "template"),
     "answers of pairs": (rows(*[DIALOGUE] * 70), "left out | equal | distinct", TRAINER),
 }
@@ -758,48 +655,37 @@ PLANS = {
     "rows of two forms": (rows(*[ROW, OPEN_INSTRUCT] * 35), "gsm8k scores 1"),
     "characters are lost": (
         rows(*LOST),
-        "tokenizer loses: \u00e9\\u2028\u20ac | note | row 1, and so 35 of 70: the tokenizer loses "
-        "characters of the prompt, of all together '\u00e9",
+        "loses: \u00e9\\u2028\u20ac | row 1, and so 35 of 70: | of the prompt, of all",
     ),
     "characters of a truth are lost": (
         rows(*UNWRITABLE),
-        "row 1, and so 35 of 70: | loses characters of the ground truth | '\u00e9': no response",
+        "row 1, and so 35 of 70: | of the ground truth | '\u00e9': no",
     ),
     "right and wrong alike": (ALWAYS, "row 0, and so 18 of 18 that were tried: | no more than"),
     "a source of its own": (
         together(IS_IN, rows(*OF_ITS_OWN)),
-        "20 sources that were tried scores 1, a wrong answer 0, an empty one 0",
+        "a row of mine/0, mine/1, | mine/9, ... scores 1, a wrong answer 0",
     ),
     "slow first call": (
-        together(WARMS_UP, given(reward_timeout=2.2)),
-        "a call of the reward took | when the file is imported, or raise --reward_timeout",
+        WARMS_UP,
+        "a call of the reward took | is imported, or raise --reward_timeout",
     ),
     "flags that do nothing": (
         NOTHING_ALONE,
-        "--penalty_reward_value does nothing without --non_stop_penalty | "
-        "--r1_style_format_reward does nothing without --add_r1_style_format_reward",
-    ),
-    "limit of no mask": (
-        given(mismatch_mask_range=3.0),
-        "--mismatch_mask_range does nothing without --mismatch_mask",
+        "--penalty_reward_value does nothing without --non_stop | --r1_style_format_reward does",
     ),
     "length of a response": (reward(LENGTH), "scores 0.166667, a wrong answer 1, an empty one 1"),
     "limits": (given(mismatch_mask_range="inf", temperature=2.0, num_eval_prompts=0), "learners 1"),
     "both rewards": (BY_BOTH, "2 x compute_score | 0.25 x the reward model's score"),
     "a truth that ends with a stop token": (
-        together(call("return float(text == truth)"), rows(*[truth("5<|end|>")] * 70)),
-        "no response can have the ground truth '5<|end|>'; as tokens it reads '5' and scores 0",
+        ENDS_EARLY,
+        "no response can have | as tokens it reads '5' and scores 0",
     ),
     "a truth that is no right answer": (
         call("return 0.95 * (text == truth)"),
-        "row 0, and so 18 of 18 that were tried: | scores 0.95, and 1 counts as right",
-    ),
-    "or is said to be one": (
-        call("return {'score': 0.95 * (text == truth), 'right': text == truth}"),
-        "scores 0.95, a wrong answer 0",
+        "so 18 of 18 | scores 0.95, and 1 counts as right",
     ),
     "no checkpoint is due": (given(**TEN, save_freq=50), "--save_freq 50 of 10 steps"),
-    "few updates": (given(**TEN), "10 optimizer updates are few: raise --total_episodes"),
 }
 
 ONE = {"num_gpus": 1, "gpu_memory": 24.0}
