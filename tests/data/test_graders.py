@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from helpers import REPO
 
 import ppo_vllm_async
-from ppo_vllm_async import Args, Prompt, Response
+from ppo_vllm_async import Args
 
 # {(data source, ground truth): responses that are right, and others}
 IN_THE_SCRIPTS = {
@@ -151,22 +150,6 @@ def test_limits_of_math_are_less_than_that_of_a_call(monkeypatch):
     assert graders.grade_math(r"\boxed{5\%}", "6") == 0.0
     assert len(limits) == 6 and sum(limits) < Args().reward_timeout
     assert all(type(limit) is int and limit > 0 for limit in limits)  # as signal.alarm needs them
-
-
-@pytest.mark.slow
-def test_worker_lives_on_after_an_answer_that_takes_for_ever():
-    args = Args(reward_fn=f"{REPO}/scripts/rewards/graders.py:compute_score", reward_timeout=60)
-    workers, prompt = queue.Queue(), Prompt("row 0", "", [], MATH, "5", None)
-    workers.put(worker := ppo_vllm_async.start_reward_worker(args.reward_fn))
-    try:
-        for answer, score in ((r"\boxed{9^{9^{9}}}", 0.0), (r"\boxed{5}", 1.0)):
-            given = Response(prompt, [1], [0.0], True, text=answer)
-            graded = ppo_vllm_async.call_worker(workers, given, args)
-            assert (graded.verifiable, graded.failure) == (score, None)
-            assert list(workers.queue) == [worker]
-    finally:
-        ppo_vllm_async.end_children()
-        ppo_vllm_async.process_groups.clear()
 
 
 def in_a_thread(response):

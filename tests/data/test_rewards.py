@@ -222,9 +222,6 @@ def verls_grader(solution_str, ground_truth, method="strict", score=1.0):
 def keywords_alone(*, extra_info, ground_truth, data_source, response):
     return data_source, response, ground_truth, extra_info
 
-def anything(**kwargs):
-    return verl(**kwargs)
-
 def answer_alone(response):
     return "gsm8k", response, "2", {"bonus": 3}
 
@@ -241,16 +238,13 @@ def decorated(*args, **kwargs):
 
 def own_names(source, text, truth, extra_info): ...
 def partly_own_names(data_source, response, truth, *, extra_info): ...
-def by_position(response, ground_truth, /): ...
 def swapped(response, truth, data_source): ...
 def no_response(answer="", ground_truth=None): ...
-def only_positions(*args): ...
 def trl(prompts, completions, answer, weights, **kwargs): ...
 """
-CALLED = ["verl", "other_order", "verls_grader", "keywords_alone", "anything", "answer_alone"]
+CALLED = ["verl", "other_order", "verls_grader", "keywords_alone", "answer_alone"]
 CALLED += ["instance", "partial", "decorated"]
-NOT_CALLED = ["own_names", "partly_own_names", "by_position", "swapped", "no_response"]
-NOT_CALLED += ["only_positions", "trl"]
+NOT_CALLED = ["own_names", "partly_own_names", "swapped", "no_response", "trl"]
 
 
 def test_reward_is_called_by_the_names_of_its_parameters_or_refused(tmp_path, monkeypatch):
@@ -413,9 +407,9 @@ def failing(tmp_path_factory):
     script.process_groups.clear()
 
 
-def child_of(failing):
-    """What leave_a_child has left last: one process or none."""
-    pid = int(failing.path.with_name("child").read_text())
+def child_beside(path):
+    """What leave_a_child of this file has left last: one process or none."""
+    pid = int(path.with_name("child").read_text())
     return alive([process for process in psutil.process_iter() if process.pid == pid])
 
 
@@ -430,7 +424,7 @@ def test_whatever_a_reward_does_costs_its_own_response_alone(is_late, failing):
         cause = ways.get(way)
         assert (score, failure) == RIGHT if cause is None else score is None and cause in failure
     if not is_late:
-        wait_until(lambda: not child_of(failing), "the end of what the reward started")
+        wait_until(lambda: not child_beside(failing.path), "the end of what the reward started")
     assert grade(*failing.parts, *["pass"] * 4) == [RIGHT] * 4
 
 
@@ -446,15 +440,6 @@ def test_worker_killed_while_idle_costs_one_response(failing):
 
 
 @pytest.mark.slow
-def test_what_a_reward_has_started_ends_with_the_run(failing, monkeypatch):
-    monkeypatch.setattr(script, "process_groups", [])
-    assert grade(*start_workers(failing.path, count=1), "leave_a_child()") == [RIGHT]
-    assert child_of(failing)
-    script.end_children()
-    wait_until(lambda: not child_of(failing), "the end of what the reward started")
-
-
-@pytest.mark.slow
 def test_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
     path = write_text(tmp_path / "broken_reward_of_test.py", "other = 1\n")
     with pytest.raises(AttributeError):
@@ -462,13 +447,17 @@ def test_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path):
 
 
 @pytest.mark.slow
-def test_import_is_not_on_the_clock_of_a_call(tmp_path, monkeypatch):
+def test_import_is_not_on_the_clock_of_a_call_and_what_a_call_started_ends_with_the_run(
+    tmp_path, monkeypatch
+):
     path = write_text(tmp_path / "slow_reward.py", f"{DOES_AS_IT_IS_TOLD}\ntime.sleep(4)\n")
     monkeypatch.setattr(script, "process_groups", [])
     parts = start_workers(path, count=1, timeout=3.0)
-    (_, failure), *others = grade(*parts, "os._exit(1)", "pass", "pass")
-    script.end_children()
+    (_, failure), *others = grade(*parts, "os._exit(1)", "pass", "leave_a_child()")
     assert DIED in failure and others == [RIGHT] * 2
+    assert child_beside(path)
+    script.end_children()
+    wait_until(lambda: not child_beside(path), "the end of what the reward started")
 
 
 BE_BUSY = """

@@ -166,23 +166,23 @@ def test_reward_that_has_a_weight_adds_its_advantages(run):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"teacher_model_path": None}, "of another model"),
-        # Revisions are told apart by their paths alone
-        ({"teacher_model_path": "same", "model_name_or_path": "same"}, "of another model"),
-        ({"beta": 0.0}, "a --beta above 0"),
-        # One ratio of a response would give each token the mean of all returns
-        ({"returns_to_go": True, "importance_sampling_level": "sequence"}, "for each token"),
-        ({"reward_weight": 1.0, "apply_verifiable_reward": False}, "no reward"),
-        ({"reward_weight": 1.0, "number_samples_per_prompt": 1}, "at least 2 samples"),
-    ],
-)
-def test_what_would_distil_nothing_is_refused(options, message, module):
-    given = {"teacher_model_path": "teacher", "local_rollout_batch_size": 256} | options
-    with pytest.raises(ValueError, match=message):
-        module.fill_in(module.Args(**given), world_size=1)
+REFUSED = [
+    ({"teacher_model_path": None}, "of another model"),
+    # Revisions are told apart by their paths alone
+    ({"teacher_model_path": "same", "model_name_or_path": "same"}, "of another model"),
+    ({"beta": 0.0}, "a --beta above 0"),
+    # One ratio of a response would give each token the mean of all returns
+    ({"returns_to_go": True, "importance_sampling_level": "sequence"}, "for each token"),
+    ({"reward_weight": 1.0, "apply_verifiable_reward": False}, "no reward"),
+    ({"reward_weight": 1.0, "number_samples_per_prompt": 1}, "at least 2 samples"),
+]
+
+
+def test_what_would_distil_nothing_is_refused(module):
+    given = {"teacher_model_path": "teacher", "local_rollout_batch_size": 256}
+    for options, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            module.fill_in(module.Args(**given | options), world_size=1)
 
 
 def test_teacher_with_another_vocabulary_is_refused(module, teacher, tmp_path, assets):
