@@ -4,30 +4,21 @@
     bash scripts/gpu_check.sh                  # all, in the order of their worth: half an hour
     bash scripts/gpu_check.sh sync size_0.5B   # those whose names begin so
 
-They are:
-
-machine
-    Versions, driver, device and compiler. It always runs.
-attention
-    Gradients of attention in bfloat16, at lengths where cuDNN's are not finite (pytorch issue
-    196678). Decisive is what the scripts compute: no mask, cuDNN off. The others are information.
-rates
-    Operations a second of a large matrix product.
-sync_ppo_float32, sync_ppo_bfloat16, sync_grpo_float32, sync_grpo_bfloat16
-    How far vLLM's log-probabilities are from the learner's after each weight sync (IPC), and how
-    long the sync takes. --no-async_mode, so that both have the same weights.
-learn_ppo, learn_grpo
-    The debug commands: held-out prompts answered right, before and after.
-size_0.5B_ppo, size_0.5B_grpo, size_1.5B_ppo, size_1.5B_grpo
-    Tokens and seconds of a step (time/...); the learner's peak by PyTorch (learner_gib) and the
-    preflight's plan of it (plan_gib); the peak of each process by nvidia-smi (process_gib), which
-    has CUDA's context, NCCL and fragments besides, and of all (gpu_gib); responses that vLLM's
-    cache holds at once (at_once, plan_at_once). Weights are random, in the shapes of Qwen2.5.
-overlap
-    A training step of PPO with --async_mode against one without, at 0.5 B parameters.
-adapters_sync_ppo_bfloat16, adapters_sync_grpo_bfloat16, adapters_size_1.5B_ppo
-    As these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a GPU its
-    kernels for that need bfloat16.
+machine     versions, driver, device and compiler; it always runs
+attention   gradients in bfloat16, at lengths where cuDNN's are not finite (pytorch issue 196678).
+            Decisive is what the scripts compute: no mask, cuDNN off; the rest is information
+rates       operations a second of a large matrix product
+sync_...    how far vLLM's log-probabilities are from the learner's after each weight sync (IPC),
+            and how long it takes. --no-async_mode, so that both have the same weights
+learn_...   the debug commands: held-out prompts answered right, before and after
+size_...    tokens and seconds of a step (time/...); the learner's peak by PyTorch (learner_gib) and
+            the preflight's plan of it (plan_gib); the peak of each process by nvidia-smi
+            (process_gib), which has CUDA's context, NCCL and fragments besides, and of all
+            (gpu_gib); responses that vLLM's cache holds at once (at_once, plan_at_once). Weights
+            are random, in the shapes of Qwen2.5
+overlap     a training step of PPO with --async_mode against one without, at 0.5 B parameters
+adapters_   as these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a
+            GPU its kernels for that need bfloat16
 
 vLLM shares the GPU with the learner, and each of its starts takes a minute. A part takes ten
 minutes at most. One that fails has an "error" in its line; the others still run, and the exit
@@ -42,7 +33,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import signal
 import statistics
@@ -52,12 +42,12 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
+import run as benchmark
 import torch
 from run import REPO, debug_command, flags_of, rounded
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -77,13 +67,8 @@ PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
 # CPU 2e-7 and 0.003 to 0.004; with weights of one update before, 0.012 to 0.053
 SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
 VOCAB_SIZE = 151_936
-# Qwen2.5 0.5B and 1.5B
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads", "num_key_value_heads")
-SHAPES = {
-    "0.5B": dict(zip(SIZES, (896, 4864, 24, 14, 2), strict=True)),
-    "1.5B": dict(zip(SIZES, (1536, 8960, 28, 12, 2), strict=True)),
-}
+# Hidden and inner size, layers, heads of attention and of keys: Qwen2.5 0.5B and 1.5B
+SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2)}
 # PPO trains two models. At 1.5 B their weights, gradients and moments take 49 GB of, say, 80.
 MEMORY_OPTIONS = {
     "0.5B": {},
@@ -99,7 +84,7 @@ RESPONSES, UPDATES = 64, 2
 # ------------------------------------------------------------------------------------------- runs
 
 
-def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
+def run(command, time_limit=TIME_LIMIT):
     """Runs a script of the repository with its flags; returns its metrics, a dict for each step.
 
     They have two more. vllm/model_runner: 2 for the second, else 1. vllm/at_once: how many of the
@@ -107,49 +92,34 @@ def run(command: list[str], time_limit: float = TIME_LIMIT) -> list[dict]:
     RuntimeError: it failed, or did not end within time_limit seconds. The message has the end of
     its output; of a run that did not end, it says where each of its threads was.
     """
-    # One thread of the learner's, as `accelerate launch` gives it; nothing here is on the hub
-    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # At the level INFO vLLM tells its model runner, and what its cache holds
-    own = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    environment = {**defaults, **os.environ, **own}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "output"
-        script, *flags = command
-        words = [sys.executable, str(REPO / script), *flags]
-        words += ["--output_dir", folder, "--run_name", "run"]
-        with open(output, "w", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                words,
-                cwd=REPO,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
-        reason = None
+
+    def watch(process):
         try:
-            if process.wait(time_limit) != 0:
-                reason = f"exit status {process.returncode}"
+            reasons.append(f"exit status {process.wait(time_limit)}")
         except subprocess.TimeoutExpired:
-            reason = f"not over after {time_limit:g} s"
+            reasons.append(f"not over after {time_limit:g} s")
             process.send_signal(signal.SIGABRT)  # the fault handler writes where its threads are
-            process.wait()
-        finally:
-            process.kill()  # after a Ctrl-C
-        if reason is not None:
-            end = output.read_text(errors="replace", encoding="utf-8")[-ERROR_LENGTH:]
-            raise RuntimeError(f"{reason}\n{shlex.join(command)}\n{end}")
-        told = output.read_text(errors="replace", encoding="utf-8")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", told)
+
+    # At the level INFO vLLM tells its model runner, and what its cache holds
+    environment = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    # One thread of the learner's, as `accelerate launch` gives it; nothing here is on the hub
+    environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
+    threads, reasons = os.environ.get("OMP_NUM_THREADS", "1"), []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            steps, said = benchmark.run(command, folder, threads, watch=watch, **environment)
+        except SystemExit as error:
+            words, _, said = str(error).partition("\n")
+            raise RuntimeError(f"{reasons[0]}\n{words}\n{said[-ERROR_LENGTH:]}") from error
+    at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", said)
     of_vllm = {
-        "vllm/model_runner": 2 if "Using V2 Model Runner" in told else 1,
+        "vllm/model_runner": 2 if "Using V2 Model Runner" in said else 1,
         "vllm/at_once": float(at_once[1]) if at_once else None,
     }
-    return [json.loads(line) | of_vllm for line in lines]
+    return [step | of_vllm for step in steps]
 
 
-def short_command(script: str, steps: int, **options) -> list[str]:
+def short_command(script, steps, **options):
     """Script and flags of a few steps of RESPONSES episodes on the prompts of the debug task."""
     defaults = {
         "dataset": REPO / "debug_assets" / "train.parquet",
@@ -165,7 +135,7 @@ def short_command(script: str, steps: int, **options) -> list[str]:
     return [script, *flags_of(defaults | options)]
 
 
-def make_random_model(size: str, folder: str) -> None:
+def make_random_model(size, folder):
     """Writes a model with random weights and the debug task's tokenizer.
 
     Its end token is one of VOCAB_SIZE, so responses have response_length tokens, but for one in
@@ -174,85 +144,79 @@ def make_random_model(size: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
     tokenizer = AutoTokenizer.from_pretrained(DEBUG_MODEL)
+    hidden_size, intermediate_size, layers, heads, key_heads = SHAPES[size]
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        **SHAPES[size],
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def run_program(name: str) -> dict:
+def ask(*command, check=True, seconds=30):
+    """What a command prints; nothing where it does not work."""
+    options = {"capture_output": True, "encoding": "utf-8", "cwd": REPO, "timeout": seconds}
+    try:
+        return subprocess.run(command, check=check, **options)
+    except (OSError, subprocess.SubprocessError):
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+
+def run_program(name):
     """Figures of one of PROGRAMS, in a process of its own: memory that this one had would count."""
-    command = [sys.executable, __file__, "--program", name]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PROGRAM_LIMIT)
+    done = ask(sys.executable, __file__, "--program", name, check=False, seconds=PROGRAM_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-ERROR_LENGTH:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def plan(command: list[str]) -> dict:
+def plan(command):
     """The preflight's plan of a learner's memory, and of responses that vLLM samples at once.
 
     For a script with its flags; plan_gib is None where there is none.
     """
     words = [sys.executable, "scripts/preflight.py", "--num_gpus", "1"]
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
-    try:
-        done = subprocess.run(
-            words, cwd=REPO, capture_output=True, encoding="utf-8", timeout=PROGRAM_LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        return {"plan_gib": None}
+    done = ask(*words, check=False, seconds=PROGRAM_LIMIT)
     figures = {"plan_gib": None}
-    match = re.search(r"of a learner: about ([\d.]+) ([GM])iB.*", done.stdout)
-    if match:
-        number = float(match[1]) / (1 if match[2] == "G" else 1024)
-        figures = {"plan_gib": rounded(number), "plan": match[0]}
+    if match := re.search(r"of a learner: about ([\d.]+) GiB.*", done.stdout):
+        figures = {"plan_gib": float(match[1]), "plan": match[0]}
     if match := re.search(r"has room for ([\d,]+) of a step's", done.stdout):
         figures["plan_at_once"] = int(match[1].replace(",", ""))
-    if done.returncode != 0:
+    if done.stderr and done.returncode != 0:
         figures["plan_refuses"] = done.stderr.strip()[-ERROR_LENGTH:]
     return figures
 
 
-def ask(*command: str) -> list[str]:
-    """The lines that a command prints; none where it does not work."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", check=True, timeout=30
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
-
-
-def ask_driver(fields: str, kind: str = "gpu") -> list[str]:
+def ask_driver(fields, kind="gpu"):
     """What nvidia-smi says of each GPU, or of "compute-apps"; nothing where there is no driver."""
-    return ask("nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits")
+    words = ("nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits")
+    return ask(*words).stdout.splitlines()
 
 
 # ---------------------------------------------------------------------------------------- figures
 
 
-def known(steps: list[dict], metric: str) -> list[float]:
+def known(steps, metric):
     """A metric's values in the steps that have it."""
     return [step[metric] for step in steps if step.get(metric) is not None]
 
 
-def median(steps: list[dict], metric: str) -> float | None:
-    """A metric's median over the steps that have it; None: none has."""
-    values = known(steps, metric)
+def median(steps, metric):
+    """A metric's median; None: it is not known.
+
+    Over the steps to time: not the first three, and not the last, where nothing overlaps.
+    """
+    values = known(steps[3:-1], metric)
     return rounded(statistics.median(values)) if values else None
-
-
-def steady(steps: list[dict]) -> list[dict]:
-    """The steps to time: not the first three, and not the last, where nothing overlaps."""
-    return steps[3:-1]
 
 
 class PeakMemory:
@@ -262,14 +226,14 @@ class PeakMemory:
     empty in a container.
     """
 
-    def __enter__(self) -> "PeakMemory":
+    def __enter__(self):
         self.peak, self.of_processes = None, {}
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
 
-    def watch(self) -> None:
+    def watch(self):
         while HAS_GPU and not self.is_over.wait(0.5):
             for mebibytes in ask_driver("memory.used"):
                 if mebibytes.isdecimal():
@@ -280,7 +244,7 @@ class PeakMemory:
                     gib = rounded(int(mebibytes) / 1024)
                     self.of_processes[pid] = max(self.of_processes.get(pid, 0.0), gib)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         self.is_over.set()
         self.thread.join()
 
@@ -288,7 +252,7 @@ class PeakMemory:
 # --------------------------------------------------------------------------------------- programs
 
 
-def attend(length: int, is_far: bool, has_mask: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+def attend(length, is_far, has_mask, dtype):
     """Gradients of queries, keys and values, for causal attention in the shape of Qwen2.5-0.5B's.
 
     is_far: all logits are about -120, as in one of its heads. has_mask: the mask is a tensor.
@@ -314,7 +278,7 @@ def attend(length: int, is_far: bool, has_mask: bool, dtype: torch.dtype) -> lis
     return [tensor.grad for tensor in tensors]
 
 
-def is_finite(has_mask: bool) -> bool | str:
+def is_finite(has_mask):
     """Whether all gradients of attention are finite; a message: it cannot be computed."""
     try:
         return all(
@@ -326,7 +290,7 @@ def is_finite(has_mask: bool) -> bool | str:
         return str(error).splitlines()[0]
 
 
-def check_attention() -> dict:
+def check_attention():
     """Whether gradients are finite, by mask and cuDNN; and how far they are from float32's."""
     with sdpa_kernel(SDPBackend.MATH):
         exact = attend(704, False, False, torch.float32)
@@ -351,7 +315,7 @@ def check_attention() -> dict:
     return figures
 
 
-def measure_rates() -> dict:
+def measure_rates():
     """Tera-operations a second of a matrix product, by what its factors are rounded to."""
     size, rounds = (8192, 20) if HAS_GPU else (256, 2)
     wait = torch.cuda.synchronize if HAS_GPU else lambda: None
@@ -378,11 +342,10 @@ PROGRAMS = {"attention": check_attention, "rates": measure_rates}
 # ------------------------------------------------------------------------------------------ parts
 
 
-def check_sync(script: str, dtype: str, **options) -> dict:
+def check_sync(script, dtype, **options):
     """Figures of each step."""
     defaults = {"dtype": dtype, "async_mode": False, "learning_rate": 1e-4}
-    command = short_command(script, 5, **defaults | options)
-    steps = run(command)
+    steps = run(short_command(script, 5, **defaults | options))
     figures = {"vllm/model_runner": steps[0].get("vllm/model_runner")}
     for metric in ("mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "mismatch/kl"):
         figures[metric] = [rounded(step.get(metric)) for step in steps]
@@ -396,7 +359,7 @@ def check_sync(script: str, dtype: str, **options) -> dict:
     return figures
 
 
-def check_learning(name: str) -> dict:
+def check_learning(name):
     """Held-out prompts answered right, before and after, and seconds without start and end."""
     steps = run(debug_command(name))
     rates = known(steps, "eval/verifiable_correct_rate") or [None]
@@ -412,7 +375,7 @@ def check_learning(name: str) -> dict:
     return figures
 
 
-def check_overlap() -> dict:
+def check_overlap():
     """Medians of seconds, asynchronous and not."""
     figures = {}
     with tempfile.TemporaryDirectory() as model:
@@ -422,35 +385,28 @@ def check_overlap() -> dict:
             # Both runs are one part
             steps = run(short_command(PPO, 12, async_mode=async_mode, **options), TIME_LIMIT / 2)
             figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
-            figures[f"{name}_training"] = median(steady(steps), "time/training")
-            figures[f"{name}_generation"] = median(steady(steps), "time/generation")
+            figures[f"{name}_training"] = median(steps, "time/training")
+            figures[f"{name}_generation"] = median(steps, "time/generation")
     if figures["async_training"] and figures["sync_training"]:
         figures["ratio"] = rounded(figures["sync_training"] / figures["async_training"])
     return figures
 
 
-def check_size(size: str, script: str, **options) -> dict:
-    """Speed, as medians, beside the arithmetic, and memory, as peaks, beside the plan."""
-    figures = {}
+def check_size(size, script, **options):
+    """Speed, as medians, and memory, as peaks, beside the plan."""
+    defaults = {"response_length": 504, "local_mini_batch_size": RESPONSES // UPDATES}
     with tempfile.TemporaryDirectory() as model, PeakMemory() as memory:
         make_random_model(size, model)
-        command = short_command(
-            script,
-            9,
-            model_name_or_path=model,
-            response_length=504,
-            local_mini_batch_size=RESPONSES // UPDATES,
-            **MEMORY_OPTIONS[size] | options,
-        )
-        figures |= plan(command)
+        options = {"model_name_or_path": model} | defaults | MEMORY_OPTIONS[size] | options
+        command = short_command(script, 9, **options)
+        figures = plan(command)
         if "needs about" in figures.get("plan_refuses", ""):
             return figures | {"skipped": "it needs more memory than there is"}
         steps = run(command, TIME_LIMIT - 2 * PROGRAM_LIMIT)
     figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
-    times = [name for name in steps[-1] if name.startswith("time/")]
-    times.remove("time/from_scratch")
+    times = [name for name in steps[-1] if name.startswith("time/") and name != "time/from_scratch"]
     for metric in ("perf/response_tokens_per_second", "objective/sequence_lengths", *times):
-        figures[metric] = median(steady(steps), metric)
+        figures[metric] = median(steps, metric)
     # In the first step both sides have the same weights
     for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
         figures[metric] = rounded(steps[0].get(metric))
@@ -461,7 +417,7 @@ def check_size(size: str, script: str, **options) -> dict:
     return figures
 
 
-PARTS: dict[str, Callable[[], dict]] = {
+PARTS = {
     "attention": partial(run_program, "attention"),
     "rates": partial(run_program, "rates"),
     "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
@@ -485,48 +441,43 @@ QUICK = list(PARTS)[:6]
 # ------------------------------------------------------------------------------------------- main
 
 
-def choose_parts(beginnings: list[str]) -> list[str]:
+def choose_parts(beginnings):
     """The parts whose names begin so, in the order of PARTS; all, where nothing is given."""
     if beginnings == ["quick"]:
         return QUICK
     for beginning in beginnings:
         if not any(part.startswith(beginning) for part in PARTS):
             names = ", ".join(["quick", *PARTS])
-            print(
-                f"gpu_check: no part begins with {beginning!r}; there are {names}", file=sys.stderr
-            )
-            sys.exit(2)
+            end(f"no part begins with {beginning!r}; there are {names}")
     return [part for part in PARTS if part.startswith(tuple(beginnings or [""]))]
 
 
-def version_of(package: str) -> str | None:
-    """None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def end(message):
+    print(f"gpu_check: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
-def describe_machine() -> dict:
+def describe_machine():
     """When and on what this runs."""
     fields = "name,driver_version,compute_cap,memory.total,compute_mode"
     include = Path(sysconfig.get_paths()["include"])
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
+    versions = {package.name: package.version for package in distributions()}
     prefixes = ("CUDA_", "NCCL_", "PYTORCH_", "VLLM_", "TORCH_")
     machine = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "commit": "".join(ask("git", "-C", str(REPO), "rev-parse", "HEAD")) or None,
+        "commit": ask("git", "rev-parse", "HEAD").stdout.strip() or None,
         fields: "; ".join(ask_driver(fields)) or None,
         "cuda": torch.version.cuda,
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "compiler": next(iter(ask(compiler, "--version")), None),  # Triton's, which vLLM needs
+        "compiler": ask(compiler, "--version").stdout.partition("\n")[0] or None,  # Triton's
         "python_h": (include / "Python.h").exists(),
         "shm_gib": rounded(shutil.disk_usage("/dev/shm").total / 2**30),
         "variables": {name: os.environ[name] for name in os.environ if name.startswith(prefixes)},
-        **{package: version_of(package) for package in PACKAGES},
+        **{package: versions.get(package) for package in PACKAGES},
     }
     lacking = {
         "compute capability 8.0 or newer": HAS_GPU and torch.cuda.get_device_capability() < (8, 0),
@@ -539,7 +490,7 @@ def describe_machine() -> dict:
     return machine
 
 
-def run_part(name: str, part: Callable[[], dict]) -> dict:
+def run_part(name, part):
     """The line of a part."""
     start = time.perf_counter()
     line = {"part": name}
@@ -551,7 +502,7 @@ def run_part(name: str, part: Callable[[], dict]) -> dict:
     return line
 
 
-def in_short(value) -> str:
+def in_short(value):
     """A figure in a table.
 
     >>> in_short([0.25, None, 0.5]), in_short(None), in_short(12.0), in_short("a\\nb")
@@ -563,7 +514,7 @@ def in_short(value) -> str:
     return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
-def table(lines: list[dict]) -> str:
+def table(lines):
     """Of each part whether it passed, and its figures; of an error the last line.
 
     >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "so\\nno"}]))
@@ -581,7 +532,7 @@ def table(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -591,13 +542,10 @@ def main() -> None:
     parts = choose_parts(args.parts)
     if not HAS_GPU:
         driver = "; ".join(ask_driver("name,driver_version")) or "no GPU"
-        print(
-            f"gpu_check: torch finds no GPU, so nothing was run. torch {torch.__version__} is for "
-            f"CUDA {torch.version.cuda}; nvidia-smi says: {driver}. CUDA 13 needs driver 580 or "
-            "newer",
-            file=sys.stderr,
+        end(
+            f"torch finds no GPU, so nothing was run. torch {torch.__version__} is for CUDA "
+            f"{torch.version.cuda}; nvidia-smi says: {driver}. CUDA 13 needs driver 580 or newer"
         )
-        sys.exit(2)
     if args.program:
         torch.backends.cuda.enable_cudnn_sdp(False)  # as the scripts do
         print(json.dumps(PROGRAMS[args.program]()))
