@@ -98,14 +98,6 @@ def test_every_feature_has_what_shows_it():
         assert f"def {test}(" in text or (not test and (text or (REPO / file).exists())), shown
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_metrics_of_the_seed_are_logged_under_its_names(name, run_main):
-    assert len(METRICS) == 18
-    run = run_main(name, beta=0.1)
-    for line in run.metrics:
-        assert [metric for metric in METRICS if metric not in line] == []
-
-
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 5, 5, 40]])
 def test_lengths_of_prompts_are_drawn_or_told(lengths, tmp_path, capsys):
     (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
@@ -135,41 +127,38 @@ class FakeTracker:
         self.tables.append((name, dataframe))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("with_evaluation", [False, True])
-def test_trackers_get_lengths_and_samples(
-    with_evaluation, name, run_main, few_prompts, tmp_path, monkeypatch
-):
+@pytest.fixture
+def tracker(monkeypatch):
     tracker = FakeTracker()
-
-    def init_trackers(self, *_):
-        self.trackers = [tracker]
-
-    monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
+    put = lambda accelerator, *_: setattr(accelerator, "trackers", [tracker])  # noqa: E731
+    monkeypatch.setattr(Accelerator, "init_trackers", put)
     monkeypatch.setattr(Accelerator, "log", lambda *_: None)
     monkeypatch.setattr(Accelerator, "end_training", lambda *_: None)
+    return tracker
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
+    """And metrics have the names of the document."""
     of_row = {"data_source": "debug/sorting", "ground_truth": "1"}
     rows = [of_row | {"prompt": "1" * (1 + i % 7) + "="} for i in range(64)]
-    options = {"dataset": write_rows(tmp_path / "prompts.jsonl", rows), "num_evals": 1}
-    if with_evaluation:
-        options |= {"eval_dataset": few_prompts / "test.parquet", "num_eval_prompts": 3}
-    run = run_main(name, **options)
+    data = write_rows(tmp_path / "prompts.jsonl", rows)
+    run = run_main(name, dataset=data, num_evals=1, beta=0.1)
+    assert len(METRICS) == 18
+    for line in run.metrics:
+        assert [metric for metric in METRICS if metric not in line] == []
     (values,) = tracker.logged
     histogram = values["prompt_lengths"]
     lengths = json.loads((run.run_dir / "prompt_lengths.json").read_text())
     assert lengths == [len(row["prompt"]) for row in rows]  # a token for each letter
     assert sum(histogram.histogram) == 64
     assert (histogram.bins[0], histogram.bins[-1]) == (min(lengths), max(lengths))
-    assert {name for name, _ in tracker.tables} == {"sample_completions"}
-    tables = [table for _, table in tracker.tables]
-    if with_evaluation:
-        assert [len(table) for table in tables] == [3, 3]  # before the first update, and the last
-    else:
-        (table,) = tables  # in step 1, where an evaluation would have been
-        rollouts = read_json_lines(run.run_dir / "rollouts.jsonl")
-        first = [sample for sample in rollouts if sample["training_step"] == 1]
-        assert list(table["response"]) == [sample["response"] for sample in first]
-        assert set(table["policy_version"]) == {0}
+    ((table_name, table),) = tracker.tables  # in step 1, where an evaluation would have been
+    rollouts = read_json_lines(run.run_dir / "rollouts.jsonl")
+    first = [sample for sample in rollouts if sample["training_step"] == 1]
+    assert table_name == "sample_completions"
+    assert list(table["response"]) == [sample["response"] for sample in first]
+    assert set(table["policy_version"]) == {0}
 
 
 @pytest.mark.parametrize("flag", ["reward_model_path", "value_model_path"])
@@ -226,7 +215,7 @@ def test_evaluation_is_by_the_rule_where_there_is_a_truth(applied, monkeypatch):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_run_is_evaluated_by_the_rule_also_where_it_trains_by_a_reward_model(
-    name, run_main, reward_model, few_prompts
+    name, tracker, run_main, reward_model, few_prompts
 ):
     options = {"apply_verifiable_reward": False, "reward_model_path": reward_model}
     options |= {"eval_dataset": few_prompts / "test.parquet", "num_evals": 1}
@@ -234,6 +223,8 @@ def test_run_is_evaluated_by_the_rule_also_where_it_trains_by_a_reward_model(
     samples = read_json_lines(run.run_dir / "samples.jsonl")
     for sample in samples:
         assert sample["score"] == float(sample["response"].strip() == sample["ground_truth"])
+    # Before the first update, and after the last
+    assert [len(table) for _, table in tracker.tables] == [8, 8]
     assert len({score for batch in run.batches for score in batch.scores.tolist()}) > 16
     line = run.metrics[-1]
     assert line["eval/scores"] == line["eval/verifiable_score"] != line["eval/reward_model_score"]
