@@ -169,10 +169,7 @@ FAILURES = {
     "end_token": ("End token masked as padding", "the end of a response is never trained"),
     "reward_late": ("Reward one token late", "the score stands where no loss sees it"),
     "product_mask": ("Sequence mask by the product", "long responses are always masked"),
-    "cold_value": (
-        "A cold value model with lambda below 1",
-        "to end early looks best",
-    ),
+    "cold_value": ("A cold value model with lambda below 1", "to end early looks best"),
     "dead_reward": ("A reward that dies in its worker", "what fails counts as a wrong answer"),
 }
 TRIED = (

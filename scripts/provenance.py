@@ -90,19 +90,16 @@ def find_versions() -> dict[str, str]:
 
 def find_gpus() -> str | None:
     """The machine's GPUs, such as "8 x NVIDIA H100 80GB HBM3"."""
-    names = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    if not names:
-        return None
-    return ", ".join(f"{count} x {name}" for name, count in Counter(names.splitlines()).items())
+    names = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
+    counts = Counter(names.splitlines()).items()
+    return ", ".join(f"{count} x {name}" for name, count in counts) or None
 
 
 def repo_of(args: dict, entity: str | None) -> str:
     """The name of a run's repo on the hub, by its arguments.
 
-    >>> repo_of({"hf_repo_id": None, "exp_name": "ppo_sync"}, "me")
-    'me/ppo_sync'
-    >>> repo_of({"hf_repo_id": "team/model", "exp_name": "ppo_sync"}, "me")
-    'team/model'
+    >>> repo_of({"exp_name": "ppo_sync"}, "me"), repo_of({"hf_repo_id": "team/model"}, "me")
+    ('me/ppo_sync', 'team/model')
     """
     name = args.get("hf_repo_id") or args["exp_name"]
     return name if "/" in name or entity is None else f"{entity}/{name}"

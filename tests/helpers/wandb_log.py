@@ -9,9 +9,7 @@ import json
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 2**15
-HEADER = (
-    7  # bytes: a checksum (4), a length (2), a kind (1); the file begins with as many of its own
-)
+HEADER = 7  # bytes: a checksum (4), a length (2), a kind (1); and at the file's beginning
 WHOLE, LAST = 1, 4  # kinds: a record, and the end of one that began in an earlier block
 
 
@@ -38,9 +36,7 @@ def read_run(path):
     for record in read_records(path):
         for item in (*record.run.config.update, *record.config.update):
             config[item.key] = json.loads(item.value_json)
-        items = record.history.item
-        if items:
-            history.append(
-                {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-            )
+        named = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
+        if named:
+            history.append({name: json.loads(value) for name, value in named.items()})
     return config, history
