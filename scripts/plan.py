@@ -191,6 +191,9 @@ def learner_memory(run):
             rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
         flags = f"--{flag} {getattr(args, flag)}"
         passes[f"passes of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
+    if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
+        merged = {"merged model, float32": 4 * count_parameters(run.model)}
+        passes["the end, when the adapter is merged"] = merged
     name = max(passes, key=lambda name: total(passes[name]))
     return name, {part: size for part, size in (always | passes[name]).items() if size > 0}
 

@@ -1,10 +1,8 @@
 """How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler and check_draws see of bugs, of right runs, and check_adapter of adapters.
+check_sampler and check_draws see of bugs.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
-    python scripts/benchmark/mismatch.py --adapters 200        # those alone: so many random ones
-    python scripts/benchmark/mismatch.py --runs 10             # those alone: an hour on two cores
 
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
 default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
@@ -15,31 +13,17 @@ are of samples: the learner reads other responses to the prompts, drawn at a hig
 takes its own log-probabilities for the sampler's. A line each: the mean difference, its largest,
 the KL, which check_sampler limits; and log-probability and entropy, their mean over responses in
 standard errors, which check_draws limits to -9.
-
-With --adapters each line is of check_adapter, with a prompt, an A and a B of its own: the KL of a
-right engine, of one that has half of lora_alpha, and of one that serves the adapter before.
-
-With --runs each line is of a debug command (ppo.sh, grpo.sh) with a seed of its own. They run with
---no-async_mode, so that both checks see every batch but those of GRPO's first updates; and GRPO
-with --beta 0.001, without which check_draws is not called. A line has the steps, the largest KL
-(limit: 1e-4 in float32), the lowest of check_draws' standard errors, and the share of right answers
-at the end.
 """
 
 import argparse
-import atexit
-import contextlib
 import math
 import sys
-import tempfile
-from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
-from run import REPO, call_main, debug_command, run
+from run import REPO
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO))
@@ -156,92 +140,11 @@ def compare(head_dtype, whole, halved, prompts, temperatures, tokenizer, args):
     script.end_children()
 
 
-class Engine:
-    """A VLLM for which check_adapter's version, -1, is another one each time: vLLM keeps adapters
-    by their version. With stale=True it asks for the one before."""
-
-    def __init__(self, vllm):
-        self.vllm, self.version, self.stale = vllm, 0, False
-
-    def sync_weights(self, weights, version):
-        self.version += 1
-        folder = self.vllm.folder
-        self.vllm.policy_version = self.version - 2  # the one before stays
-        self.vllm.sync_weights(weights, self.version)
-        assert Path(folder, f"version_{self.version}").exists()
-
-    def submit(self, function, prompts, seeds, temperature, version, args):
-        version = self.version - self.stale
-        return self.vllm.submit(function, prompts, seeds, temperature, version, args)
-
-
-def compare_adapters(count, prompts, args):
-    """The lines of adapters, and the largest and smallest KL of each kind of engine."""
-    args = replace(args, lora_rank=16)
-    model = script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
-    policy = script.PolicyModel(model, args)
-    vllm = start_vllm(model.config, "model", longest_row(prompts, args), args)
-    engine, found = Engine(vllm), defaultdict(list)
-    half = replace(args, lora_alpha=args.lora_alpha // 2)
-    kinds = {"right": (args, False), "half of lora_alpha": (half, False), "before": (args, True)}
-
-    def note(*given, limit):
-        with mock.patch.object(script, "warn_once"), contextlib.suppress(RuntimeError):
-            check_sampler(*given, limit=limit)
-        found[kind].append(kl_of(*given[:3]))
-        return found[kind][-1]
-
-    check_sampler, script.check_sampler = script.check_sampler, note
-    print(f"| draw | {' | '.join(kinds)} |\n|---|---|---|---|")
-    for draw in range(count):
-        torch.manual_seed(draw)
-        for name, matrix in model.named_parameters():
-            if "lora_A" in name:  # as peft draws it
-                torch.nn.init.kaiming_uniform_(matrix.data, a=math.sqrt(5))
-        for kind, (served, engine.stale) in kinds.items():
-            if kind == "right" or draw < 20:
-                vllm.args = served
-                script.check_adapter(engine, policy, model, prompts[draw % len(prompts)], args)
-        cells = [f"{found[kind][draw]:.2e}" if draw < len(found[kind]) else "" for kind in kinds]
-        print(f"| {draw} | {' | '.join(cells)} |", flush=True)
-    for kind, values in found.items():
-        print(f"{kind}: {len(values)}, {min(values):.2e} to {max(values):.2e}")
-    script.end_children()
-
-
-def note_checks(script):
-    """Has a script print what its checks saw, when it ends."""
-    check_sampler, check_draws, kls, errors = script.check_sampler, script.check_draws, [], []
-
-    def note_draws(*given):
-        errors.append(errors_of(*given))
-        check_draws(*given)
-
-    script.check_sampler = lambda *given: kls.append(check_sampler(*given)) or kls[-1]
-    script.check_draws = note_draws
-    script.run_program = lambda *_: None  # no pictures
-    atexit.register(lambda: print(f"\nseen: {len(errors)} | {max(kls):.1e} | {min(errors):.1f}"))
-
-
-def compare_runs(seeds):
-    print("| run | seed | steps | largest KL | lowest sum | right |\n|---|---|---|---|---|---|")
-    for seed in range(1, seeds + 1):
-        for name, more in {"ppo": [], "grpo": ["--beta", "0.001"]}.items():
-            flags = [*debug_command(name), *more, "--no-async_mode", "--seed", str(seed)]
-            with tempfile.TemporaryDirectory() as folder:
-                lines, said = run([__file__, "--run", *flags], folder)
-            seen = said.rpartition("\nseen: ")[2].partition("\n")[0]
-            rate = lines[-1]["eval/verifiable_correct_rate"]
-            print(f"| {name} | {seed} | {seen} | {rate:.1%} |", flush=True)
-
-
 def longest_row(prompts, args):
     return max(len(prompt.token_ids) for prompt in prompts) + args.response_length
 
 
 def main():
-    if sys.argv[1:2] == ["--run"]:
-        return call_main(REPO / sys.argv[2], sys.argv[3:], note_checks)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,11 +153,7 @@ def main():
     parser.add_argument("--responses", type=int, default=48, help="at each temperature")
     parser.add_argument("--response_length", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="+", default=(1.0, 0.7, 0.5))
-    parser.add_argument("--adapters", type=int, default=0, help="draws of adapters, and no more")
-    parser.add_argument("--runs", type=int, default=0, help="seeds of debug commands, and no more")
     given = parser.parse_args()
-    if given.runs:
-        return compare_runs(given.runs)
     args = script.Args(
         model_name_or_path=given.model,
         dataset=given.dataset,
@@ -267,10 +166,6 @@ def main():
     prompts, _ = script.load_datasets(tokenizer, args)
     drawn = script.draw_prompts(len(prompts), 0, given.responses, args.seed)
     drawn = [prompts[i] for i in drawn]
-    if given.adapters:
-        args.stop_token_ids = (tokenizer.eos_token_id,)
-        compare_adapters(given.adapters, drawn, args)
-        return
     whole, halved = (
         script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=trained)
         for trained in (True, False)

@@ -1,15 +1,11 @@
 """What asynchrony gains: time of ppo_vllm_async.py with and without --async_mode.
 
     python scripts/benchmark/overlap.py toy     # the thread and the queues alone, stubs of 1 s each
-    python scripts/benchmark/overlap.py reward  # the same with and without a slow --reward_fn
     python scripts/benchmark/overlap.py real    # pairs of real runs on this machine
     python scripts/benchmark/overlap.py real --local_rollout_batch_size 128   # flags of the script
 
 toy: 7 steps, a line each. One after the other they take 14 s; overlapped, the first generation and
 7 trainings, 8 s.
-
-reward: generation takes 0.4 s, training 1 s; 128 responses are scored by 8 workers of --reward_fn,
-and every tenth of them takes 0.2 s or nothing. In pairs, async and sync.
 
 real: in turn an async run and, for every number of threads, a sync run; the fastest number of
 threads of each mode counts. Times are sums of time/training, without the first steps. The limit is
@@ -40,60 +36,37 @@ SIZES = {
     "response_length": 128,
     "max_prompt_token_length": 16,
 }
-SLOW_REWARD = """
-import time
-
-def score(data_source, response, ground_truth, extra_info):
-    time.sleep(float(ground_truth))
-    return 1.0
-"""
 
 
 class StubVLLM:
-    """In the place of vLLM: so many seconds later, a response to each prompt."""
+    """In the place of vLLM: a second, and no responses."""
 
-    def __init__(self, script, seconds):
-        self.script, self.seconds = script, seconds
-        self.policy_version = None
+    policy_version = None
 
     def sample(self, prompts, seeds, temperature):
         if seeds:
-            time.sleep(self.seconds)
-        return [self.script.Response(prompt, [], [], True) for prompt in prompts]
+            time.sleep(1)
+        return []
 
 
-class StubTokenizer:
-    bos_token_id = pad_token_id = None
-    added_tokens_decoder = {}  # noqa: RUF012
+def run_toy(async_mode, iterations=7):
+    """The script's own thread and queues, with stubs of vLLM and of the update, of a second each.
 
-    def decode(self, token_ids):
-        return ""
-
-
-def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, truths=(), reward_fn=None):
-    """The script's own thread and queues, with stubs of vLLM and of the update.
-
-    truths: of each step's prompts, whose responses are scored by reward_fn. Returns for each step
-    the version that sampled its responses, and its seconds, of which the first has a generation in
-    any mode.
+    Returns for each step the version that sampled its responses, and its seconds, of which the
+    first has a generation in any mode.
     """
     sys.path.insert(0, str(REPO))
     import ppo_vllm_async as script
 
-    args = script.Args(reward_fn=reward_fn, reward_workers=8)
-    prompts = [script.Prompt("", "", [], "any", truth, None) for truth in truths]
-    workers = queue.Queue()
-    for _ in range(8 if reward_fn else 0):
-        workers.put(script.start_reward_worker(reward_fn))
     prompts_Q, response_Q = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
-    engine = StubVLLM(script, generation)
-    given = (engine, workers, StubTokenizer(), prompts_Q, response_Q, args)
+    engine = StubVLLM()
+    given = (engine, queue.Queue(), None, prompts_Q, response_Q, script.Args())
     threading.Thread(target=script.generation_thread, args=given, daemon=True).start()
 
     def send(version):
         """A weight sync, and the request for the next responses."""
         engine.policy_version = version
-        prompts_Q.put(script.Request(prompts, [1], []))
+        prompts_Q.put(script.Request([], [1], []))
 
     steps = []
     end = time.perf_counter()
@@ -102,12 +75,11 @@ def run_toy(async_mode, iterations=7, generation=1.0, training=1.0, truths=(), r
         rollout = script.gather_rollout(response_Q.get(), None)
         if async_mode and step < iterations:
             send(step - 1)
-        time.sleep(training)
+        time.sleep(1)
         if not async_mode and step < iterations:
             send(step)
         start, end = end, time.perf_counter()
         steps.append((rollout.policy_version, end - start))
-    script.end_children()
     return steps
 
 
@@ -125,26 +97,6 @@ def compare_toys():
         times.append(seconds)
     sync, overlapped = times
     print(f"sync {sync:.2f} s, async {overlapped:.2f} s: {sync / overlapped:.2f} times as fast")
-
-
-def compare_rewards(pairs):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "slow_reward.py")
-        path.write_text(SLOW_REWARD, "utf-8")
-
-        def seconds_of(mode, slow):
-            truths = [slow if i % 10 == 0 else "0" for i in range(128)]
-            stubs = {"generation": 0.4, "truths": truths, "reward_fn": f"{path}:score"}
-            _, *others = run_toy(mode == "async", **stubs)
-            return sum(duration for _, duration in others)
-
-        for mode in ("async", "sync"):
-            ratios = []
-            for _ in range(pairs):
-                slow, fast = seconds_of(mode, "0.2"), seconds_of(mode, "0")
-                ratios.append(slow / fast)
-                print(f"{mode}: {slow:.2f} s with slow rewards, {fast:.2f} s without", flush=True)
-            print(f"{mode}, median of {pairs} pairs: {statistics.median(ratios):.3f} times")
 
 
 def run_real(async_mode, threads, steps, flags):
@@ -192,7 +144,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["toy", "reward", "real"])
+    parser.add_argument("what", choices=["toy", "real"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
     learner = "numbers of learner threads to try"
@@ -202,8 +154,6 @@ def main():
         parser.error(f"flags of the script need a value each, as in --num_epochs 2: {flags}")
     if args.what == "toy":
         compare_toys()
-    elif args.what == "reward":
-        compare_rewards(args.pairs)
     else:
         compare_runs(args.pairs, args.steps, args.threads, flags)
 
