@@ -20,6 +20,7 @@ import sys
 if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
     sys.path[0] += "/.."
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -86,39 +87,23 @@ def response_of(row: dict, column: str) -> str:
     return response
 
 
-def convert_rl(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+def convert(row: dict, split: str, index: int, kind: str) -> dict:
+    """A row of verl's schema, a pair or a demonstration; ValueError says why a row is dropped."""
     row = with_prompt(row)
-    text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
+    prompt, chosen = parse_dialogue(text_of(row, "prompt")), response_of(row, "chosen")
+    rejected = text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
+    if kind == "sft":
+        return {"prompt": prompt, "response": chosen}
+    if kind == "rm":
+        if chosen == response_of(row, "rejected"):
+            raise ValueError("`chosen` and `rejected` are the same")
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     return {
         "data_source": HUB[0],
-        "prompt": parse_dialogue(text_of(row, "prompt")),
+        "prompt": prompt,
         "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": response_of(row, "chosen")},
+        "reward_model": {"style": "model", "ground_truth": chosen},
         "extra_info": {"split": split, "index": index},
-    }
-
-
-def convert_rm(row: dict, split: str, index: int) -> dict:
-    """A preference pair; ValueError says why a row is dropped."""
-    row = with_prompt(row)
-    chosen, rejected = response_of(row, "chosen"), response_of(row, "rejected")
-    if chosen == rejected:
-        raise ValueError("`chosen` and `rejected` are the same")
-    return {
-        "prompt": parse_dialogue(text_of(row, "prompt")),
-        "chosen": chosen,
-        "rejected": rejected,
-    }
-
-
-def convert_sft(row: dict, split: str, index: int) -> dict:
-    """A demonstration; ValueError says why a row is dropped."""
-    row = with_prompt(row)
-    text_of(row, "rejected")  # as in convert_rl
-    return {
-        "prompt": parse_dialogue(text_of(row, "prompt")),
-        "response": response_of(row, "chosen"),
     }
 
 
@@ -126,5 +111,4 @@ if __name__ == "__main__":
     args = Args(split=tyro.MISSING, local_save_dir="~/data/full_hh_rlhf/SPLIT")
     args = preprocessing.parse_args(args, __doc__)
     args.local_save_dir = args.local_save_dir.replace("SPLIT", args.split)
-    convert = {"rl": convert_rl, "rm": convert_rm, "sft": convert_sft}[args.split]
-    preprocessing.main(args, HUB, COLUMNS, convert)
+    preprocessing.main(args, HUB, COLUMNS, functools.partial(convert, kind=args.split))
