@@ -57,12 +57,9 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     policy, prompt, temperature = tiny_policy(seed=0).double(), [5, 7, 2], 0.8
     new = formulas.log_softmax_of(policy.model, prompt, [STOP], temperature)[0]
     with torch.no_grad():
-        old, sampler, ref = (
-            formulas.log_softmax_of(tiny_policy(seed).double().model, prompt, [STOP], temperature)[
-                0
-            ]
-            for seed in (old_seed, sampler_seed, 4)
-        )
+        models = [tiny_policy(seed).double().model for seed in (old_seed, sampler_seed, 4)]
+        every = [formulas.log_softmax_of(model, prompt, [STOP], temperature) for model in models]
+    old, sampler, ref = torch.cat(every)
     (new.exp() * (new - ref)).sum().backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     assert expected.norm() > 0.1

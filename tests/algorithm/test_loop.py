@@ -19,7 +19,7 @@ from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition, values_of
 from helpers.loops import EPISODES, STEPS, STOP
-from helpers.rollouts import make_rollout
+from helpers.rollouts import make_rollout, response_of
 from helpers.runs import flat_tokens, response_tokens
 from pyarrow import parquet
 from safetensors.torch import load_file
@@ -40,9 +40,8 @@ def rough_score(data_source, response, ground_truth):
 
 def scores_by_rough_score(texts):
     """None where it fails."""
-    return [
-        None if text.startswith(("6", "7", "8")) else rough_score("", text, "") for text in texts
-    ]
+    fails = ("6", "7", "8")
+    return [None if text.startswith(fails) else rough_score("", text, "") for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -532,15 +531,11 @@ def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenize
         assert len({str(sample[name]) for sample in samples}) > 1, name
 
 
-@pytest.mark.parametrize(("per_prompt", "rows"), [(1, 8), (2, 8), (3, 6), (4, 8)])
+@pytest.mark.parametrize(("per_prompt", "rows"), [(1, 8), (3, 6), (4, 8)])
 def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
-    batch = make_rollout()
     prompt = script.Prompt("", "2+2=", [3], "a", "4", None)
-    responses = []
-    for row in range(8):
-        ids = batch.input_ids[row][batch.mask[row].bool()].numpy()
-        responses.append(script.Response(prompt, ids, ids, stopped=True, score=1.0))
-    rollout = script.Rollout(0, responses, [], {})
+    responses = [response_of(prompt, [5] * (row + 1), score=1.0) for row in range(8)]
+    batch, rollout = make_rollout(), script.Rollout(0, responses, [], {})
     args = script.Args(number_samples_per_prompt=per_prompt)
     args.num_training_steps, args.eval_dataset = 401, "held-out.parquet"
     for step in range(1, 402):

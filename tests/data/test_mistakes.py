@@ -278,21 +278,18 @@ def test_folder_of_another_run_is_refused_and_one_without_checkpoints_is_not_res
         script.find_run(replace(args, resume_from_checkpoint="latest"))
 
 
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
 def test_model_that_lacks_a_tensor_is_refused(assets, tmp_path):
     """transformers would make it random, and only warn. A value model may lack its head alone."""
-    shutil.copytree(assets / "model", tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    del tensors[Q_PROJ]
-    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    path = str(tmp_path / "model")
+    folder = shutil.copytree(assets / "model", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    gone = "model.layers.0.self_attn.q_proj.weight"
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for trained in (True, False):
-        with pytest.raises(ValueError, match=f"lacks {Q_PROJ}"):
-            script.load_model(script.AutoModelForCausalLM, path, Args(), trained=trained)
-    with pytest.raises(ValueError, match=Q_PROJ):
-        script.load_classifier(None, path, Args(), trained=True)
+        with pytest.raises(ValueError, match=f"lacks {gone}"):
+            script.load_model(script.AutoModelForCausalLM, str(folder), Args(), trained=trained)
+    with pytest.raises(ValueError, match=gone):
+        script.load_classifier(None, str(folder), Args(), trained=True)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
