@@ -68,16 +68,6 @@ def test_lag_1_is_the_asynchronous_script(run_lagged, few_prompts):
     assert samples[0].read_bytes() == samples[1].read_bytes()
 
 
-def test_change_leaves_provenance_alone_of_the_programs():
-    programs = []
-    script = SimpleNamespace(VLLM=type("VLLM", (), {"sync_weights": None}))
-    script.run_program = lambda name, *_: programs.append(name)
-    lag.change(script, 1, 0.0)
-    for name in ("plot_runs.py", "provenance.py"):
-        script.run_program(name)
-    assert programs == ["provenance.py"]
-
-
 # ----------------------------------------------------------------------------- without any vLLM
 
 
