@@ -383,7 +383,7 @@ def check_tokenizers(run):
                 "tokenizer.json? Or give a --tokenizer_name_or_path"
             )
         with contextlib.suppress(Exception):  # the model may come without one
-            own = load(args.model_name_or_path)
+            own = load(args.model_name_or_path) if args.tokenizer_name_or_path else tokenizer
             ids = own.get_vocab() if own(text)["input_ids"] else {}
         # Added tokens that no text has may differ
         unused = tokenizer.get_added_vocab().keys() - {tokenizer.eos_token}
@@ -432,17 +432,24 @@ def check_data(run):
         read[-1] = path, rows
         if not rows:
             raise Mistake(f"{path}: the dataset is empty")
-        odd_data.check_types(run, path, rows)
-        run.notes += odd_data.notes_on_messages(run, path, rows)
+        try:
+            odd_data.check_types(run, path, rows)
+            run.notes += odd_data.notes_on_messages(run, path, rows)
+        except Mistake:
+            raise
+        except Exception:  # the script's own reading names the row
+            pass
         return rows
 
-    load = load_pairs if run.trains_reward_model() else script.load_datasets
     try:
         with (
             contextlib.redirect_stdout(printed),
             mock.patch.object(script, "load_rows", reading),
         ):
-            loaded = load(run) if load is load_pairs else load(run.tokenizer, run.args)
+            if run.trains_reward_model():
+                loaded = load_pairs(run)
+            else:
+                loaded = script.load_datasets(run.tokenizer, run.args)
     except Mistake:
         raise
     except Exception as error:
@@ -481,8 +488,11 @@ def what_is_wrong_with_data(run, error, path, rows):
     text, cause = describe(error).replace("NotImplementedError: ", ""), error.__cause__
     if rows:
         named = re.match(rf"{re.escape(path)}, row (\d+): ", text)
-        columns = COLUMNS_OF_PAIRS if run.trains_reward_model() else COLUMNS
-        return f"{text}; it has {', '.join(rows[int(named[1])])}; {columns}" if named else text
+        if not named:
+            return text
+        row, columns = rows[int(named[1])], [COLUMNS, COLUMNS_OF_PAIRS][run.trains_reward_model()]
+        has = ", ".join(row) if isinstance(row, dict) else f"{row!r:.60} and no columns"
+        return f"{text}; it has {has}; {columns}"
     if isinstance(cause, json.JSONDecodeError):
         return f"{text} in {cause.doc[:60]!r}"
     if type(error) is ValueError and text.startswith(path):

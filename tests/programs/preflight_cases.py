@@ -230,6 +230,16 @@ DATA = {
     "no debug data": (given(dataset="debug_assets/no.jsonl"), "make_debug_assets.py makes", EVERY),
     "empty": (rows(), "data.jsonl | empty", EVERY),
     "broken line": (file("dataset", "x.jsonl", BROKEN), "x.jsonl | JSONDecodeError | in \"{'prom"),
+    "no row": (
+        file("dataset", "x.jsonl", "5\n"),
+        "x.jsonl, row 0: | it has 5 and no columns",
+        EVERY,
+    ),
+    "template refuses parts": (
+        together(both(PARTS), REFUSES),
+        "data.jsonl, row 0: | no system role",
+        EVERY,
+    ),
     "no truth": (rows(ROW, ROW, ROW | {"reward_model": {"style": "rule"}}), f"row 2 | {NO_TRUTH}"),
     "held-out, no number": (rows(ROW, NO_NUMBER, flag="eval_dataset"), "row 1 | 'many'"),
     "template refuses": (REFUSES, "good.jsonl, row 0 | chat template | no system role", EVERY),
@@ -700,10 +710,9 @@ KEEPS = {"save_freq": 2, "total_episodes": 640}
 LAUNCHED = {
     "eight GPUs": (EIGHT | {"num_processes": 8}, {}, "learners 8 | engines 8"),
     "idle GPUs": (EIGHT, {}, "7 of a machine's 8 GPUs are not used"),
-    "two for vLLM": (SIX, OWN, "learners 6 | engines 2 | GPUs 6, 7"),
+    "two for vLLM": (SIX, OWN, "learners 6 | engines 2 | GPUs 6, 7 | of the 78.0 GiB that it may"),
     "two machines": (NODES, OWN, "learners 12 | engines 4 | steps 130 of 768"),
     "memory": (ONE, {}, f"{SHARES} | policy"),
-    "memory of its own": (SIX, OWN, "of the 78.0 GiB that it may take"),
     "FSDP2": (EIGHT | {"config_file": SHARDED}, {}, "learners 8 | gathered by FSDP2 | a machine,"),
     "two machines by a file": (BY_FILE, {}, "learners 16 | engines 16 of vLLM"),
     "tokens and not rows": ({}, {"micro_batch_tokens": 200}, "(--micro_batch_tokens 200)"),

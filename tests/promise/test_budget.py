@@ -12,7 +12,7 @@ BUDGETS = {
     "ppo_vllm_async.py": 16_725,
     "grpo_vllm_async.py": 16_785,
     "scripts/train_reward_model.py": 2_850,
-    "scripts/preflight.py": 7_800,
+    "scripts/preflight.py": 7_850,
     "scripts/odd_data.py": 1_900,
     "scripts/plan.py": 2_750,
 }
