@@ -1,4 +1,4 @@
-"""The mathematics of a step that needs no model; losses are in test_forward.py and test_grpo.py."""
+"""The mathematics of a step that needs no model; losses are in test_gradients.py."""
 
 import math
 
