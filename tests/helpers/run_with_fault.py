@@ -78,13 +78,9 @@ def burn(*_):
     raise OSError("the engine is on fire")
 
 
-def burn_instead(is_meant, script):
+def burn_instead(script):
     maybe = at_call(second(script), lambda given: given.update(function=burn))
-    before(script.VLLM, "submit", lambda given: is_meant(script, given) and maybe(given))
-
-
-def is_sync(script, given):
-    return given["args"][:1] == ("reset_prefix_cache",)
+    before(script.VLLM, "submit", lambda given: is_request(script, given) and maybe(given))
 
 
 def kill_vllm(script):
@@ -210,8 +206,7 @@ def kill_in_checkpoint(script):
 FAULTS = {
     "vllm killed at work": kill_vllm_at_work,
     "vllm killed while idle": kill_idle_vllm,
-    "vllm raises in a sync": partial(burn_instead, is_sync),
-    "vllm raises in generation": partial(burn_instead, is_request),
+    "vllm raises in generation": burn_instead,
     "vllm lacks a tensor": lose_a_tensor,
     "generation raises, stdout is full": raise_in_generation,
     "update raises": partial(in_update, raise_error),

@@ -38,21 +38,17 @@ AT_WORK, IDLE = "vllm killed at work", "vllm killed while idle"
 CASES = [
     (AT_WORK, ASYNC, "real", 1, 1, KILLED),
     (IDLE, ASYNC, "stub", 1, 1, BROKEN),
-    ("vllm raises in a sync", ASYNC, "stub", 1, 1, BURNT),
     ("vllm lacks a tensor", ASYNC, "real", 1, 1, LOST),
     ("SIGKILL", ASYNC, "real", 1, -signal.SIGKILL, None),
-    ("SIGINT to the group", ASYNC, "real", 1, -signal.SIGINT, None),
     ("generation raises, stdout is full", GRPO, "stub", 1, 1, OWN),
     ("killed in a checkpoint", ASYNC, "stub", 1, -signal.SIGKILL, None),
     ("vllm raises in generation", ASYNC, "stub", 2, 1, BURNT),
     ("gradient is not finite", ASYNC, "stub", 2, 1, NOT_FINITE),
     ("SIGKILL", ASYNC, "stub", 2, 1, None),
-    (AT_WORK, SYNC, "stub", 1, 1, KILLED),
     ("SIGTERM", SYNC, "stub", 1, -signal.SIGTERM, None),
     ("update raises", ASYNC, "stub, FSDP2", 2, 1, OWN),
     # What a user has started is the launcher
-    ("SIGINT to the group", SYNC, "stub, launched", 1, -signal.SIGINT, None),
-    ("SIGKILL of the launcher", GRPO, "stub, launched", 1, -signal.SIGKILL, None),
+    ("SIGINT to the group", SYNC, "real, launched", 1, -signal.SIGINT, None),
     ("SIGHUP of the launcher", SYNC, "stub, launched", 1, -signal.SIGHUP, None),
     ("SIGKILL of the launcher", ASYNC, "stub", 2, -signal.SIGKILL, None),
 ]
