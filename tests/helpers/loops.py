@@ -182,7 +182,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     def note_step(call, given):
         norm = call()
         model = "policy" if isinstance(given["model"], script.PolicyModel) else "value"
-        (group,) = given["optimizer"].param_groups
+        group = given["optimizer"].param_groups[0]
         seen.rates[model].append(group["lr"])
         seen.decays.add(group["weight_decay"])
         seen.norms[model, 1 + len(seen.batches)].append(norm.item())
