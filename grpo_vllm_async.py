@@ -1,12 +1,12 @@
 r"""GRPO for language models, asynchronous: vLLM generates the next batch while we train.
 
-Without a GPU, sets itself up, learns in minutes:
+Without a GPU; this command sets itself up, and learns in minutes:
     bash scripts/train/debug/grpo.sh
 One GPU, shared by the learner and a vLLM engine (docs/scaling.md has more GPUs, and several nodes):
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_vllm_async.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
 
-Training step g, on every rank:
+Training step g, on every rank (a version of the policy is the number of completed steps):
 
     main thread                         generation thread              vLLM (its own process)
     1. get batch g from response_Q <--  put responses, with their
@@ -15,16 +15,16 @@ Training step g, on every rank:
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
     2. checkpoint                         ...                            ...
     3. scores      4. the batch           ...                            ...
-    6. advantages  5. forward passes      ...                            ...
+    5. advantages  6. forward passes      ...                            ...
     7. updates                            verifiable rewards
     8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
-A version is the number of completed training steps. Before step 1, weights 0 and prompts 1 go out.
-Step g takes batch g, then sends weights g - 1 and prompts g + 1, while no engine samples and no
-update runs: no lock is needed. So version g - 1 samples batch g + 1, on which step g + 1 trains
-version g: one step old (2410.18252). As in ppo_sync.py the ratio divides by the learner's own
-log-probabilities from before its updates, and truncated importance weights correct for the
-sampler. With --no-async_mode both go out after the updates: nothing is old.
+Before step 1, weights 0 and prompts 1 go out. Step g takes batch g, then sends weights g - 1 (in
+step 1 the same again) and prompts g + 1, while no engine samples and no update runs: no lock is
+needed. So version g - 1 samples batch g + 1, on which step g + 1 trains version g: one step old
+(2410.18252). As in ppo_sync.py the ratio divides by the learner's own log-probabilities from before
+its updates, and truncated importance weights correct for the sampler. With --no-async_mode both go
+out after the updates: nothing is old.
 
 A prompt and its response are a row, padded on the right. A tensor of tokens is (rows, length), and
 0 outside responses, except input_ids. Models must be causal: no token sees the padding after it, so
@@ -42,18 +42,18 @@ Deliberate simplifications:
  3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
  4. Few inputs are checked: those that would go wrong in silence, or late.
- 5. A response cut at `response_length` is scored like any other, without --non_stop_penalty.
+ 5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
 
 There is no value model: an advantage is how much better a response scored than its group. The KL is
 a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
 
-Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 6. A
-term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 5.
+Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 5. A
+term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 6.
 What is logged: batch_metrics. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"). Two readers of ppo_sync.py estimate 95 and
-119 minutes: this text 7, dataclasses 7, main 28, advantages 8, losses 23, models 22, the rest 12.
-What follows the banner is looked up when it is needed.
+Read on to the banner ("The algorithm ends here"), for about an hour; look up what follows it when
+you need it. Where this script differs from another, tests/promise/test_scripts_agree.py has the
+reason.
 "Collective" in a docstring: every rank must call the function, in the same order.
 arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; async 2410.18252.
 """
@@ -127,6 +127,45 @@ from transformers.utils import cached_file
 
 
 @dataclass
+class Algorithm:
+    """The options of advantages and losses. Args, below the banner, adds all others.
+
+    Among those are the sizes. local_x is one rank's share of x. In a step:
+        rollout_batch_size             prompts
+        number_samples_per_prompt      responses to each
+        episodes_per_step              the product: the responses, the rows of the batch
+        num_epochs                     times the rows are dealt to mini-batches, anew each time
+        mini_batch_size                rows of a mini-batch: of one update
+        updates_per_step               num_epochs * episodes_per_step / mini_batch_size
+        per_device_train_batch_size    rows of a pass of a rank: of a micro-batch
+    By default, on one rank: 64 prompts of 8 responses: 2 updates of 256 rows, in passes of 8.
+    """
+
+    beta: float = 0.0
+    """weight of the KL term in the loss; 0: no reference policy"""
+    kl_estimator: Literal["kl1", "kl3"] = "kl3"
+    """kl3 has the KL's gradient at each token, kl1 on average (2510.01555)"""
+    cliprange: float = 0.2
+    """the ratio's lower limit is 1 - this; in PPO 1 + this is its upper one"""
+    cliprange_higher: float = 0.2
+    """the ratio's upper limit is 1 + this (DAPO: 0.28)"""
+    advantage_normalization: Literal["standard", "centered"] = "standard"
+    """(score - mean) / std, or score - mean"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """of ratios and importance weights; sequence: GSPO (docs/scripts.md)"""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over tokens; sequence: over responses' means; constant: see loss_divisor"""
+    mask_truncated_completions: bool = False
+    """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
+    tis_cap: float = 2.0
+    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    mismatch_mask: Literal["none", "sequence"] = "none"
+    """sequence: no policy gradient from responses whose mean ratio learner/sampler is far from 1"""
+    mismatch_mask_range: float = 2.0
+    """far from 1 is outside [1/this, this]"""
+
+
+@dataclass
 class Prompt:
     origin: str  # file and row, for messages
     text: str
@@ -163,7 +202,7 @@ class Response:
 class Request:
     """What the learner asks of generation."""
 
-    prompts: list[Prompt]  # (episodes,): each once for each of its samples, side by side
+    prompts: list[Prompt]  # (episodes,): number_samples_per_prompt copies of each, side by side
     seeds: list[int]  # (episodes,)
     eval_prompts: list[Prompt]  # empty where no evaluation is due
 
@@ -193,7 +232,8 @@ class Batch:
     scores: Tensor  # (episodes,), 0.0 where there is none
     has_score: Tensor  # (episodes,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    # By steps 5 and 6: (episodes, length)
+    # By steps 5 and 6: (episodes, length), but for `computed`. logprobs and entropies are 0 in rows
+    # that the policy skips; the first mini-batch has its own in step 7
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
     entropies: Tensor | None = None  # the policy's, before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
@@ -218,11 +258,11 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    # Rank 0 decides: a name may hold the time, and other machines may see a folder late
+    # Rank 0 looks for all: the run's name may hold the time, and others may see a folder late
     places = find_run(args) if is_rank_0() else None
     run_dir, checkpoint_dir = broadcast_object_list([places])[0]
     args.run_name = run_dir.name
-    # Chat templates may write the date: a resumed run keeps its first day
+    # Chat templates may write the date into prompts: a resumed run keeps its first day
     saved = json.loads((run_dir / "args.json").read_bytes()) if checkpoint_dir else {}
     args.start_day = broadcast_object_list([saved.get("start_day", args.start_day)])[0]
     if is_finished(accelerator, run_dir, args.num_training_steps, args):
@@ -237,12 +277,12 @@ def main(args):
     args.num_sources = len({prompt.data_source for prompt in prompts})
     args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
     first_step, state = read_state(run_dir, checkpoint_dir, args)
-    start_time -= state["seconds"]
+    start_time -= state["seconds"]  # those before a resume
 
     limit_memory(accelerator.device, args)
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
-    # The policy wraps the language model: the one is trained, the other synced and saved
+    # One set of weights: the wrapper, policy, is what trains; language_model is synced and saved
     policy = place_model(accelerator, PolicyModel(language_model, args), args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     reward_model = load_reward_model(accelerator, args)
@@ -291,7 +331,7 @@ def main(args):
                 sync_and_request(version, training_step + 1)
 
         # 2. Every save_freq steps a checkpoint of the models after the previous step, before this
-        # one writes files. Not in a process's first step: it would save what it began with
+        # one writes files. Not in a process's first step, before which it has changed nothing
         if training_step > first_step and checkpoint_is_due(accelerator, version, args):
             state["seconds"] = time.time() - start_time
             state["policy_version"] = rollout.policy_version
@@ -306,20 +346,12 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch: one row of each prompt with its response. And its mini-batches: in each
-        # epoch the rows are dealt anew, on all ranks alike
+        # 4. The batch: one row of each response, behind its prompt. And its mini-batches
         batch = collate(responses, accelerator.device)
-        if not batch.has_score.any():
-            raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
-        seed = stable_hash(args.seed, "minibatches", training_step)
-        generator = torch.Generator().manual_seed(seed)
-        epochs = []  # [epoch][mini_batch] -> rows
-        for _ in range(args.num_epochs):
-            shuffled = torch.randperm(args.episodes_per_step, generator=generator)
-            epochs.append(shuffled.view(-1, args.mini_batch_size).tolist())
+        count_failed_batches(state, responses, training_step)
+        epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 6. Advantages, one for all tokens of a response. Before step 5 (numbers are as in PPO),
-        # which may skip responses whose advantage is 0
+        # 5. Advantages, one for all tokens of a response
         advantages = group_advantages(
             batch.scores,
             batch.has_score,
@@ -331,17 +363,10 @@ def main(args):
         if args.mask_truncated_completions:
             stopped = torch.tensor([float(response.stopped) for response in responses])
             batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
-        # For speed alone: with beta 0 a response of advantage 0, or out of the loss, has no
-        # gradient, so the policy skips it in steps 5 and 7. The loss's divisor does not change, so
-        # updates are the same. If no response has a gradient all are computed, for the metrics
-        batch.computed = torch.ones_like(advantages)  # (episodes,)
-        has_gradient = (advantages * batch.loss_mask.amax(1) != 0).float()
-        if args.beta == 0 and has_gradient.any():
-            batch.computed = has_gradient
+        batch.computed = rows_to_compute(batch, args)
 
-        # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
-        # first update new log-probabilities equal these bit for bit, and ratios are 1. The first
-        # mini-batch's stay 0 until step 7: its update makes the same pass, by the same weights
+        # 6. Forward passes, before any update. For speed alone not of the first mini-batch: its
+        # update, in step 7, makes the same pass by the same weights
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
@@ -352,6 +377,7 @@ def main(args):
 
         # 7. Updates
         sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
+        lr = 0.0  # in a step without an update
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
@@ -360,15 +386,17 @@ def main(args):
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
                 sums.update(new_sums)
-                if is_first:  # step 5 has left these rows at 0
+                if is_first:  # step 6 has left these rows at 0
                     logprobs, entropies = accelerator.reduce(outputs)
                     batch.logprobs = batch.logprobs + logprobs
                     batch.entropies = batch.entropies + entropies
                     if rollout.policy_version == version:  # in async mode that is batch 1 alone
                         mask = batch.mask * batch.computed[:, None]
                         check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
-                        if args.beta > 0:  # with beta 0 rows are left by score: no fair draws
+                        if args.beta > 0:  # else which rows are left depends on their scores
                             check_draws(batch.logprobs, batch.entropies, mask)
+                if not batch.loss_mask[mini_batch].any():
+                    continue  # no row is in the loss; AdamW would still move, by its moments
                 # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -398,7 +426,7 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
-    # ---- The end
+    # ---- The end. The wrappers go before the ranks' groups: see end_run
     del policy, ref_policy, trained_models
     end_run(accelerator, run_dir, args)
 
@@ -410,7 +438,8 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
     With d = logprobs - ref_logprobs: kl1 = d, kl2 = d^2/2, kl3 = exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html).
+    (http://joschu.net/blog/kl-approx.html). In a reward only kl1 has the KL's gradient; near the
+    reference kl2 and kl3 have almost none (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl2").item()
     0.5
@@ -421,6 +450,15 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     if estimator == "kl2":
         return d**2 / 2
     return torch.expm1(-d) + d
+
+
+def masked_mean(values, mask):
+    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
+    1.5
+    """
+    return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def group_advantages(scores, has_score, number_samples_per_prompt, normalization):
@@ -449,15 +487,6 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
     return advantages.masked_fill(largest <= smallest, 0.0).flatten()
 
 
-def masked_mean(values, mask):
-    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
-
-    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
-    1.5
-    """
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
 # ------------------------------------------------------------------------------ losses and updates
 
 
@@ -465,10 +494,10 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
 
     mini_batch: rows of the batch. A loss is divided by the loss_divisor of the whole mini-batch, on
-    all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: of the step,
-    so its new log-probabilities are the old ones. Returns two things of this rank: sums over
-    tokens for metrics, with its part of the loss; and log-probabilities and entropies,
-    (2, episodes, length), 0 in rows that it did not run.
+    all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: it is the
+    step's first mini-batch, so its new log-probabilities are the old ones. Returns two things of
+    this rank: sums over tokens for metrics, with its part of the loss; and log-probabilities and
+    entropies, (2, episodes, length), 0 in rows that it did not run.
     """
     normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
     micro_batches = cut_micro_batches(
@@ -476,8 +505,8 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
     )
     sums, outputs = Counter(), batch.mask.new_zeros(2, *batch.mask.shape)
     for i, (rows, part) in enumerate(micro_batches):
-        # Has DDP, like its no_sync, exchange gradients in the last pass alone. FSDP2 and a single
-        # rank ignore it. All ranks make equally many passes
+        # DDP exchanges gradients in the last pass only: its no_sync() sets this flag. FSDP2 and a
+        # single rank ignore it. All ranks make equally many passes
         is_last_pass = i == len(micro_batches) - 1
         policy.require_backward_grad_sync = is_last_pass
         sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
@@ -503,13 +532,11 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             kl = kl_penalty(
                 new_logprobs * part.loss_mask, part.ref_logprobs * part.loss_mask, args.kl_estimator
             )
-            # Weighted by new/sampler it is a mean over tokens of the new policy. Its gradient must
-            # be d * grad log p, d = log p - log ref: kl2 has it with a constant ratio, kl1 and kl3
-            # have it on average, by the ratio's gradient (2510.01555)
-            token_ratio = token_log_ratio.exp()
-            if args.kl_estimator == "kl2":
-                token_ratio = token_ratio.detach()
-            kl = kl * token_ratio * tis_weights
+            # Times new/old and the importance weight, tokens count as if the new policy drew them
+            # (but for the weight's cap). With the gradient of new/old, kl3 gives d * grad log p at
+            # each token, d being log p - log ref, and kl1 (d + 1) * grad log p, which is the same
+            # on average (2510.01555)
+            kl = kl * token_log_ratio.exp() * tis_weights
             token_loss = pg_loss + args.beta * kl
         scale = part.loss_mask  # of a token: 1; "sequence": 1 / its response's tokens
         if args.loss_aggregation == "sequence":
@@ -526,7 +553,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             "mismatch/masked": tis_weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # its mean is 1 under the old policy
+            "val/ratio_var": (ratio - 1) ** 2,  # of tokens of the old policy the ratio's mean is 1
         }
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
@@ -538,10 +565,10 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. With a tis_cap of 0 weights are 1. By --mismatch_mask those of a
-    response are 0 where the geometric mean of its old/sampler is outside [1/r, r], r being
-    mismatch_mask_range; its tokens still count in the loss's mean. At the sequence level that mean
-    is the ratio of each token (GSPO).
+    older if it is asynchronous. A tis_cap of 0: no correction, 1 for each token. With
+    --mismatch_mask sequence all of a response are 0 if the geometric mean of its old/sampler is
+    outside [1/r, r], r being mismatch_mask_range; its tokens still count in the loss's mean. With
+    --importance_sampling_level sequence old/sampler of a token is that geometric mean (GSPO).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -595,7 +622,7 @@ def sequence_mean(values, mask):
 
 @torch.no_grad()
 def add_sums(sums, per_token, mask):
-    """Adds to sums those over the mask; per_token: {metric: tensor like the mask}."""
+    """Adds to sums[metric] the sum over the mask of each tensor in per_token, {metric: tensor}."""
     for name, tensor in per_token.items():
         sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
@@ -620,6 +647,111 @@ def loss_divisor(loss_mask, args):
     return divisor
 
 
+def deal_rows(training_step, args):
+    """The mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
+
+    In each epoch all rows of the batch are dealt anew.
+    """
+    seed = stable_hash(args.seed, "minibatches", training_step)
+    generator = torch.Generator().manual_seed(seed)
+    epochs = []
+    for _ in range(args.num_epochs):
+        shuffled = torch.randperm(args.episodes_per_step, generator=generator)
+        epochs.append(shuffled.view(-1, args.mini_batch_size).tolist())
+    return epochs
+
+
+def rows_to_compute(batch, args):
+    """1.0 for each row that steps 6 and 7 must compute, 0.0 where they may skip it: (episodes,).
+
+    For speed alone. With beta 0 a response of advantage 0, or out of the loss, has no gradient.
+    The loss's divisor stays, so updates are the same. If no row has a gradient all are computed,
+    for the metrics.
+    """
+    has_gradient = (batch.advantages * batch.loss_mask != 0).any(1).float()
+    if args.beta == 0 and has_gradient.any():
+        return has_gradient
+    return torch.ones_like(has_gradient)
+
+
+def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+    """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
+
+    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
+    micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included,
+    and one at least. All ranks cut at the same places, since under FSDP2 they compute together: by
+    longest[n], the greatest length of their n-th rows. Rows that the policy skips are dropped, but
+    for as many as give each rank equally many, and one at least; their loss_mask is 0 in the parts,
+    so no metric counts them.
+
+    >>> prompt = Prompt("row 0", "", [5], None, None, None)
+    >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
+    >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
+    >>> [(rows, part.mask.shape) for rows, part in parts]
+    [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=15))
+    >>> [rows for rows, part in parts]
+    [[0, 2, 3], [1]]
+    """
+    num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
+    if batch.computed is not None:
+        batch = replace(batch, loss_mask=batch.loss_mask * batch.computed[:, None])
+        computed = batch.computed.tolist()
+        needed = sum(computed[row] for row in mini_batch)
+        computed_first = sorted(mini_batch, key=lambda row: not computed[row])
+        mini_batch = computed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
+    in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
+    own_rows = in_order[accelerator.process_index :: num_ranks]
+    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
+    cuts = [0]
+    for i, length in enumerate(longest):
+        if args.micro_batch_tokens > 0:
+            micro_batch_size = max(1, args.micro_batch_tokens // length)
+        if i - cuts[-1] >= micro_batch_size:
+            cuts.append(i)
+    cuts.append(len(own_rows))
+    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+    return [(rows, batch.cut(rows, length)) for rows, length in parts]
+
+
+def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
+    """Collective. Clips gradients, steps the optimizer; returns the norm before clipping, a tensor.
+
+    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if isinstance(norm, DTensor):  # under FSDP2
+        norm = norm.full_tensor()
+    if not torch.isfinite(norm):
+        if is_rank_0():
+            torch.save(vars(batch), run_dir / "bad_batch.pt")
+        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
+        raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    # Zeroed in place: they are DDP's buckets. If they were None, the next passes would make others
+    optimizer.zero_grad(set_to_none=False)
+    return norm
+
+
+def lr_multiplier(update, num_updates, args):
+    """The share of the base learning rate in a model's n-th update, n from 0; the share is never 0.
+
+    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
+    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if update < args.warm_up_steps:
+        return (update + 1) / args.warm_up_steps
+    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
+    if args.lr_scheduler_type == "linear":
+        return 1 - done
+    if args.lr_scheduler_type == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    return 1.0
+
+
 # ----------------------------------------------------------------------- forward passes and models
 
 
@@ -628,7 +760,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
     Returns log-probabilities or values on every rank, and a policy's entropies: each
-    (episodes, length), 0 in other rows.
+    (episodes, length), 0 in rows that were not run.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
@@ -636,7 +768,8 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's
-                outputs, entropies[rows, : part.mask.shape[1]] = outputs
+                outputs, part_entropies = outputs
+                entropies[rows, : part_entropies.shape[1]] = part_entropies
             whole[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact: a row is 0 on all of them but one
     return accelerator.reduce(whole), accelerator.reduce(entropies)
@@ -645,7 +778,8 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (episodes, length).
 
-    With adapters it is the policy itself, with a scale of 0 on them; without, that does nothing.
+    With adapters it is the policy itself, with a scale of 0 on them. Without any, set_adapter_scale
+    does nothing.
     """
     all_rows = list(range(len(batch.lengths)))
     set_adapter_scale(ref_policy, 0.0)
@@ -663,7 +797,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        # vLLM gets bfloat16; what is trained stays float32
+        # vLLM gets bfloat16: passes compute with weights rounded alike, what is trained is float32
         if args.dtype == "bfloat16" and model.dtype == torch.float32:
             round_weights(model)
 
@@ -677,8 +811,8 @@ class PolicyModel(nn.Module):
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # The head's logits at the temperature, and token_logprobs of them, some tokens at a time.
-        # Both carry a gradient; that of entropies, which no loss has here, costs nothing
+        # token_logprobs, below, of the head's logits over the temperature, some tokens at a time.
+        # Both carry a gradient; that of entropies costs nothing, where no loss has them
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -696,9 +830,9 @@ def token_logprobs(logits, labels):
 class ValueModel(nn.Module):
     """A one-label sequence classifier, whose head is read at every token: value or reward model.
 
-    A reward model's output at t is what the text up to and with token t is worth. A value model's
-    is the reward to come before token t is chosen: it is read at t - 1, as the token's
-    log-probability is.
+    A reward model's output at t rates the text up to and with token t. A value model's is the
+    reward still to come, as expected before token t is chosen: it is read at t - 1, like the
+    token's log-probability.
     """
 
     def __init__(self, model, args, is_value_model):
@@ -718,10 +852,7 @@ class ValueModel(nn.Module):
 
 
 def hidden_states(model, input_ids, args):
-    """What a model's head reads: (batch, length, hidden_size).
-
-    The residual stream is in args.dtype; in float32 if a model is trained whole without FSDP2.
-    """
+    """What a model's head reads: (batch, length, hidden_size)."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return model.base_model(input_ids, use_cache=False).last_hidden_state
 
@@ -777,22 +908,21 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
     A score sums the reward model's (in an evaluation only without a ground truth), the verifiable
-    and the format reward; it is None if the verifiable one is used and failed. With
-    non_stop_penalty an incomplete response gets the penalty instead, also instead of None.
+    and the format reward; it is None if the verifiable reward failed. With non_stop_penalty an
+    incomplete response has the penalty for its score instead, even if its reward failed.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
     for response, model_score in zip(responses, model_scores, strict=True):
         has_truth = response.prompt.ground_truth is not None
-        uses_truth = has_truth and (args.apply_verifiable_reward or is_eval)
         score = 0.0
         if model_score is not None and not (has_truth and is_eval):
             score += model_score * args.reward_model_multiplier
-        if uses_truth and response.verifiable is not None:
+        if response.verifiable is not None:
             score += response.verifiable * args.verification_reward
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
-        if uses_truth and response.failure:
+        if response.failure:
             score = None  # which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
         if args.non_stop_penalty and not is_complete:  # also where it is None
@@ -806,18 +936,6 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
             f"{failed[0].prompt.origin}: {failed[0].failure}"
         )
     return with_scores
-
-
-def compute_score(data_source: str, response: str, ground_truth: str) -> float:
-    """The verifiable reward of a response."""
-    if data_source == "debug/sorting":
-        return float(response.strip() == ground_truth.strip())
-    if "gsm8k" in str(data_source):
-        return grade_gsm8k(response, ground_truth)
-    raise NotImplementedError(
-        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
-        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
-    )
 
 
 # -------------------------------------------------------------------------------------- generation
@@ -862,36 +980,6 @@ def generate_rollout(engine, workers, tokenizer, request, args):
     return Rollout(engine.policy_version, responses, answers, times)
 
 
-def sync_weights(engine, language_model, version, args):
-    """Collective. Gives each engine a version's weights; engine: None on a rank without one."""
-    weights = gather_weights(language_model, args)
-    if engine:
-        engine.sync_weights(weights, version)
-    # Going through them gathers them: ranks without an engine take part here
-    for _ in weights:
-        pass
-
-
-def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
-    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
-
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
-    `limit` (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
-    it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
-    finds it, and saves the batch. Returns the KL.
-    """
-    kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
-    if args.dtype == "float32":
-        limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if kl > limit / min(1.0, args.temperature):
-        raise RuntimeError(
-            f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
-        )
-    if kl > limit / 3:
-        warn_once(f"a KL of vLLM's policy to the learner's above {limit / 3:.2g}: in no right run")
-    return kl
-
-
 # ================================================================================================
 # The algorithm ends here. What follows is machinery: look it up when you need it.
 # ================================================================================================
@@ -904,32 +992,8 @@ FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
 
 
 @dataclass
-class Args:
+class Args(Algorithm):
     """What a run is told."""
-
-    # -- The algorithm
-    beta: float = 0.0
-    """weight of the KL term in the loss; 0: no reference policy"""
-    kl_estimator: Literal["kl1", "kl2", "kl3"] = "kl3"
-    """estimator of the KL; in this loss all have the same mean gradient (2510.01555)"""
-    cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]; in GRPO its upper end is cliprange_higher"""
-    cliprange_higher: float = 0.2
-    """the ratio's upper limit is 1 + this, whatever cliprange is (DAPO: 0.28)"""
-    advantage_normalization: Literal["standard", "centered"] = "standard"
-    """(score - mean) / std, or score - mean"""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """of ratios and importance weights; sequence: GSPO (docs/scripts.md)"""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """mean over tokens; over responses of their means; or sum / (responses x response_length)"""
-    mask_truncated_completions: bool = False
-    """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
-    tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
-    mismatch_mask: Literal["none", "sequence"] = "none"
-    """no gradient of the policy from responses whose ratio learner/sampler is far from 1"""
-    mismatch_mask_range: float = 2.0
-    """far from 1 is outside [1/this, this]"""
 
     # -- Batches
     total_episodes: int = 100_000
@@ -1301,15 +1365,17 @@ MUST_AGREE = (
 
 
 def read_state(run_dir, checkpoint_dir, args):
-    """The first training step, and what no step tells: seconds so far, the tracker's id, and on
-    resume of an asynchronous run the version that sampled the checkpoint's rollout.
+    """The first training step, and what no step tells: seconds so far, batches in a row whose
+    rewards all failed, the tracker's id, and on resume of an asynchronous run the checkpoint's
+    rollout and the version that sampled it.
 
     ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
     """
     if is_rank_0() and run_dir.exists():
         lock_run(run_dir)
+    state = {"seconds": 0.0, "failed_batches": 0}  # older checkpoints have no count
     if not checkpoint_dir:
-        return 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
+        return 1, state | {"wandb_id": os.urandom(8).hex()}
     step = step_of(checkpoint_dir)
     if is_rank_0():
         print(f"Resumed after step {step}; what came later is made again")
@@ -1317,7 +1383,7 @@ def read_state(run_dir, checkpoint_dir, args):
     for name in MUST_AGREE:
         if saved_args[name] != getattr(args, name):
             raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    return step + 1, {"seconds": 0.0} | json.loads((checkpoint_dir / "state.json").read_bytes())
+    return step + 1, state | json.loads((checkpoint_dir / "state.json").read_bytes())
 
 
 def limit_memory(device, args):
@@ -1979,86 +2045,6 @@ def round_weights(model):
             module.register_forward_hook(round_rows)
 
 
-# -------------------------------------------------------- micro-batches, gradients, learning rates
-
-
-def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
-    """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
-
-    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
-    micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included.
-    All ranks cut alike, since under FSDP2 they compute together: `longest` is the longest of their
-    n-th rows. Of rows that the policy skips only as many are kept as give each rank equally many,
-    and one at least. Their loss_mask is 0 in the parts: no metric counts them.
-
-    >>> prompt = Prompt("row 0", "", [5], None, None, None)
-    >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
-    >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
-    >>> [(rows, part.mask.shape) for rows, part in parts]
-    [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=15))
-    >>> [rows for rows, part in parts]
-    [[0, 2, 3], [1]]
-    """
-    num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
-    if batch.computed is not None:
-        batch = replace(batch, loss_mask=batch.loss_mask * batch.computed[:, None])
-        computed = batch.computed.tolist()
-        needed = sum(computed[row] for row in mini_batch)
-        computed_first = sorted(mini_batch, key=lambda row: not computed[row])
-        mini_batch = computed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
-    in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
-    own_rows = in_order[accelerator.process_index :: num_ranks]
-    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
-    cuts = [0]
-    for i, length in enumerate(longest):
-        if args.micro_batch_tokens > 0:
-            micro_batch_size = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= micro_batch_size:
-            cuts.append(i)
-    cuts.append(len(own_rows))
-    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
-    return [(rows, batch.cut(rows, length)) for rows, length in parts]
-
-
-def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Collective. Clips gradients, steps the optimizer; returns the norm before that, a tensor.
-
-    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
-    """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    if isinstance(norm, DTensor):  # under FSDP2
-        norm = norm.full_tensor()
-    if not torch.isfinite(norm):
-        if is_rank_0():
-            torch.save(vars(batch), run_dir / "bad_batch.pt")
-        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
-        raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
-    optimizer.param_groups[0]["lr"] = lr
-    optimizer.step()
-    # In DDP's buckets. If they were None, the next passes would make others
-    optimizer.zero_grad(set_to_none=False)
-    return norm
-
-
-def lr_multiplier(update, num_updates, args):
-    """The learning rate of a model's update, from 0, as a share of the base rate; never 0.
-
-    >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
-    >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
-    [0.5, 1.0, 1.0, 0.5]
-    """
-    if update < args.warm_up_steps:
-        return (update + 1) / args.warm_up_steps
-    done = (update - args.warm_up_steps) / (num_updates - args.warm_up_steps)  # in [0, 1)
-    if args.lr_scheduler_type == "linear":
-        return 1 - done
-    if args.lr_scheduler_type == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
-    return 1.0
-
-
 # -------------------------------------------------------------------------------------- the engine
 
 
@@ -2134,7 +2120,7 @@ class VLLM:
         self.policy_version = version
 
     def send_weights(self, weights):
-        """Sends weights by the protocol of vLLM's workers, one tensor at a time in vLLM's dtype.
+        """Sends weights by the protocol of vLLM's workers, in vLLM's dtype.
 
         To a shared GPU handles of the learner's memory travel ("ipc"), to others the numbers, by
         NCCL.
@@ -2142,20 +2128,21 @@ class VLLM:
         if self.policy_version is None:
             self.connect()
         self.call("start_weight_update")
-        for name, tensor in weights:
-            tensor = tensor.contiguous()
+        for names, tensors in in_messages(weights):
             info = {
-                "names": [name],
-                "dtype_names": [self.args.dtype],
-                "shapes": [list(tensor.shape)],
+                "names": names,
+                "dtype_names": [self.args.dtype] * len(names),
+                "shapes": [list(tensor.shape) for tensor in tensors],
             }
             if not self.nccl:
                 uuid = str(torch.cuda.get_device_properties().uuid)
-                info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]}]
+                info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
             if self.nccl:
-                self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+                for tensor in tensors:
+                    self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
+            tensors.clear()  # before the next are gathered
         self.call("finish_weight_update")
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
@@ -2180,6 +2167,22 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
+def in_messages(weights, num_bytes=2**28):
+    """Weights as (names, contiguous tensors): each time as many as reach so many bytes together.
+
+    A message costs 3 ms (docs/results.md, "On a GPU").
+    """
+    names, tensors = [], []
+    for name, tensor in weights:
+        names.append(name)
+        tensors.append(tensor.contiguous())
+        if sum(tensor.nbytes for tensor in tensors) >= num_bytes:
+            yield names, tensors
+            names, tensors = [], []
+    if names:
+        yield names, tensors
+
+
 def gather_weights(model, args):
     """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one.
 
@@ -2193,6 +2196,16 @@ def gather_weights(model, args):
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         yield name, weight
+
+
+def sync_weights(engine, language_model, version, args):
+    """Collective. Gives each engine a version's weights; engine: None on a rank without one."""
+    weights = gather_weights(language_model, args)
+    if engine:
+        engine.sync_weights(weights, version)
+    # gather_weights is lazy: a rank without an engine runs it here, for what it does together
+    for _ in weights:
+        pass
 
 
 def gather_rollout(share, cpu_group):
@@ -2209,6 +2222,26 @@ def gather_rollout(share, cpu_group):
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
     return rollout
+
+
+def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
+    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
+
+    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
+    `limit` (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
+    it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
+    finds it, and saves the batch. Returns the KL.
+    """
+    kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
+    if args.dtype == "float32":
+        limit = 1e-4  # vLLM's kernels on a GPU may use TF32
+    if kl > limit / min(1.0, args.temperature):
+        raise RuntimeError(
+            f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
+        )
+    if kl > limit / 3:
+        warn_once(f"a KL of vLLM's policy to the learner's above {limit / 3:.2g}: in no right run")
+    return kl
 
 
 def check_draws(logprobs, entropies, mask):
@@ -2438,6 +2471,18 @@ def grade_responses(responses, tokenizer, workers, args):
         return list(threads.map(grade, responses))
 
 
+def count_failed_batches(state, responses, training_step):
+    """Counts batches in a row in which every reward failed.
+
+    RuntimeError: this is the first batch, or the third in a row. Another one makes no update, but
+    for responses that have a penalty for their score.
+    """
+    all_failed = all(response.failure for response in responses)
+    state["failed_batches"] = state["failed_batches"] + 1 if all_failed else 0
+    if state["failed_batches"] == (1 if training_step == 1 else 3):
+        raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
+
+
 def reward_model_scores(accelerator, reward_model, responses, args):
     """Collective. The reward model's scores at the last token of each response, or Nones.
 
@@ -2467,6 +2512,18 @@ def read_number(text):
     if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
         return Decimal(re.sub(r"[$,]", "", text))
     return None
+
+
+def compute_score(data_source: str, response: str, ground_truth: str) -> float:
+    """The verifiable reward of a response."""
+    if data_source == "debug/sorting":
+        return float(response.strip() == ground_truth.strip())
+    if "gsm8k" in str(data_source):
+        return grade_gsm8k(response, ground_truth)
+    raise NotImplementedError(
+        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
+        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
+    )
 
 
 def grade_gsm8k(response, ground_truth):
@@ -2677,7 +2734,6 @@ def batch_metrics(batch, args):
     ratios = log_ratios.exp()[mask.bool()]  # (tokens,)
     has_spread = batch.advantages.abs().amax(1).view(-1, args.number_samples_per_prompt).any(1)
     metrics = {
-        "objective/scores_std": batch.scores[batch.has_score.bool()].std(correction=0),
         "objective/entropy": -logprobs.sum() / batch.computed.sum(),
         "val/computed_responses": batch.computed.sum(),
         "val/zero_variance_groups": (~has_spread).sum(),
@@ -2689,6 +2745,8 @@ def batch_metrics(batch, args):
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }
+    if batch.has_score.any():
+        metrics["objective/scores_std"] = batch.scores[batch.has_score.bool()].std(correction=0)
     if args.beta > 0:  # to compare with PPO: GRPO's reward has no KL, its loss has
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
@@ -2815,18 +2873,10 @@ def append_line(path, line):
             file.write(json.dumps(line, default=str, separators=(",", ":")) + "\n")
 
 
-# One picture at a time, while the loop goes on. Its programs are born with SIGUSR1 blocked, which a
-# cluster sends to them, too
-drawing = ThreadPoolExecutor(
-    1, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGUSR1})
-)
-
-
 def report_prompt_lengths(accelerator, prompts, run_dir):
-    """Histograms of the prompts' token counts: token_length.png, and in the trackers."""
+    """Histograms of the prompts' token counts: in the trackers; end_run has the picture."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
-    drawing.submit(run_program, "plot_runs.py", run_dir, "--lengths")
     for tracker in accelerator.trackers:
         import wandb
 
@@ -2834,17 +2884,10 @@ def report_prompt_lengths(accelerator, prompts, run_dir):
 
 
 def write_metrics(accelerator, metrics, run_dir, args):
-    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some.
-
-    After an evaluation the curves are drawn, too.
-    """
+    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some."""
     metrics = {name: float(value) for name, value in metrics.items()}
     accelerator.log(metrics)
     append_line(run_dir / "metrics.jsonl", metrics)
-    if "eval/policy_version" in metrics:
-        drawing.submit(run_program, "plot_runs.py", run_dir, "--quiet")
-    if args.reward_fn and metrics["training_step"] == 3:  # does it wait, and for what?
-        drawing.submit(run_program, "inspect_run.py", run_dir, "--advice")
     if not is_rank_0():
         return
     step, num_steps = metrics["training_step"], args.num_training_steps
@@ -3061,16 +3104,18 @@ def timed(metrics, name):
 
 
 def end_run(accelerator, run_dir, args):
-    """Collective. A run's normal end: a summary and the upload, by programs beside this script."""
+    """Collective. A run's end: pictures, a summary, the upload, by programs beside this script."""
     end_children()
     # main() has dropped its models. If DDP were gloo's last user, it would end gloo with Python's
     # lock in its hands, which gloo's threads need
     accelerator.clear()
     accelerator.end_training()
-    # In the thread that draws, behind the last picture
-    drawing.submit(run_program, "inspect_run.py", run_dir, "--summary").result()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
+    run_program("plot_runs.py", run_dir, "--lengths")
+    run_program("plot_runs.py", run_dir, "--quiet")
+    run_program("inspect_run.py", run_dir, "--summary")
     if args.push_to_hub:
-        drawing.submit(run_program, "push_to_hub.py", run_dir).result()
+        run_program("push_to_hub.py", run_dir)
 
 
 def end_with_launcher():

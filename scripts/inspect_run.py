@@ -15,8 +15,6 @@ Curves, tokens with their numbers, wrong answers by evaluation: report.py.
 
 import argparse
 import json
-import math
-import os
 import re
 import shlex
 import sys
@@ -26,7 +24,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 from plot_runs import Curve, Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
@@ -239,47 +236,6 @@ def print_summary(run_dir: Path, metrics: list[dict]):
     print(*(said for said in sentences if said is not None), sep="\n")
 
 
-# ------------------------------------------------------------------------------ --advice
-
-
-def reward_workers_of(pid: int) -> list[psutil.Process]:
-    """The processes of --reward_fn that a script, of this id, has started.
-
-    Like vLLM's they lead a session each, but their parent is Python's fork server.
-    """
-    children = psutil.Process(pid).children()
-    grandchildren = [process for child in children for process in child.children()]
-    return [process for process in grandchildren if os.getsid(process.pid) == process.pid]
-
-
-def advise_workers(metrics: list[dict], args: dict, cpu_seconds: float) -> str | None:
-    """How many workers it takes where --reward_fn waits, as for a network; None: it does not.
-
-    cpu_seconds: what the workers, and what they have started, have used of the cores so far. A
-    function that computes gains nothing from more workers than cores.
-    """
-    last, workers = metrics[-1], args["reward_workers"]
-    worker_seconds = workers * sum(line["time/reward"] for line in metrics)
-    # With so many a batch would be graded in the time that it takes to generate it
-    wanted = math.ceil(workers * last["time/reward"] / max(1.0, last["time/generation"]))
-    wanted = min(wanted, args["episodes_per_step"])
-    if cpu_seconds > 0.2 * worker_seconds or wanted <= workers:
-        return None
-    return (
-        f"The reward takes {last['time/reward']:.3g} s a batch, in "
-        f"{1 - cpu_seconds / worker_seconds:.0%} of which its {workers} processes wait, as for a "
-        f"network: --reward_workers {wanted} would take about as long as generation"
-    )
-
-
-def print_advice(metrics: list[dict], args: dict):
-    """What a script asks for after its first batches."""
-    workers = reward_workers_of(os.getppid())
-    advice = advise_workers(metrics, args, sum(sum(w.cpu_times()[:4]) for w in workers))
-    if workers and advice:
-        print(advice, flush=True)
-
-
 # ------------------------------------------------------------------------------ the last responses
 
 
@@ -338,9 +294,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--summary", action="store_true", help="what the scripts say at its end")
-    one.add_argument("--advice", action="store_true", help="a script's own call, in step 3")
+    parser.add_argument("--summary", action="store_true", help="what the scripts say at its end")
     responses = "how many responses at most, of each prompt two (8)"
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     options = parser.parse_args()
@@ -352,8 +306,6 @@ def main():
         parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
     if options.summary:
         print_summary(run_dir, metrics)
-    elif options.advice:
-        print_advice(metrics, args)
     else:
         console = Console(markup=False, emoji=False, highlight=False)
         console.print(*show_run(run_dir, args, metrics, options.responses), sep="\n")

@@ -213,7 +213,7 @@ def defaults_of(args: dict) -> dict:
     words = args.get("provenance", {"command": []})["command"]
     script = next((word for word in words if word.endswith(".py")), f"{args['exp_name']}.py")
     paths = [path for path in (Path(script), DOCS.parent / script) if path.is_file()]
-    text = paths[0].read_text("utf-8").partition("\nclass Args:")[2] if paths else ""
+    text = paths[0].read_text("utf-8").partition("\n@dataclass\n")[2] if paths else ""
     defaults = {}
     for name, value in re.findall(r"^    (\w+): (?!FilledIn).* = (.*)$", text, re.MULTILINE):
         with contextlib.suppress(ValueError, SyntaxError):  # a computed one

@@ -7,6 +7,7 @@ test_ends.py.
 
 import functools
 import importlib
+import itertools
 import math
 import re
 import shutil
@@ -15,7 +16,7 @@ from collections import Counter
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import ASYNC, PPO, SCRIPTS, hooks, loops
+from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition, values_of
 from helpers.loops import EPISODES, STEPS, STOP
@@ -71,10 +72,11 @@ def run_loop(run_main, few_prompts):
             "non_stop_penalty": False,
             "warm_up_steps": 2,
             "weight_decay": 0.25,
-            "kl_estimator": "kl2",
         }
         if name in PPO:
             changes |= {"value_warmup_steps": 1, "whiten_rewards": True}
+        else:
+            changes["kl_estimator"] = "kl3"
         return run_main(name, rough_score, **changes)
 
     return run
@@ -178,7 +180,7 @@ def test_advantages_and_returns_follow_from_scores_kl_and_values(name, rough, ru
         assert torch.equal(in_loss, mask * batch.has_score.bool()[:, None])
         assert torch.equal(in_loss, mask) != rough
         d = (batch.logprobs - batch.ref_logprobs).double()
-        rewards = -0.3 * (d**2 / 2 if rough else d)
+        rewards = -0.3 * d
         rewards[range(EPISODES), batch.lengths - 1] += batch.scores
         if rough:  # whitened, but for their mean, and without what failed
             known = rewards[in_loss]
@@ -220,7 +222,8 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
         weights = ratio.clamp(max=cap) * (means.abs() <= math.log(limit))
         kl = flat["logprobs"] - flat["ref_logprobs"]
         d = ((batch.logprobs - batch.ref_logprobs) * inside).double()
-        penalties = 0.3 * (d**2 / 2 if rough else d).sum(1)  # of each response
+        by_kl3 = rough and name in GRPO
+        penalties = 0.3 * (torch.expm1(-d) + d if by_kl3 else d).sum(1)  # of each response
         expected = {
             "training_step": step,
             "episode": step * EPISODES,
@@ -410,14 +413,36 @@ def test_schedule_of_each_model_runs_over_its_own_updates_and_a_policy_may_rest(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
+def test_first_batch_whose_every_reward_failed_ends_the_run_and_so_does_the_third_in_a_row(
+    name, run_main, few_prompts
+):
+    failed = r"(?s)the reward failed on all responses: .*ZeroDivision"
     run = run_main(name, lambda *_: 1 / 0, non_stop_penalty=False)
-    assert re.match(r"(?s)the reward failed on all responses: .*ZeroDivision", str(run.error))
+    assert re.match(failed, str(run.error))
     assert run.mini_batches == [] and not (run.run_dir / "model").exists()
-    # Cut ones have a score also then, the penalty
+    # Of one update a step. What fails: batch 2; then 4, 5 and 6
+    for failing, lines in (((2,), 3), ((2, 3), 3), ((2, 4, 5, 6), 5)):
+        calls = itertools.count(-1)  # of one before vLLM starts
+
+        def score(*_, calls=calls, failing=failing):
+            return 1 / (next(calls) // EPISODES + 1 not in failing)
+
+        options = {"non_stop_penalty": False, "local_mini_batch_size": EPISODES, "save_freq": 1}
+        options |= {"total_episodes": 6 * EPISODES if 6 in failing else STEPS * EPISODES}
+        run = run_main(name, score, **options)
+        assert bool(re.match(failed, str(getattr(run, "error", "")))) == (6 in failing)
+        assert len(run.metrics) == lines
+        for step, line in enumerate(run.metrics, 1):
+            assert ("optim/grad_norm" in line) == (step not in failing)  # no step of an optimizer
+            assert all(map(math.isfinite, line.values()))
+            assert line["objective/reward_failures"] == (step in failing)
+    # Those before a resume count
+    options |= {"resume_from_checkpoint": "latest", "output_dir": run.run_dir.parent}
+    again = run_main(name, lambda *_: 1 / 0, **options)
+    assert re.match(failed, str(again.error)) and len(again.metrics) == 5
+    # Also where cut ones have a score, the penalty
     run = run_main(name, lambda *_: 1 / 0)
-    assert len(run.metrics) == STEPS and run.metrics[0]["objective/reward_failures"] == 1
-    assert run.metrics[0]["objective/scores"] == -1
+    assert re.match(failed, str(run.error)) and not (run.run_dir / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -546,14 +571,13 @@ def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
     assert steps == {*range(1, 402, 3), 401}
 
 
-def test_programs_beside_a_script_are_called_once_and_curves_at_evaluations(rough_loop, run_main):
-    names, steps = zip(*rough_loop.programs, strict=True)
-    drawn = ("plot_runs.py", "plot_runs.py", "plot_runs.py")  # the first time lengths
-    assert names == ("provenance.py", *drawn, "inspect_run.py", "inspect_run.py")
-    assert steps[0] == 0 < steps[2] and steps[3:] == (3, 3, 3)  # with the lines of evaluations
+def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(rough_loop, run_main):
+    at_the_end = ["plot_runs.py", "plot_runs.py", "inspect_run.py"]
+    steps = [(name, STEPS) for name in at_the_end]
+    assert rough_loop.programs == [("provenance.py", 0), *steps]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
-    assert names == ["provenance.py", "plot_runs.py", "inspect_run.py", "push_to_hub.py"]
+    assert names == ["provenance.py", *at_the_end, "push_to_hub.py"]
 
 
 def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):

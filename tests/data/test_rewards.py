@@ -46,7 +46,6 @@ def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", **parts)
 
 FORMAT = "<think>a</think><answer>b</answer>"
 PENALTY = {"non_stop_penalty": True, "penalty_reward_value": -2.0, "min_response_length": 4}
-NO_RULE = {"apply_verifiable_reward": False}
 ALL = {
     "add_r1_style_format_reward": True,
     "r1_style_format_reward": 0.25,
@@ -58,9 +57,8 @@ FAILED = {"failure": "OSError()"}
 SCORES = {
     "no ground truth": (response(), None, {}, 0.0),
     "all": (response(text=FORMAT, verifiable=0.5), -3.0, ALL, -3.75),
-    "reward model alone": (response(verifiable=1.0), -3.0, NO_RULE, -3.0),
+    "reward model alone": (response(), -3.0, {}, -3.0),
     "failed": (response(text=FORMAT, **FAILED), 5.0, {}, None),
-    "failed, and of no interest": (response(**FAILED), 5.0, NO_RULE, 5.0),
     "cut": (response(size=9, stopped=False, verifiable=1.0), 5.0, PENALTY, -2.0),
     "no penalty": (response(text=FORMAT, stopped=False, verifiable=1.0), None, {}, 1.0),
     "short": (response(size=3, verifiable=1.0), None, PENALTY, -2.0),

@@ -170,11 +170,6 @@ def test_draws_may_be_nine_standard_errors_off(errors, ends):
         script.check_draws(logprobs, torch.zeros(64, 1), torch.ones(64, 1))
 
 
-def test_programs_that_draw_do_not_hear_what_a_cluster_sends_to_all():
-    blocked = script.drawing.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
-    assert signal.SIGUSR1 in blocked
-
-
 # ------------------------------------------------------------------------------------------ an end
 
 TWO_ERRORS = """import sys, threading, traceback

@@ -140,16 +140,15 @@ class StubLLM:
 
     def update_weights(self, request):
         info = request["update_info"]
-        (name,) = info["names"]
-        self.note(name)
-        if "ipc_handles" in info:
-            (handles,) = info["ipc_handles"]
-            tensor = handles["GPU-2"][0]
-        else:
-            tensor = self.sent.get(timeout=30)
-        self.infos.append((info["shapes"], info["dtype_names"], tensor.is_contiguous()))
-        self.weights[name] = tensor.clone()
-        self.receipts.put("received")
+        self.note(len(info["names"]))
+        for i, name in enumerate(info["names"]):
+            if "ipc_handles" in info:
+                tensor = info["ipc_handles"][i]["GPU-2"][0]
+            else:
+                tensor = self.sent.get(timeout=30)
+            self.infos.append((info["shapes"][i], info["dtype_names"][i], tensor.is_contiguous()))
+            self.weights[name] = tensor.clone()
+            self.receipts.put("received")
 
     def finish_weight_update(self):
         self.note("finish")

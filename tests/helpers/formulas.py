@@ -128,9 +128,8 @@ def reference_gradient(models, batch, args):
         elif args.beta > 0:
             # For these forms see test_kl_gradient_is_that_of_the_true_kl
             d = new - of_row["ref_logprobs"]
-            kls = {"kl1": d * token_ratio, "kl2": d**2 / 2 * token_ratio.detach()}
-            kls["kl3"] = ((-d).exp() - 1 + d) * token_ratio
-            kl = weights * kls[args.kl_estimator]
+            kl = d if args.kl_estimator == "kl1" else (-d).exp() - 1 + d
+            kl = weights * kl * token_ratio
             per_token = per_token + args.beta * kl
             of_metrics["loss/kl_avg"] = kl
         total = total + (per_token.mean() if aggregation == "sequence" else per_token.sum())

@@ -158,7 +158,10 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     """
     script = importlib.import_module(name.removesuffix(".py"))
     stub = make_stub(script)
-    options = options_of(name, files, folder) | changes
+    options = options_of(name, files, folder)
+    if hasattr(script.Args, "kl_estimator"):
+        options["kl_estimator"] = "kl1"
+    options |= changes
     if not options["non_stop_penalty"]:  # which it is a part of
         options["min_response_length"] = 0
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
@@ -237,7 +240,6 @@ def options_of(name, files, folder):
         "learning_rate": 1e-3,
         "lr_scheduler_type": "linear",
         "beta": 0.3,
-        "kl_estimator": "kl1",
         "non_stop_penalty": True,
         "penalty_reward_value": -1.0,
         "min_response_length": 4,

@@ -1,9 +1,7 @@
 """A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
 
 import json
-import os
 import shlex
-import subprocess
 from itertools import product
 from pathlib import Path
 
@@ -13,8 +11,6 @@ import run_files
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from inspect_run import RATE, SCORE
-
-import ppo_vllm_async as script
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long
 LINE = {"policy/staleness": 1.0, "time/training": 4.0, "time/update": 3.0, "time/forward": 0.8}
@@ -166,35 +162,3 @@ def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed()
     assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone
     long = sample("a", 7, 0.0, response="答" * 300)
     assert len(inspect_run.describe_samples([rows[0], long])[-1]) < 260
-
-
-# ---------------------------------------------------------------------------------- reward workers
-
-
-def test_reward_that_waits_is_told_how_many_workers_it_takes():
-    """128 calls of 0.3 s, as of a judge on the network: with two workers 19.5 s a batch."""
-    for cpu_seconds, reward, generation, episodes, workers in (
-        (1.0, 19.5, 0.4, 128, "39"),
-        (1.0, 19.5, 10.0, 128, "4"),
-        (1.0, 19.5, 0.4, 16, "16"),
-        (100.0, 19.5, 0.4, 128, None),  # it computes
-        (1.0, 19.5, 20.0, 128, None),  # it is faster than generation
-        (0.0, 0.5, 0.4, 128, None),
-    ):
-        lines = [{"time/reward": reward, "time/generation": generation}] * 3
-        args = {"reward_workers": 2, "episodes_per_step": episodes}
-        said = inspect_run.advise_workers(lines, args, cpu_seconds)
-        assert (said and said.partition("--reward_workers ")[2].split()[0]) == workers
-
-
-@pytest.mark.slow
-def test_reward_workers_are_found_among_a_scripts_processes(tmp_path, monkeypatch):
-    path = write_text(tmp_path / "of_the_test.py", "def score(response): return 1.0")
-    monkeypatch.setattr(script, "process_groups", [])
-    workers = [script.start_reward_worker(f"{path}:score") for _ in range(2)]
-    with subprocess.Popen(["sleep", "300"], start_new_session=True) as other:
-        found = inspect_run.reward_workers_of(os.getpid())
-        other.kill()
-    script.end_children()
-    assert {process.pid for process in found} >= {group for _, group in workers}
-    assert other.pid not in {process.pid for process in found}

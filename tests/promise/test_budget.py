@@ -8,9 +8,9 @@ import pytest
 from helpers import PAGES, REPO
 
 BUDGETS = {
-    "ppo_sync.py": 16_295,
-    "ppo_vllm_async.py": 16_725,
-    "grpo_vllm_async.py": 16_785,
+    "ppo_sync.py": 16_410,
+    "ppo_vllm_async.py": 16_845,
+    "grpo_vllm_async.py": 16_900,
     "scripts/train_reward_model.py": 2_850,
     "scripts/preflight.py": 7_850,
     "scripts/odd_data.py": 1_900,
@@ -21,7 +21,7 @@ BUDGETS = {
 SURROUNDINGS = {"scripts/**/*.py": 12_120, "tests/**/*.py": 18_000, "README.md and docs": 20_000}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
-PART_ONE = {"ppo_sync.py": 4_700, "ppo_vllm_async.py": 5_000, "grpo_vllm_async.py": 5_000}
+PART_ONE = {"ppo_sync.py": 4_500, "ppo_vllm_async.py": 4_750, "grpo_vllm_async.py": 4_780}
 BANNER = "# The algorithm ends here."
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -77,9 +77,9 @@ def test_algorithm_is_within_its_budget_and_comes_first(script):
     assert found and count_tokens(algorithm) <= PART_ONE[script]
     loop = algorithm.index("    for training_step in range(first_step")
     assert loop < 0.12 * len(text)
-    assert "\nclass Args:" in machinery
+    assert "\nclass Args(Algorithm):" in machinery and "\nclass Algorithm:" in algorithm
     # A step is read without leaving it for long
     lines = algorithm[loop:].partition("    # ---- The end")[0].count("\n")
-    assert lines <= (115 if script == "ppo_sync.py" else 130)
+    assert lines <= (115 if script == "ppo_sync.py" else 125)
     steps = [int(number) for number in re.findall(r"^        # (\d)\. ", algorithm, re.MULTILINE)]
     assert sorted(steps) == list(range(1, 10))

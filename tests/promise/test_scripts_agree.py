@@ -22,7 +22,6 @@ ALLOWED = {
     "log_rollouts": "GRPO has responses that are not computed",
     "importance_weights": "GRPO may have one ratio for all tokens of a response",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
-    "Args.kl_estimator": "likewise",
     "Args.number_samples_per_prompt": "GRPO needs a group",
     "Args.local_rollout_batch_size": "GRPO counts prompts, of which each has a group of responses",
     "Args.local_mini_batch_size": "GRPO's batch is eight times as large",
@@ -44,7 +43,7 @@ def definitions(script, kinds=(ast.FunctionDef, ast.ClassDef, ast.Assign)):
         name = getattr(node, "name", None)
         if not isinstance(node, kinds):
             continue
-        if name == "Args":
+        if name in ("Algorithm", "Args"):
             for field, docstring in itertools.pairwise(node.body):
                 if isinstance(field, ast.AnnAssign):
                     found[f"Args.{field.target.id}"] = text(field, docstring)

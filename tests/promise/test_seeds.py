@@ -208,9 +208,9 @@ def test_evaluation_is_by_the_rule_where_there_is_a_truth(applied, monkeypatch):
     assert [response.model_score for response in scored] == [7.0] * 3
     metrics = script.score_metrics("eval", scored, args)
     assert metrics["eval/verifiable_score"] == 1.0 and metrics["eval/reward_model_score"] == 7.0
-    trained = script.score_responses(None, "a model", responses, args)
-    expected = [9.0, None, 7.0] if applied else [7.0, 7.0, 7.0]
-    assert [response.score for response in trained] == expected
+    if applied:  # else prompts to train on are read without their truths
+        trained = script.score_responses(None, "a model", responses, args)
+        assert [response.score for response in trained] == [9.0, None, 7.0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
