@@ -23,7 +23,7 @@ METRICS = {
     "objective/reward/NAME": "mean of what the reward function returned as NAME",
     "objective/reward_failures": "share of responses whose reward function failed",
     "objective/kl": "logp - logp_ref, summed over a response; mean over responses",
-    "objective/non_score_reward": "-beta x KL (in GRPO by --kl_estimator), summed over a response; mean",
+    "objective/non_score_reward": "-beta x KL (GRPO: --kl_estimator), summed over a response; mean",
     "objective/rlhf_reward": "score plus -beta x KL, of the responses that have a score",
     "objective/entropy": "-logp, summed over a response's sampled tokens; mean over responses",
     "objective/loss": "what an update minimizes; mean over the step's updates",
