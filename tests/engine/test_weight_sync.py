@@ -179,6 +179,7 @@ def test_vllm_has_the_weights_that_were_synced(backend, tied, dtype, process):
         found = differences(system)
         assert found.max() < 1e-4 if dtype == "float32" else found.mean() < 0.2
         perturb(model, version)
-    model.surplus = torch.nn.Linear(2, 2)  # a name that vLLM does not know is an error
+    # A name that vLLM does not know is an error, which in a run ends the process
+    model.surplus = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="surplus"):
         sync(vllm, model, 3)
