@@ -53,19 +53,18 @@ def test_figures_are_means_over_the_prompts_that_have_them():
 
 def test_prompts_are_the_units_however_often_they_are_answered():
     few = [row(prompt, float(prompt < 15)) for prompt in range(30)]
-    many = [line for line in few for _ in range(32)]
-    for name in ("score", "pass@1"):
-        figures = evaluate.summarize(few)[name]
-        assert evaluate.summarize(many)[name] == figures
-        assert figures == {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
+    expected = {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
+    for rows in (few, [line for line in few for _ in range(32)]):
+        figures = evaluate.summarize(rows)
+        assert figures["score"] == figures["pass@1"] == expected
     # A prompt that is there twice makes no pass@2
     assert [name for name in evaluate.figures_of([*few, few[0]]) if "pass" in name] == ["pass@1"]
 
 
 def test_interval_ends_where_scores_do():
     """Of an answer that is right in 29 of 30 the normal one would end at 1.028."""
-    figures = evaluate.summarize([row(prompt, float(prompt > 0)) for prompt in range(30)])
-    assert figures["score"] == figures["pass@1"] and figures["score"]["high"] < 1
+    rows = [row(prompt, float(prompt > 0)) for prompt in range(30)]
+    assert evaluate.summarize(rows)["score"]["high"] < 1
     # What a right answer is worth is known also where there is none
     wrong = [row(prompt, 0.0) for prompt in range(30)]
     highs = [evaluate.summarize(wrong, worth)["score"]["high"] for worth in (1.0, 10.0)]
@@ -73,25 +72,21 @@ def test_interval_ends_where_scores_do():
     # Where scores have no limits, it is the normal one
     scores = [(i * 37 % 101) / 10 - 70 for i in range(100)]
     figure = evaluate.summarize([row(i, s, verifiable_score=None) for i, s in enumerate(scores)])
-    width = 1.96 * statistics.stdev(scores) / 10
-    ends = [statistics.fmean(scores) - width, statistics.fmean(scores) + width]
-    assert [figure["score"][end] for end in ("low", "high")] == pytest.approx(ends, abs=0.05)
+    mean, width = statistics.fmean(scores), 1.96 * statistics.stdev(scores) / 10
+    ends = [figure["score"][end] for end in ("low", "high")]
+    assert ends == pytest.approx([mean - width, mean + width], abs=0.05)
 
 
 def test_what_is_printed_says_of_how_many_prompts_it_is_by_source(capsys):
     rows = [row(prompt, None, failure="hangs") for prompt in range(20)]
     rows += [row(prompt, 1.0, "ab"[prompt % 2]) for prompt in range(20, 40)]
-    results, sources = evaluate.summarize(rows), evaluate.summarize_sources(rows)
-    settings = {"samples": 1, "eval_temperature": 0.0}
-    evaluation = {"model": "M", "dataset": "D", "settings": settings}
-    evaluate.show(evaluation | {"results": results, "by_source": sources})
+    evaluation = {"model": "M", "dataset": "D", "settings": {"samples": 1, "eval_temperature": 0.0}}
+    evaluation |= {"results": evaluate.summarize(rows)}
+    evaluate.show(evaluation | {"by_source": evaluate.summarize_sources(rows)})
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "40 prompts, 40 responses, the reward failed on 20" in said
     assert "pass@1 1 0.8389 to 1 of 20 of 40 prompts" in said
-    assert "length 4" in said  # of all of them
-    of_a, of_b = sources["a"]["pass@1"], sources["b"]["pass@1"]
-    assert of_a == of_b and f"pass@1 a 1 {of_a['low']} to 1 of 10 of 30 prompts" in said
-    assert f"pass@1 b 1 {of_b['low']} to 1" in said
+    assert any(line.startswith("pass@1 a 1 ") and "10 of 30 prompts" in line for line in said)
 
 
 def test_two_models_are_compared_prompt_by_prompt():
@@ -189,7 +184,7 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run):
 
 
 def test_several_samples_of_each_prompt(faked_run):
-    said = call(faked_run, "--samples", 3)
+    call(faked_run, "--samples", 3)
     (vllm,) = FakeVLLM.made
     assert vllm.temperature == 0.7  # that of training: three greedy answers would be one
     assert len(set(vllm.seeds)) == 30
@@ -197,9 +192,7 @@ def test_several_samples_of_each_prompt(faked_run):
     places = [(prompt, sample) for prompt in range(10) for sample in range(3)]
     assert [(row["prompt_index"], row["sample"]) for row in rows] == places
     assert [row["score"] for row in rows] == [1.0, 0.0, 0.0] * 10
-    means = {name: figures[name]["mean"] for name in figures if name.startswith("pass")}
-    assert means == {"pass@1": 0.3333, "pass@2": 0.6667}
-    assert "pass@2 0.6667 0.3678 to 0.873" in said
+    assert [figures[f"pass@{k}"]["mean"] for k in (1, 2)] == [0.3333, 0.6667]
 
 
 def test_same_question_is_asked_anew_and_nothing_is_lost(faked_run):
@@ -281,12 +274,9 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     change_args(faked_run, provenance=made)
     said = call(faked_run)
     assert "Warning" not in said and "pass@1 0 " in said
-    change_args(faked_run, provenance=made | {"script_sha256": "another"})
-    assert f"is not here as it was; {copy} takes its place" in call(faked_run)
     copy.unlink()
     said = call(faked_run)
-    assert f"is not here as it was; {REPO}/grpo_vllm_async.py takes its place" in said
-    assert "pass@1 1 " in said
+    assert "is not here as it was" in said and "pass@1 1 " in said
 
 
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, reward):
@@ -313,21 +303,14 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, rewar
         assert differs in call(other, "--samples", 2, "--compare", faked_run, *flags)
 
 
-def test_mistake_is_one_line(faked_run, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_tokens_of_another_model_are_not_those_of_the_prompts(faked_run, tmp_path):
     other = shutil.copytree(faked_run / "model", tmp_path / "other")
     tokenizer = script.AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(other)
-    for flags, message in (
-        (["--samples", 4, "--temperature", 0], "--temperature 0 is greedy"),
-        (["--model", "tests"], "tests holds no config.json"),
-        (["--dataset=~/no.jsonl"], f"No such file or directory: '{tmp_path}/no.jsonl'"),
-        (["--reward_fn=~/no.py:f"], f"--reward_fn {tmp_path}/no.py:f: there is no such"),
-        (["--model", other], "has other tokens than the run's model"),
-    ):
-        last = call(faked_run, *flags)
-        assert last.startswith("evaluate.py: error: ") and message in last
+    last = call(faked_run, "--model", other)
+    assert last.startswith("evaluate.py: error: ") and "has other tokens than the run's" in last
+    assert "--temperature 0 is greedy" in call(faked_run, "--samples", 4, "--temperature", 0)
     assert FakeVLLM.made == []
 
 
