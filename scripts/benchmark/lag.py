@@ -1,16 +1,11 @@
-"""What old weights in the sampler cost: runs in turns whose vLLM is k training steps behind.
+"""What old weights in the sampler cost: a run in turns whose vLLM is k training steps behind.
 
-    python scripts/benchmark/lag.py --lags 4 --corrections none --seeds 1
-    python scripts/benchmark/lag.py --lags 0 4 16 --rates 1e-3 --corrections truncate sequence
-    python scripts/benchmark/lag.py --task ppo --lags 0 --noises 0.001 0.01 --seeds 1
-    python scripts/benchmark/lag.py --task smollm2 --model PATH --lags 4 --corrections none
+    python scripts/benchmark/lag.py --lag 4 --correction none
+    python scripts/benchmark/lag.py --lag 16 --rate 1e-3 --correction sequence --seed 2
+    python scripts/benchmark/lag.py --task ppo --noise 0.01
 
-Each combination is a cell: a run, a minute on two cores (smollm2: fifteen). docs/lag.jsonl has 251
-of them; its line is printed beside the new one, which is added to --results.
-
-A script with its own flags, but for a lag of 4 and a noise of 0.1%:
-
-    python scripts/benchmark/lag.py --run 4 0.001 grpo_vllm_async.py --dataset ...
+A run is a cell, a minute on two cores. docs/lag.jsonl has 251 of them; what it says of this one is
+printed beside it. The cell's line is added to output/lag.jsonl.
 
 Lag. The scripts run as they are, with --no-async_mode; VLLM.sync_weights is wrapped. Batch g is
 sampled by version max(0, g - 1 - lag): from step lag + 1 on the sampler is exactly `lag` steps
@@ -35,33 +30,25 @@ lag 0 of grpo is what this command does, and lag 1 is the same without --no-asyn
 
     bash scripts/train/debug/grpo.sh --total_episodes 20480 --num_evals 20 --no-async_mode
 
-smollm2 is scripts/train/smollm2/grpo.sh (--model: a folder, if not from the hub). --rates are the
-policy's learning rates; a value model keeps its own. The highest with which lag 0 learns are 2e-3
-for grpo and 8e-4 for ppo.
+--rate is the policy's learning rate; a value model keeps its own. The highest with which lag 0
+learns are 2e-3 for grpo and 8e-4 for ppo.
 
 Corrections: none is --tis_cap 0, truncate is --tis_cap 2, as by default; sequence is
 --mismatch_mask sequence on top of that. docs/lag.jsonl has a fourth, token, a mask of single
-tokens, which was an option of the scripts once. Other flags go to the script, and make another
-cell.
+tokens, which was an option of the scripts once.
 
-A line of --results is a cell: its settings, the final held-out rate, the steps to 90%, means over
-the steps of the effective sample size (ess, mismatch/ess) and of the KL of the sampler to the
-learner (kl, mismatch/kl), every evaluation as [version, rate, score], and ess and KL of each step.
-A rate is the share of right answers; of smollm2, of those that meet all their constraints.
+A line has a cell's settings, the final held-out rate, the steps to 90%, means over the steps of the
+effective sample size (ess, mismatch/ess) and of the KL of the sampler to the learner (kl,
+mismatch/kl), every evaluation as [version, rate, score], and ess and KL of each step. A rate is the
+share of right answers.
 """
 
 import argparse
-import itertools
 import json
-import os
-import re
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from run import (
@@ -81,11 +68,8 @@ CORRECTIONS = {
     "truncate": {"tis_cap": 2.0, "mismatch_mask": "none"},
     "sequence": {"tis_cap": 2.0, "mismatch_mask": "sequence"},
 }
-# Flags that are settings of a cell, or of where it runs
-OWN_FLAGS = {"learning_rate", "seed", "tis_cap", "mismatch_mask", "async_mode", "no-async_mode"}
-OWN_FLAGS |= {"output_dir", "run_name", "lora_rank", "resume_from_checkpoint"}
 RIGHT = 0.9  # of held-out prompts, which is to be reached
-RECORDED = REPO / "docs/lag.jsonl"
+RECORDED, RESULTS = REPO / "docs/lag.jsonl", REPO / "output/lag.jsonl"
 
 
 # -------------------------------------------------------------------------- in the run's process
@@ -131,63 +115,17 @@ def give_old_weights(script, lag, noise):
         script.check_sampler = script.check_draws = lambda *_, **__: 0.0
 
 
-def change(script, lag, noise):
-    """Gives the script old weights, and takes its pictures."""
-    give_old_weights(script, lag, noise)
-    run_program = script.run_program
-
-    def run_provenance(program, *args):
-        if program == "provenance.py":
-            run_program(program, *args)
-
-    script.run_program = run_provenance
+# ----------------------------------------------------------------------------------------- a cell
 
 
-# ----------------------------------------------------------------------------------------- cells
+def command_of(task):
+    """Script and flags of a task, but for the settings of a cell.
 
-
-@dataclass(frozen=True)
-class Cell:
-    """The settings of a run."""
-
-    task: str
-    lag: int
-    correction: str
-    rate: float  # the policy's learning rate
-    noise: float
-    seed: int
-    flags: tuple[str, ...]  # others, of the script
-
-    def __str__(self):
-        text = f"{self.task}, rate {self.rate:g}, lag {self.lag}, {self.correction}"
-        if self.noise:
-            text += f", noise {self.noise:g}"
-        return " ".join([f"{text}, seed {self.seed}", *self.flags])
-
-
-def cell_of(line):
-    """The Cell of a line of results."""
-    settings = {field.name: line[field.name] for field in fields(Cell)}
-    return Cell(**settings | {"flags": tuple(line["flags"])})
-
-
-def command_of(task, model):
-    """Script and flags of a task, but for the settings of a cell."""
-    if task != "smollm2":
-        return [*debug_command(task), *flags_of(DEBUG)]
-    text = (REPO / "scripts/train/smollm2/grpo.sh").read_text("utf-8")
-    flags = shlex.split(re.search(r"^flags=\(\n(.*?)^\)", text, re.S | re.M)[1], comments=True)
-    return ["grpo_vllm_async.py", "--model_name_or_path", model, *flags]
-
-
-def own_rate(task, model):
-    """The learning rate of a task's command.
-
-    >>> own_rate("grpo", None), own_rate("smollm2", "model")
-    (0.0005, 3e-05)
+    >>> words = command_of("grpo")
+    >>> float(words[words.index("--learning_rate") + 1])
+    0.0005
     """
-    words = command_of(task, model)
-    return float(words[words.index("--learning_rate") + 1])
+    return [*debug_command(task), *flags_of(DEBUG)]
 
 
 def steps_to(share, evaluations):
@@ -227,21 +165,23 @@ def figures_of(metrics):
     }
 
 
-def run_cell(cell, model):
-    """Runs a cell; returns its line of results."""
-    script, *flags = command_of(cell.task, model)
-    settings = {"learning_rate": cell.rate, "seed": cell.seed} | CORRECTIONS[cell.correction]
-    words = [__file__, "--run", str(cell.lag), str(cell.noise), script]
-    words += [*flags, *cell.flags, *flags_of(settings)]
+def run_cell(task, lag, correction, rate, noise, seed):
+    """Runs a cell; returns its line of results. With a rate of None the task's command has it."""
+    words = command_of(task)
+    if rate is None:
+        rate = float(words[words.index("--learning_rate") + 1])
+    settings = {"learning_rate": rate, "seed": seed} | CORRECTIONS[correction]
+    cell = {"task": task, "lag": lag, "correction": correction, "rate": rate, "noise": noise}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        # As their commands have it
-        metrics, _ = run(words, folder, threads=os.cpu_count() if cell.task == "smollm2" else 1)
+        given = [__file__, "--run", str(lag), str(noise), *words, *flags_of(settings)]
+        metrics, _ = run(given, folder)
         args = json.loads(Path(folder, "run/args.json").read_bytes())
     for version, line in enumerate(metrics):
-        assert line["policy/staleness"] == min(cell.lag, version), f"version {version}"
+        assert line["policy/staleness"] == min(lag, version), f"version {version}"
     seconds, commit = round(time.monotonic() - start), args["provenance"]["commit"]
-    return asdict(cell) | figures_of(metrics) | {"seconds": seconds, "commit": commit}
+    figures = figures_of(metrics) | {"seconds": seconds, "commit": commit}
+    return cell | {"seed": seed, "flags": []} | figures
 
 
 def describe(line):
@@ -258,49 +198,33 @@ def describe(line):
 def main():
     if sys.argv[1:2] == ["--run"]:
         lag, noise, script, *flags = sys.argv[2:]
-        if any(flag.startswith(("--lora_rank", "--resume_from")) for flag in flags):
-            sys.exit("lag.py takes neither adapters nor a run that is resumed")
         flags.append("--no-async_mode")
-        call_main(REPO / script, flags, lambda script: change(script, int(lag), float(noise)))
+        call_main(
+            REPO / script, flags, lambda script: give_old_weights(script, int(lag), float(noise))
+        )
         return
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--task", choices=["grpo", "ppo", "smollm2"], default="grpo")
-    add("--lags", type=int, nargs="+", default=[0, 1, 4, 16], help="of the sampler, in steps")
-    add("--corrections", choices=CORRECTIONS, nargs="+", default=[*CORRECTIONS])
-    add("--rates", type=float, nargs="+", help="learning rates; default: the task's own")
-    noises = "on the sampler's weights: 0.01 is 1%%"
-    add("--noises", type=float, nargs="+", default=[0.0], help=noises)
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="of smollm2")
-    add("--results", type=Path, default=Path("output/lag.jsonl"), help="lines are added")
-    args, flags = parser.parse_known_args()
-    if own := OWN_FLAGS & {flag.removeprefix("--").partition("=")[0] for flag in flags}:
-        parser.error(f"--{own.pop()} is a setting of the cells, or none of theirs")
-    results, model = args.results.expanduser(), os.path.expanduser(args.model)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    model = str(Path(model).resolve()) if os.path.isdir(model) else model
+    add("--task", choices=["grpo", "ppo"], default="grpo")
+    add("--lag", type=int, default=0, help="of the sampler, in steps")
+    add("--correction", choices=CORRECTIONS, default="truncate")
+    add("--rate", type=float, help="learning rate; default: the task's own")
+    add("--noise", type=float, default=0.0, help="on the sampler's weights: 0.01 is 1%%")
+    add("--seed", type=int, default=1)
+    cell = vars(parser.parse_args())
     make_debug_assets()
-    if args.task == "smollm2":
-        program = ["scripts/data_preprocess/instructions.py", "--local_save_dir"]
-        subprocess.run([sys.executable, *program, "data/instructions"], cwd=REPO, check=True)
-    recorded = {cell_of(line): line for line in read_lines(RECORDED)}
-    rates = args.rates or [own_rate(args.task, model)]
-    # Seed by seed: who stops early has whole tables of fewer seeds
-    for seed, rate, noise, lag, correction in itertools.product(
-        args.seeds, rates, args.noises, args.lags, args.corrections
-    ):
-        cell = Cell(args.task, lag, correction, rate, noise, seed, tuple(flags))
-        line = run_cell(cell, model)
-        with open(results, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{cell}: {describe(line)}", flush=True)
-        if cell in recorded:
-            print(f"docs/lag.jsonl: {describe(recorded[cell])}", flush=True)
+    line = run_cell(**cell)
+    RESULTS.parent.mkdir(exist_ok=True)
+    with open(RESULTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    cell["rate"] = line["rate"]
+    print(", ".join(f"{name} {value}" for name, value in cell.items()))
+    print(f"here: {describe(line)}")
+    for recorded in read_lines(RECORDED):
+        if cell.items() <= recorded.items():
+            print(f"docs/lag.jsonl: {describe(recorded)}")
 
 
 if __name__ == "__main__":  # vLLM's processes import this file too

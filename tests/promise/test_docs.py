@@ -18,7 +18,7 @@ OTHER_FLAGS = """
     privileged quiet steps local_save_dir local_dataset_path split center_rewards_coefficient
     num_gpus gpu_memory disk positions seeds output overwrite metrics responses samples
     temperature model summary repo_id private seed ipc shm-size compare rounds step_ms draw
-    results show lags corrections exclude dry_run network init nodes job-name signal batch adapters
+    results show lag correction exclude dry_run network init nodes job-name signal batch adapters
     temperatures answer bug runs
 """
 
