@@ -50,8 +50,7 @@ def run_lagged(run_main, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "correction"),
-    [*((GRPO, name) for name in lag.CORRECTIONS), ("ppo_vllm_async.py", "truncate")],
+    ("script", "correction"), [(GRPO, "sequence"), ("ppo_vllm_async.py", "truncate")]
 )
 def test_lag_0_is_the_script_in_turns(script, correction, run_lagged):
     options = lag.CORRECTIONS[correction]
