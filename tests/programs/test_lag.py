@@ -126,9 +126,10 @@ def test_noise_is_relative_and_one_for_a_version_and_none_at_last(given):
 
 def test_run_has_a_line_if_its_staleness_is_the_lag(monkeypatch):
     lines = [{"policy/staleness": staleness} for staleness in (0, 1, 1)]
-    args = {"provenance": {"commit": "abc"}}
+    args, given = {"provenance": {"commit": "abc"}}, []
 
     def run(words, folder):
+        given.append(" ".join(words))
         Path(folder, "run").mkdir()
         Path(folder, "run/args.json").write_text(json.dumps(args))
         return lines, ""
@@ -142,6 +143,9 @@ def test_run_has_a_line_if_its_staleness_is_the_lag(monkeypatch):
     assert cell | {"lag": 1, "rate": 5e-4, "final": 1.0, "commit": "abc"} == {
         name: line[name] for name in (*cell, "lag", "final", "commit")
     }
+    assert "lag.py --run 1 0.0 grpo_vllm_async.py --dataset" in given[1]
+    flags = "--learning_rate 0.0005 --seed 1 --tis_cap 0.0 --mismatch_mask none"
+    assert given[1].endswith(flags)
 
 
 def test_figures_of_a_run_by_hand():
