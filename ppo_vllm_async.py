@@ -942,20 +942,14 @@ def generation_thread(engine, workers, tokenizer, prompts_Q, response_Q, args):
             with timed(times, "wait_for_prompts"):
                 request = prompts_Q.get()
             rollout = generate_rollout(engine, workers, tokenizer, request, args)
-            if rollout:
-                rollout.times |= times
+            rollout.times |= times
             response_Q.put(rollout)
     except BaseException as error:  # Python would end the thread alone
         end_at_once(error)
 
 
 def generate_rollout(engine, workers, tokenizer, request, args):
-    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout.
-
-    None where this rank owns no engine.
-    """
-    if not engine:
-        return None
+    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout."""
     times = {}
     with timed(times, "generation"):
         responses = engine.sample(request.prompts, request.seeds, args.temperature)
@@ -1405,14 +1399,14 @@ def make_optimizer(model, args):
 
 
 def start_engine(accelerator, config, prompts, args):
-    """This rank's engine, or None if it owns none, and a queue of its reward workers.
+    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers.
 
     config: of the policy.
     """
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
     workers = queue.Queue()
     if not placement:
-        return None, workers
+        return NoEngine(), workers
     if args.reward_fn:
         for _ in range(args.reward_workers):
             workers.put(start_reward_worker(args.reward_fn))
@@ -1906,7 +1900,7 @@ def check_adapter(engine, policy, language_model, prompt, args):
     sync_weights(engine, language_model, -1, args)  # a version that is never trained on
     # A rank without an engine joins the forward pass, with any response
     responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
-    if engine:  # each engine samples all of them
+    if engine.count:  # each engine samples all of them
         responses = engine.submit(
             sample_responses,
             [prompt] * 8,
@@ -1917,7 +1911,7 @@ def check_adapter(engine, policy, language_model, prompt, args):
         ).result()
     batch = collate(responses, language_model.device)
     logprobs, _ = policy(batch.input_ids, batch.mask)
-    if engine:
+    if engine.count:
         # The noise makes rounding larger
         kl = check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args, limit=0.02)
         assert math.isfinite(kl), "log-probabilities with an adapter are NaN"
@@ -2058,6 +2052,20 @@ def round_weights(model):
 # Seconds for the start of vLLM or a reward worker, and for each message of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
+
+
+class NoEngine:
+    """In place of a VLLM, on a rank that has none: no prompt is in its share."""
+
+    count, policy_version = 0, None
+
+    def sample(self, prompts, seeds, temperature):
+        return []
+
+    def sync_weights(self, weights, version):
+        """Going through the weights gathers them: this rank has a part."""
+        for _ in weights:
+            pass
 
 
 class VLLM:
@@ -2206,17 +2214,12 @@ def gather_weights(model, args):
 
 
 def sync_weights(engine, language_model, version, args):
-    """Collective. Gives each engine a version's weights; engine: None on a rank without one."""
-    weights = gather_weights(language_model, args)
-    if engine:
-        engine.sync_weights(weights, version)
-    # gather_weights is lazy: a rank without an engine runs it here, for what it does together
-    for _ in weights:
-        pass
+    """Collective. Gives each engine a version's weights."""
+    engine.sync_weights(gather_weights(language_model, args), version)
 
 
 def gather_rollout(share, cpu_group):
-    """Collective. The shares of all ranks, each a Rollout or None, as one Rollout.
+    """Collective. The shares of all ranks, each a Rollout, as one Rollout.
 
     cpu_group: the ranks' gloo group; None: one rank. Shares by rank are in the request's order.
     """
@@ -2224,7 +2227,7 @@ def gather_rollout(share, cpu_group):
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = filter(None, shares)  # its times are reported
+    rollout, *others = shares  # the first rank's, which has an engine: its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -3018,9 +3021,9 @@ def pack_rollout(rollout):
 
 
 def load_rollout(state, request):
-    """The rollout of a checkpoint's state, which answers a request; None on ranks other than 0."""
+    """The rollout of a checkpoint's state, which answers a request; an empty one but on rank 0."""
     if not is_rank_0():
-        return None
+        return Rollout(state["policy_version"], [], [], {})
     responses = []
     for row, prompt in zip(state["rollout"], request.prompts + request.eval_prompts, strict=True):
         row["prompt"] = prompt

@@ -290,7 +290,8 @@ def test_adapter_of_noise_may_be_off_by_its_rounding(kl, ends, monkeypatch):
     prompt = script.Prompt("row 0", "", [5, 6], None, None, None)
     off = np.array([1.0, -1.0]) * (2 * kl) ** 0.5
     responses = [script.Response(prompt, np.array([7, 8]), off - 1.0, stopped=True)] * 8
-    engine = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: responses))
+    answer = SimpleNamespace(result=lambda: responses)
+    engine = SimpleNamespace(count=1, submit=lambda *_: answer)
     model = SimpleNamespace(named_parameters=lambda: [], device="cpu")
     monkeypatch.setattr(script, "sync_weights", lambda *_: None)
     with pytest.raises(RuntimeError, match=LOST) if ends else nullcontext():

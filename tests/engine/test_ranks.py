@@ -98,9 +98,9 @@ class Group:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_shares_of_all_ranks_are_what_one_engine_answers(count, without_rewards, monkeypatch):
     """Of eight engines some have nothing to do; and a rank more has no engine."""
-    engines = [*(Engine(index, count) for index in range(count)), None]
+    engines = [*(Engine(index, count) for index in range(count)), script.NoEngine()]
     shares = [script.generate_rollout(vllm, None, None, REQUEST, ARGS) for vllm in engines]
-    assert shares[-1] is None
+    assert shares[-1].responses == shares[-1].eval_responses == []
     group, held_out = Group(shares, monkeypatch), REQUEST.eval_prompts
     expected = [response_of(PROMPTS[i], [i // 2, 100 + i], [0.7, -0.5]) for i in range(10)]
     # Evaluations have the same seeds whenever they are

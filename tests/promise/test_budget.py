@@ -8,9 +8,9 @@ import pytest
 from helpers import PAGES, REPO
 
 BUDGETS = {
-    "ppo_sync.py": 16_410,
-    "ppo_vllm_async.py": 16_845,
-    "grpo_vllm_async.py": 16_900,
+    "ppo_sync.py": 16_435,
+    "ppo_vllm_async.py": 16_865,
+    "grpo_vllm_async.py": 16_920,
     "scripts/train_reward_model.py": 2_850,
     "scripts/preflight.py": 7_850,
     "scripts/odd_data.py": 1_900,
