@@ -81,11 +81,8 @@ def test_padded_rows_say_without_a_mask_what_each_says_alone(name):
         torch.testing.assert_close(found[batch.mask.bool()], expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in HEAD_ALONE])
-def test_no_mask_comes_to_the_attention_but_for_a_sliding_window(
-    name, gradient_checkpointing, monkeypatch
-):
+def test_no_mask_comes_to_the_attention_but_for_a_sliding_window(name, monkeypatch):
     """Without one it is causal by itself, and key heads are not repeated."""
     calls, attention = [], torch.nn.functional.scaled_dot_product_attention
 
@@ -96,8 +93,7 @@ def test_no_mask_comes_to_the_attention_but_for_a_sliding_window(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
     models = make_models(name, torch.float32)
     for model in models:
-        if gradient_checkpointing:
-            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     rollouts.gradients(
         rollouts.one_of_ranks(0, 1), models, rollouts.in_float32(make_rollout()), tiny_args()
@@ -125,10 +121,10 @@ def test_reward_trainer_refuses_an_encoder(assets, tmp_path):
     config = Gemma3TextConfig(**sizes, head_dim=16, use_bidirectional_attention=True)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "5=", "chosen": "5", "rejected": "3"}])
-    paths = {"dataset": pairs, "output_dir": tmp_path, "model_name_or_path": tmp_path}
-    options = {name: str(path) for name, path in paths.items()} | {"warmup_ratio": 0.0}
+    options = {"dataset": str(pairs), "model_name_or_path": str(tmp_path), "warmup_ratio": 0.0}
+    options |= {"output_dir": str(tmp_path), "local_mini_batch_size": 1}
     with pytest.raises(ValueError, match="attends to later tokens; it must be a causal model"):
-        preference_pairs.train(preference_pairs.tiny_args(**options, local_mini_batch_size=1))
+        preference_pairs.train(preference_pairs.tiny_args(**options))
 
 
 # ------------------------------------------------------------------------ the head on tensor cores
@@ -170,31 +166,26 @@ class Enough(Exception):
     pass
 
 
+def stop_here(*_, **__):
+    raise Enough
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, TRAINER])
 def test_attention_of_cudnn_is_off(name, run_main, monkeypatch):
     """Its backward pass may give NaN, and vLLM turns it off where there is an engine alone."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-
-    def look(*_, **__):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        raise Enough
-
-    monkeypatch.setattr("accelerate.Accelerator.__init__", look)
+    monkeypatch.setattr("accelerate.Accelerator.__init__", stop_here)
     with pytest.raises(Enough):
         if name == TRAINER:
             preference_pairs.train(preference_pairs.tiny_args())
         else:
             run_main(name)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
     ("gpus", "ranks", "left"),
-    [
-        ((), 1, 0.7 - 2 / 24),
-        ((), 2, 0.7 - 3 / 24),
-        ((6, 7), 1, 1 - 2 / 24),
-        ((6, 7), 6, 1 - 2 / 24),
-    ],
+    [((), 1, 0.7 - 2 / 24), ((), 2, 0.7 - 3 / 24), ((6, 7), 6, 1 - 2 / 24)],
 )
 def test_room_is_left_for_contexts_and_nccl_and_vllm(gpus, ranks, left, monkeypatch):
     """A context takes 0.5 to 0.8 GiB, NCCL 0.5 to 1.6, whatever the size of the GPU."""
@@ -211,12 +202,8 @@ def test_room_is_left_for_contexts_and_nccl_and_vllm(gpus, ranks, left, monkeypa
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_memory_is_limited_before_a_model_is_loaded(name, run_main, monkeypatch):
     gpu = SimpleNamespace(total_memory=24 * 2**30)
-
-    def note(fraction):
-        raise Enough
-
     monkeypatch.setattr("accelerate.Accelerator.device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", stop_here)
     with pytest.raises(Enough):
         run_main(name, vllm_gpu_memory_utilization=0.3)

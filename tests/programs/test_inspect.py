@@ -1,9 +1,7 @@
 """A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
 
 import json
-import shlex
 from itertools import product
-from pathlib import Path
 
 import inspect_run
 import pytest
@@ -85,11 +83,6 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir):
     failed = "score none, ValueError: no number, 3 tokens, cut"
     for words in ("<|user|>213=", "Ground truth: 123", "Scores: 1 none", "123", failed, "321"):
         assert words in shown[start:]
-    for name in ("metrics", "rollouts"):
-        (run_dir / f"{name}.jsonl").unlink()
-    assert inspect(run_dir)[-1] == "No step is finished yet"
-    assert "the run made no step" in inspect(run_dir, "--summary")
-    assert "holds no args.json" in inspect(run_dir.parent)
 
 
 def test_lines_are_read_whatever_is_half_written(tmp_path):
@@ -142,12 +135,7 @@ def test_last_lines_of_a_run(run_dir):
     assert (run_dir / "curves.png").is_file()
     alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
     assert "at last 0.25: there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
-    for line in shown[-4:-1]:  # commands that go on from here
-        python, program, run, *_ = shlex.split(line.split(":")[1])
-        assert Path(python).exists() and Path(program).is_file() and run == str(run_dir)
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
-    (run_dir / "model").mkdir()
-    assert f'from_pretrained("{run_dir}/model")' in inspect(run_dir, "--summary")[-2]
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
@@ -159,6 +147,3 @@ def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed()
     said = inspect_run.describe_samples(rows)
     assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
     assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
-    assert inspect_run.describe_samples(rows[:2]) == []  # one evaluation alone
-    long = sample("a", 7, 0.0, response="答" * 300)
-    assert len(inspect_run.describe_samples([rows[0], long])[-1]) < 260

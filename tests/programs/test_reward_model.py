@@ -53,7 +53,7 @@ def test_evaluation_metrics_are_those_of_their_definitions():
     assert rm.evaluation_metrics(scores) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("size", [3, 8])
 def test_gradient_is_that_of_the_mean_over_pairs_however_cut(size, accelerator):
     model, pairs = tiny_reward_model(), make_pairs()
     gradient, metrics = gradient_and_sums(accelerator, model, size)
@@ -111,15 +111,6 @@ def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(tokenizer, tmp_pat
         assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
 
 
-def test_template_gets_the_tools_and_switches_of_a_pair(tokenizer, tmp_path):
-    template = "{{ tools | length }}{{ 1 if more }}{% for m in messages %}{{ m.content }}"
-    template += "{% endfor %}="
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=template)
-    row = ROW | {"tools": [{"name": "a"}], "chat_template_kwargs": {"more": True}}
-    (pair,) = load_pairs(write_rows(tmp_path / "pairs.jsonl", [row]), tokenizer)
-    assert tokenizer.decode(pair.chosen_ids[:-1]) == "1153==35"
-
-
 def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, capsys):
     """The tokenizer has no \u00e9: to the model those two responses are equal."""
     lost = ROW | {"chosen": "3\u00e9", "rejected": "3"}
@@ -134,23 +125,16 @@ def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, cap
 TWO = "`chosen` and `rejected` have different prompts"
 NO_ANSWER = "a response is a text, or messages that end with a text of the assistant; not "
 HH = "\n\nHuman: 53=\n\nAssistant: "
-# As texts they would train a model of another form than the messages that PPO has of HH
-OF_HH = "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
-OF_HH += "scripts/data_preprocess/full_hh_rlhf.py --split rm"
-OTHERS = "the messages do not begin with those of the column `prompt`"
 NO_PAIRS = [
     ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
-    ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, TWO),
     ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
-    ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, OTHERS),
+    ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the messages do not"),
     # The template would leave out the message before the response
     (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
-    (ROW | {"prompt": ""}, "it has no prompt"),
-    ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, OF_HH),
-    (ROW | {"chosen": ["35"]}, f"{NO_ANSWER}['35']"),
+    # As texts they would train a model of another form than the messages that PPO has of HH
+    ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, "it has no prompt, in a column `prompt` or in"),
     (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
     ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
-    ({"prompt": "53=", "chosen": "35"}, "KeyError: 'rejected'"),
 ]
 
 
@@ -245,11 +229,9 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
 def test_other_pairs_and_arguments_are_refused(options, whole):
     for changes, message in (
         ({"seed": 2}, "seed was 1"),
-        ({"local_mini_batch_size": 32, "num_train_epochs": 1}, "mini_batch_size was 64"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "data_hash was"),
         ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
-        ({"warmup_ratio": 1.0}, "there must be more than warm-up has"),
     ):
         with pytest.raises(ValueError, match=message):
             run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)
