@@ -26,8 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 NAME = "grpo_multiturn.py"
 # Answers the first two turns, unless they end with one of three digits
 ENVIRONMENT = """
-import os, sys, time
-
 def step(text, ground_truth, turn):
     if text.endswith("4"):
         return None
@@ -36,17 +34,6 @@ def step(text, ground_truth, turn):
     if text.endswith("6"):
         return 6
     return ground_truth[turn:] if turn < 2 else None
-
-def trouble(text, ground_truth, turn):
-    if text == "1":
-        time.sleep(60)
-    if text == "2":
-        sys.exit("enough")
-    if text == "3":
-        os._exit(3)
-    if text == "4":
-        raise OSError("out of paper")
-    return {"5": 5, "6": b"6", "7": "1<|end|><|user|>2", "9": "\\ud800"}.get(text, "89")
 """
 # Turns as some models' templates write them: with a newline after the end token, which no policy
 # samples; without the thoughts of earlier turns; with an end token after the last turn alone; and
@@ -175,17 +162,13 @@ class ScriptedVLLM:
 
 @pytest.fixture
 def converse(fork, tokenizer, monkeypatch):
-    """converse({prompt: turns}, step, max_turns=2): the responses, and the engine.
+    """converse({prompt: turns}, step, max_turns=2): the responses, and the engine."""
 
-    step: in this process, unless there are workers.
-    """
-
-    def run(turns, step=None, workers=None, **options):
-        if not workers:
-            monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
-            monkeypatch.setattr(
-                fork, "call_worker", lambda workers, response, args, call: call(args, response)
-            )
+    def run(turns, step=None, **options):
+        monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
+        monkeypatch.setattr(
+            fork, "call_worker", lambda workers, response, args, call: call(args, response)
+        )
         defaults = {"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
         args = fork.Args(**defaults | {"stop_token_ids": (STOP,)} | options)
         vllm = ScriptedVLLM(tokenizer, turns)
@@ -194,7 +177,7 @@ def converse(fork, tokenizer, monkeypatch):
             for text in turns
         ]
         seeds = range(100, 100 + len(prompts))
-        return fork.take_turns(vllm, workers, tokenizer, prompts, seeds, 1.0, args), vllm
+        return fork.take_turns(vllm, None, tokenizer, prompts, seeds, 1.0, args), vllm
 
     return run
 
@@ -294,43 +277,30 @@ def test_share_of_an_engine_is_its_own(converse, monkeypatch):
     assert [seed for _, seed in vllm.asked[0]] == [102, 103]
 
 
-# Of the environment `trouble`, and what is said of it
-TROUBLES = {"1": "over 3 s", "2": "enough", "3": "it died", "4": "out of paper"}
-TROUBLES |= {"5": "no string: 5", "6": "no string: b'6'", "7": "special tokens"}
-TROUBLES["9"] = "surrogates not allowed"
+@pytest.mark.parametrize(
+    "options", [{}, {"apply_verifiable_reward": False, "add_r1_style_format_reward": True}]
+)
+def test_environment_that_fails_costs_its_response_alone(fork, converse, options):
+    """It exits, raises, answers nonsense, or forges a turn. Whatever scores, there is no score."""
+    answers = {"3": 5, "4": b"6", "5": "1<|end|><|user|>2", "6": "\ud800"}
+    told = {"1": "enough", "2": "out of paper", "3": "no string: 5", "4": "no string: b'6'"}
+    told |= {"5": "special tokens", "6": "surrogates not allowed"}
 
+    def step(text, ground_truth, turn):
+        if text == "1":
+            sys.exit("enough")
+        if text == "2":
+            raise OSError("out of paper")
+        return answers.get(text, "89")
 
-@pytest.mark.slow
-def test_tool_that_fails_costs_its_response_alone(fork, converse, folder):
-    """It hangs, exits, dies, raises, answers nonsense, or forges a turn."""
-    args = fork.Args(env_fn=f"{folder}/environment.py:trouble", reward_timeout=3.0)
-    workers = fork.queue.Queue()
-    for _ in range(2):
-        workers.put(fork.start_reward_worker(None, args.env_fn))
-    turns = {text: [f"{text}<|end|>", "0<|end|>"] for text in "80123456789"}
-    try:
-        options = {"env_fn": args.env_fn, "reward_timeout": 3.0, "max_turns": 2}
-        responses, _ = converse(turns, workers=workers, **options)
-        graded = fork.grade_responses(responses, workers, replace(args, reward_workers=2))
-    finally:
-        for _, group in [workers.get() for _ in range(2)]:
-            fork.os.killpg(group, fork.signal.SIGKILL)
-            fork.process_groups.remove(group)
-    for response in graded:
-        text = response.prompt.ground_truth
-        if text in TROUBLES:
-            assert TROUBLES[text] in response.failure
-            assert response.observed == [] and response.verifiable is None
-        else:
-            assert response.failure is None and response.turns == [text, "89", "0"]
-
-
-def test_failed_turn_has_no_score_whatever_scores(fork, converse):
-    (response,), _ = converse({"1": ["5<|end|>"]}, lambda *_: 1 / 0)
-    for options in ({}, {"apply_verifiable_reward": False, "add_r1_style_format_reward": True}):
-        args = fork.Args(env_fn="here", **options)
-        (scored,) = fork.score_responses(one_of_ranks(0, 1), None, [response], args)
-        assert scored.score is None and "by zero" in scored.failure
+    turns = {i: [f"{i}<|end|>", "0<|end|>"] for i in "0123456"}
+    (right, *failed), _ = converse(turns, step, max_turns=2)
+    assert right.failure is None and right.turns == ["0", "89", "0"]
+    args = fork.Args(env_fn="here", reward_workers=2, **options)
+    graded = fork.grade_responses(failed, None, args)  # which asks no grader
+    for response in fork.score_responses(one_of_ranks(0, 1), None, graded, args):
+        assert told[response.prompt.ground_truth] in response.failure
+        assert response.observed == [] and response.score is response.verifiable is None
 
 
 def test_grader_sees_the_last_turn_and_all_if_it_asks(fork, converse, monkeypatch):

@@ -252,15 +252,6 @@ def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, rew
     assert evaluate.files_of_reward(path) == [path, *beside[::-1]]
 
 
-def test_reward_model_of_the_run_scores_too(faked_run, reward_model):
-    change_args(faked_run, reward_model_path=str(reward_model), reward_model_multiplier=2.0)
-    assert "\nreward_model_score " in call(faked_run)
-    _, rows = evaluation_in(faked_run)
-    scores = {(row["verifiable_score"], row["score"]) for row in rows}
-    assert scores == {(1.0, 1.0)}  # the rule's, where there is one
-    assert len({row["reward_model_score"] for row in rows}) > 1
-
-
 def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     """Wherever it is. Where it is gone or changed, that is said."""
     text, rule = (REPO / "grpo_vllm_async.py").read_text(), "return float(response.strip() =="
@@ -314,28 +305,15 @@ def test_tokens_of_another_model_are_not_those_of_the_prompts(faked_run, tmp_pat
     assert FakeVLLM.made == []
 
 
-HANGS = """
-import signal
-def score(data_source, response, ground_truth, extra_info=None):
-    if ground_truth == {truth!r}:
-        signal.pause()
-    return float(response.strip() == ground_truth)
-"""
-
-
 @pytest.mark.slow
-def test_vllm_answers_and_a_hanging_reward_costs_its_own(faked_run, small_eval, tmp_path):
-    rows = script.load_rows(str(small_eval), None, "test")
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
-    reward = write_text(tmp_path / "reward.py", HANGS.format(truth=truths[0]))
-    options = {"reward_timeout": 5.0, "num_eval_prompts": 0, "reward_fn": f"{reward}:score"}
-    change_args(faked_run, **options)
+def test_vllm_answers(faked_run, small_eval):
+    change_args(faked_run, num_eval_prompts=0)
     command = [sys.executable, "scripts/evaluate.py", faked_run]
     streams = {"env": environment(), "capture_output": True, "text": True}
     result = subprocess.run(command, cwd=REPO, timeout=900, **streams)
     assert result.returncode == 0, result.stderr
-    figures, answers = evaluation_in(faked_run)
+    rows = script.load_rows(str(small_eval), None, "test")
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    _, answers = evaluation_in(faked_run)
     scores = [float(row["response"] == truth) for row, truth in zip(answers, truths, strict=True)]
-    assert [answer["score"] for answer in answers] == [None, *scores[1:]]
-    assert {0.0, 1.0} == set(scores[1:])
-    assert figures["reward_failures"] == 1
+    assert [answer["score"] for answer in answers] == scores and {*scores} == {0.0, 1.0}

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -149,21 +148,18 @@ def test_lines_that_are_printed_load_the_model_from_its_branch(task, push, run_d
     assert lines in card and f"pipeline_tag: {task}\n" in card
 
 
-ADDRESS = "https://wandb.ai/us/tandem/runs/newest"
-
-
 # Without a login, "", wandb would ask for one at the terminal
-@pytest.mark.parametrize(("key", "found"), [("secret", [ADDRESS]), ("secret", []), ("", None)])
-def test_card_has_the_address_of_the_tracked_run(key, found, run_dir, monkeypatch):
+@pytest.mark.parametrize(("key", "is_there"), [("secret", True), ("", False)])
+def test_card_has_the_address_of_the_tracked_run(key, is_there, run_dir, monkeypatch):
     class Api:
         default_entity = "us"
 
         def __init__(self, timeout):
-            assert found is not None
+            assert is_there
 
         def runs(self, project, filters, **_):
             assert (project, filters) == ("us/tandem", {"display_name": "run"})
-            return [SimpleNamespace(url=url) for url in found]
+            return [SimpleNamespace(url="https://wandb.ai/us/newest")]
 
     monkeypatch.setattr("wandb.Api", Api)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -171,7 +167,7 @@ def test_card_has_the_address_of_the_tracked_run(key, found, run_dir, monkeypatc
     monkeypatch.setenv("WANDB_API_KEY", key)
     tracked = {"with_tracking": True, "wandb_project_name": "tandem", "wandb_entity": None}
     card = push_to_hub.make_card(run_dir, ARGS | tracked, "me/model", "run")
-    assert (f"| tracked | {ADDRESS} |" in card) == bool(found)
+    assert ("| tracked | https://wandb.ai/us/newest |" in card) == is_there
 
 
 def test_upload_that_fails_is_told_in_two_lines_and_can_be_repeated(push, run_dir, monkeypatch):
@@ -181,8 +177,7 @@ def test_upload_that_fails_is_told_in_two_lines_and_can_be_repeated(push, run_di
     status, _, errors = push(run_dir, "--repo_id", "others/model", "--revision", "x")
     assert status == 1 and files_of(run_dir) == before
     what, how = errors.splitlines()
-    said = "Not uploaded to others/model: OSError: model.safetensors Server disconnected"
-    assert what == said and how.startswith("To try again: ")
+    assert what.endswith("others/model: OSError: model.safetensors Server disconnected")
     assert how.endswith(f"push_to_hub.py {run_dir} --repo_id others/model --revision x")
     (run_dir / "model/config.json").unlink()
     status, _, errors = push(run_dir)
@@ -200,13 +195,6 @@ LAUNCHER = """
 import os, subprocess, sys
 os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
 sys.exit(subprocess.run([sys.executable, *sys.argv[2:]]).returncode)
-"""
-# With shorter waiting times
-IMPATIENT = f"""
-import sys
-sys.path.insert(0, {str(PROVENANCE.parent)!r})
-import provenance, push_to_hub
-provenance.HUB_TIMEOUT = push_to_hub.SILENCE = 1
 """
 
 
@@ -278,35 +266,17 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
     assert provenance_of(run_dir)["command"] == COMMAND
 
 
-@pytest.mark.slow
-def test_hub_that_never_answers_is_not_waited_for(run_dir, tmp_path):
-    write_text(run_dir / "args.json", json.dumps(ARGS))
-    impatient = write_text(tmp_path / "impatient.py", f"{IMPATIENT}provenance.main()")
-    text = CALLER.format(program=str(impatient), run_dir=str(run_dir))
-    caller = write_text(tmp_path / "train.py", text)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody reads
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        account = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_right", "HF_HUB_OFFLINE": "0"}
-        result = call(caller, **account)
-        pushed = call("-c", f"{IMPATIENT}push_to_hub.main()", run_dir, **account)
-    assert result.returncode == 1
-    assert "does not say who is logged in: " in result.stderr and "timed out" in result.stderr
-    assert provenance_of(run_dir)["versions"]
-    assert pushed.returncode == 1 and "timed out" in pushed.stderr
-
-
 # --------------------------------------------------------------------------------------- preflight
 
 READS = LOGIN | {"auth": {"accessToken": {"role": "read"}}}
 # (arguments, what the hub says of the login, words)
 ACCOUNTS = [
-    ({}, LOGIN, ""),
     ({"hf_entity": "team", "hf_repo_id": "name"}, LOGIN, ""),
-    ({}, REFUSED, "--push_to_hub | hf auth login | 401"),
-    ({"hf_entity": "others"}, LOGIN, "others/ppo_sync | me and team"),
+    ({}, REFUSED, "hf auth login"),
+    ({"hf_entity": "others"}, LOGIN, "me and team"),
     ({}, READS, "may only read"),
-    ({"hf_repo_id": "a b"}, LOGIN, "--hf_repo_id | a b"),
-    ({"run_name": "a run"}, LOGIN, "a run | --hf_repo_revision"),
+    ({"hf_repo_id": "a b"}, LOGIN, "--hf_repo_id"),
+    ({"run_name": "a run"}, LOGIN, "--hf_repo_revision"),
 ]
 
 
@@ -323,5 +293,4 @@ def test_preflight_asks_the_hub_who_is_logged_in(monkeypatch):
             preflight.check_accounts(run)
         except preflight.Mistake as error:
             mistake = str(error)
-        assert bool(mistake) == bool(words)
-        assert [word for word in words.split(" | ") if word not in mistake] == []
+        assert bool(mistake) == bool(words) and words in mistake

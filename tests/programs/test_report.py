@@ -354,20 +354,18 @@ def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run, m
     samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
     metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
     run = make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
-    pages = [make_report(run) for _ in range(2)]
-    nonces = [re.search(r'<script nonce="(\w{32})">', page.text)[1] for page in pages]
-    assert nonces[0] != nonces[1]  # nobody can guess it
-    for page, nonce in zip(pages, nonces, strict=True):
-        # Nothing in the data can end its element
-        before, _, rest = page.text.partition('<script type="application/json" id="data">')
-        data, _, rest = rest.partition("</script>")
-        assert "<" not in data
-        assert before.count("<script") == 0 and rest.count("<script") == 1
-        policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.text)
-        assert policy == [POLICY.format(nonce)]
-        assert [prompt for prompt, *_ in page.data["answers"]][:3] == HOSTILE[:3]
-    script = (REPO / "scripts/page/page.js").read_text()
+    page, again = make_report(run), make_report(run)
+    nonce, other = (re.search(r'<script nonce="(\w{32})">', each.text)[1] for each in (page, again))
+    assert nonce != other  # nobody can guess it
+    # Nothing in the data can end its element
+    before, _, rest = page.text.partition('<script type="application/json" id="data">')
+    data, _, rest = rest.partition("</script>")
+    assert "<" not in data
+    assert before.count("<script") == 0 and rest.count("<script") == 1
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.text)
+    assert policy == [POLICY.format(nonce)]
+    assert [prompt for prompt, *_ in page.data["answers"]][:3] == HOSTILE[:3]
     ways = (
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
     )
-    assert not re.search(ways, script) and "textContent" in script
+    assert not re.search(ways, (REPO / "scripts/page/page.js").read_text())
