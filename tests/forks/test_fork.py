@@ -206,12 +206,6 @@ def test_deliberate_bug_is_written_by_its_flag_alone(tmp_path, monkeypatch):
     assert (tmp_path / "copy.py").read_text().startswith("# A deliberate bug")
 
 
-def test_without_git_it_is_said_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="apt-get install git"):
-        program.write_fork("inflight", tmp_path / "fork.py")
-
-
 def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):
     """A copy from before a `git pull` would run with old code, and a new one take changes away."""
     script = "scripts/train/debug/multiturn.sh"

@@ -142,7 +142,7 @@ def test_what_cannot_have_turns_is_refused(fork, assets):
 class ScriptedVLLM:
     """In place of VLLM: says what it is told to. It keeps what it was asked."""
 
-    index, count = 0, 1
+    index, count, stop = 0, 1, STOP
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.asked = tokenizer, turns, []
@@ -153,7 +153,9 @@ class ScriptedVLLM:
         ids = np.array(self.tokenizer(text)["input_ids"], np.int32)
         token_ids = np.concatenate([response.token_ids, ids])
         logprobs = np.full(response.num_sampled + len(ids), -0.5, np.float32)
-        return replace(response, token_ids=token_ids, logprobs=logprobs, stopped=ids[-1] == STOP)
+        return replace(
+            response, token_ids=token_ids, logprobs=logprobs, stopped=ids[-1] == self.stop
+        )
 
     def sample(self, responses, seeds, temperature):
         self.asked.append([(r.row.tolist(), s) for r, s in zip(responses, seeds, strict=True)])
@@ -240,25 +242,15 @@ def test_observation_that_does_not_fit_cuts_the_response(converse):
         assert response.is_sampled[-1]  # what a reward model reads
 
 
-def test_end_token_that_the_policy_has_not_sampled_is_observed(fork, tokenizer, monkeypatch):
+def test_end_token_that_the_policy_has_not_sampled_is_observed(
+    fork, converse, tokenizer, monkeypatch
+):
     """A turn may stop at another token than the chat template's."""
-
-    def answer(workers, response, *_):
-        return replace(response, turns=[*response.turns, "77"])
-
-    monkeypatch.setattr(fork, "call_worker", answer)
-    args = fork.Args(env_fn="here", max_turns=2)
     other = tokenizer.convert_tokens_to_ids("<|unknown|>")
-    prompt = fork.Prompt("", "", [5], None, None, None)
-    for last, observed in (
-        (STOP, "<|user|>77<|assistant|>"),
-        (other, "<|end|><|user|>77<|assistant|>"),
-    ):
-        ids = np.array([9, last], np.int32)
-        response = fork.Response(prompt, ids, np.zeros(2, np.float32), stopped=True)
-        ended = fork.end_turn(False, None, tokenizer, args, response)
-        assert tokenizer.decode(ended.token_ids[2:]) == observed
-        assert ended.observed == [[2, len(ended.token_ids)]]
+    monkeypatch.setattr(ScriptedVLLM, "stop", other)
+    (response,), _ = converse({"1": ["9<|unknown|>", "8"]}, lambda *_: "77", max_turns=2)
+    observed = tokenizer.decode(response.token_ids[slice(*response.observed[0])])
+    assert observed == "<|end|><|user|>77<|assistant|>"
 
 
 def test_markers_of_turns_need_not_be_special_to_be_refused(fork):
@@ -345,7 +337,7 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, aggregation):
     options |= {"importance_sampling_level": "sequence" if aggregation == "token" else "token"}
     args = fork.Args(**options, beta=0.0 if aggregation == "token" else 0.1)
     policy = fork.PolicyModel(tiny_language_model(), args)
-    responses = [*made_up(fork)]
+    responses = sorted(made_up(fork), key=lambda response: len(response.row))  # as passes sort
     batch = fork.collate(responses, "cpu")
     mask = batch.mask
     noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
@@ -356,30 +348,22 @@ def test_gradient_of_observed_tokens_is_exactly_zero(fork, aggregation):
         ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise, 1e3),
         advantages=torch.arange(-3.5, 4.5)[:, None].expand(mask.shape),
     )
-    seen = SimpleNamespace()
+    seen = []
 
-    def note_ids(model, given):
-        seen.ids = given[0].tolist()
+    def note(model, given, output):
+        seen.append(output.last_hidden_state)
+        seen[-1].retain_grad()
 
-    def note_hidden(model, given, output):
-        seen.hidden = output.last_hidden_state
-        seen.hidden.retain_grad()
-
-    policy.register_forward_pre_hook(note_ids)
-    policy.model.base_model.register_forward_hook(note_hidden)
+    policy.model.base_model.register_forward_hook(note)
     sums, _ = fork.accumulate_gradients(
         one_of_ranks(0, 1), policy, batch, list(range(len(mask))), False, args
     )
-    sizes = seen.hidden.grad.abs().amax(-1).tolist()
-    assert len(sizes) == len(responses)
-    for ids, of_row in zip(seen.ids, sizes, strict=True):  # sorted by their lengths
-        (response,) = (r for r in responses if r.row.tolist() == ids[: len(r.row)])
+    for response, of_row in zip(responses, seen[0].grad.abs().amax(-1).tolist(), strict=True):
         start, end = len(response.prompt.token_ids), len(response.row)
         sampled = set(range(start, end))
         for first, last in response.observed:
             sampled -= set(range(start + first, start + last))
-        for i, size in enumerate(of_row):
-            assert (size > 0) == (i + 1 in sampled), (i, size)
+        assert {i + 1 for i, size in enumerate(of_row) if size > 0} == sampled
     assert sums["tokens"] == sum(response.num_sampled for response in responses)
     assert all(math.isfinite(value) for value in sums.values())
 
