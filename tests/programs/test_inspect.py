@@ -116,9 +116,8 @@ def test_answer_does_not_command_the_terminal(run_dir):
     hostile = response(3, "\x1b[2Jgone", ground_truth="\x1b[2J", prompt="\x1b[2J")
     write_rows(run_dir / "rollouts.jsonl", [hostile])
     write_rows(run_dir / "samples.jsonl", [hostile, hostile | {"policy_version": 7}])
-    for flags in ([], ["--summary"]):
-        shown = "".join(inspect(run_dir, *flags))
-        assert "\x1b" not in shown and "gone" in shown
+    for shown in (inspect(run_dir), inspect(run_dir, "--summary")):
+        assert "\x1b" not in "".join(shown) and "gone" in "".join(shown)
 
 
 # ------------------------------------------------------------------------------ --summary
