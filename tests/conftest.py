@@ -73,8 +73,8 @@ def signals_as_before():
         signal.signal(number, handler)
 
 
-LONG = ["ends", "inflight", "runs", "adapters", "multiturn", "refill", "engine", "preflight"]
-LONG += ["ranks", "fsdp2", "commands", "rewards", "resume", "failures", "gpu_check", "lag"]
+LONG = ["ends", "runs", "inflight", "adapters", "engine", "ranks", "fsdp2", "multiturn", "refill"]
+LONG += ["preflight", "rewards", "resume", "failures", "gpu_check", "lag", "locales", "launch"]
 
 
 def pytest_collection_modifyitems(items):
