@@ -47,6 +47,9 @@ Deliberate simplifications:
 There is no value model: an advantage is how much better a response scored than its group. The KL is
 a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
 
+Other than by TRL's defaults the sampler is corrected for token by token, up to a weight of 2, in
+place of a sequence's weight that is 0 above 3; and vLLM works while the learner trains.
+
 Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 5. A
 term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 6.
 What is logged: batch_metrics. docs/fork.md has worked examples.

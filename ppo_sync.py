@@ -44,6 +44,10 @@ Deliberate simplifications:
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
     Its last token is terminal all the same: the value model does not go on for it.
 
+Other than in CleanRL's PPO an episode is a response with one score; the value model shares nothing
+with the policy; advantages are whitened over the whole batch; by default lambdas are 1 and values
+are not clipped; there is no entropy bonus. And what samples is another program: see tis_cap.
+
 Where a change goes. A part of the score: score_responses. Rewards per token, advantages: step 6. A
 term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 5.
 What is logged: batch_metrics. docs/fork.md has worked examples.
