@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
+from helpers.processes import CPU
 from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sync, vllm_args
 from helpers.rollouts import make_noise
 from peft import PeftModel
@@ -330,3 +331,47 @@ def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(syst
     monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_alpha=10))
     with pytest.raises(RuntimeError, match=LOST):
         script.check_adapter(*check)
+
+
+@pytest.mark.slow
+def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
+    system, accelerator, assets, tmp_path
+):
+    make_noise(system.model, 11)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    script.save_model(accelerator, system.model, tokenizer, tmp_path / "model", system.args)
+    args = replace(system.args, lora_rank=0, model_name_or_path=str(tmp_path / "model"))
+    merged = load(tmp_path / "model", args, trained=False)
+    vllm = script.VLLM((0, 1, ()), merged.config, MAX_LENGTH, args)
+    vllm.sync_weights(script.gather_weights(merged, args), 0)
+    # The learner has the adapter, this engine the merged weights
+    served = SimpleNamespace(model=system.model, args=system.args, vllm=vllm)
+    assert is_close(served)
+    make_noise(system.model, 12)
+    assert differences(served).mean() > 0.1
+
+
+@pytest.mark.slow
+def test_ranks_and_their_engine_have_one_policy(run_script, tmp_path):
+    """FSDP2 with adapters and vLLM itself; the engine is the first rank's."""
+    options = {
+        "lora_rank": 4,
+        "learning_rate": 1e-2,
+        "total_episodes": 96,
+        "vllm_gpus": 2,
+        "async_mode": False,
+        "beta": 0.1,
+        "lr_scheduler_type": "constant",
+        "local_rollout_batch_size": 8,
+        "local_mini_batch_size": 8,
+        "save_batches": True,
+    }
+    env = CPU | {"FSDP2": "1"}
+    run = run_script("grpo_vllm_async.py", tmp_path, ranks=2, env=env, **options)
+    assert run.returncode == 0, run.output
+    assert run.stdout.count("Folders of vLLM") == 1
+    for line in run.metrics:
+        assert line["mismatch/logprob_diff_max"] < 1e-4
+    assert abs(run.metrics[2]["objective/kl"]) > 1e-3  # it has moved
+    names = load_file(run.run_dir / "model" / "model.safetensors").keys()
+    assert not any("lora" in name for name in names)
