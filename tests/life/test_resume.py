@@ -337,7 +337,8 @@ def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
 def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypatch):
     """Each rank would bring them, and the batch would be of another size."""
     monkeypatch.setenv("RANK", "1")
-    assert script.load_rollout({"rollout": [], "policy_version": 3}, None) is None
+    rollout = script.load_rollout({"rollout": [{"token_ids": [5]}], "policy_version": 3}, None)
+    assert rollout == script.Rollout(3, [], [], {})
 
 
 # ------------------------------------------------------------------------------------ saved models
