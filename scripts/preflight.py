@@ -1030,9 +1030,10 @@ def plan_of_data(run):
     if args.num_updates == 0:
         return
     if args.num_updates < 100:
+        more = "--num_train_epochs" if run.trains_reward_model() else "--total_episodes"
         run.notes.append(
-            f"{args.num_updates} optimizer updates are few: raise --total_episodes or "
-            f"--num_train_epochs, or lower the batch sizes, which count for each rank"
+            f"{args.num_updates} optimizer updates are few: raise {more}, or lower the batch "
+            f"sizes, which count for each rank"
         )
     if run.trains_reward_model():
         pairs = f"of the {len(run.train_rows):,} pairs"
