@@ -293,10 +293,12 @@ def test_killed_with_responses_under_way_it_leaves_nothing(fork, run_with_fault,
     assert len(run.metrics) == 1
 
 
-def test_the_preflight_knows_the_fork(fork, assets, capsys):
+def test_the_preflight_knows_the_fork(fork, assets, capsys, monkeypatch):
+    preflight = importlib.import_module("preflight")
+    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "")  # it takes seconds
     words = [str(fork), "--dataset", str(assets / "train.parquet")]
     words += ["--model_name_or_path", str(assets / "model"), "--total_episodes", "5120"]
-    assert importlib.import_module("preflight").main([*words, "--max_staleness", "4"]) == 0
+    assert preflight.main([*words, "--max_staleness", "4"]) == 0
     assert "of 64 prompts x 8 responses" in capsys.readouterr().out
-    assert importlib.import_module("preflight").main([*words, "--no-async_mode"]) == 2
+    assert preflight.main([*words, "--no-async_mode"]) == 2
     assert "async_mode" in capsys.readouterr().err
