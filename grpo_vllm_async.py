@@ -47,8 +47,8 @@ Deliberate simplifications:
 There is no value model: an advantage is how much better a response scored than its group. The KL is
 a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
 
-Other than by TRL's defaults the sampler is corrected for token by token, up to a weight of 2, in
-place of a sequence's weight that is 0 above 3; and vLLM works while the learner trains.
+Other than by TRL's defaults, importance weights for the sampler are of tokens and at most 2, not of
+sequences and 0 above 3; and vLLM works while the learner trains.
 
 Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 5. A
 term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 6.
@@ -556,7 +556,7 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
             "mismatch/masked": tis_weights == 0,
             "policy/entropy_avg": entropies,
             "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # of tokens of the old policy the ratio's mean is 1
+            "val/ratio_var": (ratio - 1) ** 2,
         }
         if args.beta > 0:
             per_token["loss/kl_avg"] = kl
@@ -3118,8 +3118,7 @@ def end_run(accelerator, run_dir, args):
     accelerator.end_training()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
-    run_program("plot_runs.py", run_dir, "--quiet")
-    run_program("inspect_run.py", run_dir, "--summary")
+    run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
 

@@ -3119,8 +3119,7 @@ def end_run(accelerator, run_dir, args):
     accelerator.end_training()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
-    run_program("plot_runs.py", run_dir, "--quiet")
-    run_program("inspect_run.py", run_dir, "--summary")
+    run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
     if args.push_to_hub:
         run_program("push_to_hub.py", run_dir)
 

@@ -416,7 +416,6 @@ def main():
     output = "the picture, .png, .svg or .pdf, in place of curves.png or comparison.png"
     add("--output", type=Path, metavar="FILE", help=output)
     add("--overwrite", action="store_true", help="replace a picture; curves.png always is")
-    add("--quiet", action="store_true", help="do not name the picture that was written")
     add("--lengths", action="store_true", help="a script's own call: how long its prompts are")
     args = parser.parse_args()
     args.runs = [run.expanduser() for run in args.runs]
@@ -433,8 +432,7 @@ def main():
         save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
     except (OSError, ValueError) as error:  # no such folder, or kind of picture
         parser.error(f"--output {args.output}: {error}")
-    if not args.quiet:
-        print(f"Wrote {args.output}")
+    print(f"Wrote {args.output}")
     if len(runs) > 1:
         print(*lines_of_table(curves), sep="\n")
 

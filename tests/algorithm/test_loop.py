@@ -572,7 +572,7 @@ def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
 
 
 def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(rough_loop, run_main):
-    at_the_end = ["plot_runs.py", "plot_runs.py", "inspect_run.py"]
+    at_the_end = ["plot_runs.py", "inspect_run.py"]
     steps = [(name, STEPS) for name in at_the_end]
     assert rough_loop.programs == [("provenance.py", 0), *steps]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)

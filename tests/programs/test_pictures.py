@@ -139,7 +139,6 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(make_run, tmp_pa
     status, said, _ = call_main(plot_runs, a, b, "--overwrite")
     assert comparison.read_bytes().startswith(b"\x89PNG") and said.startswith("Wrote comparison")
     assert not (b / "curves.png").exists()
-    assert call_main(plot_runs, b, "--quiet") == (0, "", "") and (b / "curves.png").exists()
 
 
 def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
