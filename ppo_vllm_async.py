@@ -76,7 +76,6 @@ import multiprocessing.forkserver
 import os
 import queue
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -261,18 +260,11 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    # Rank 0 looks for all: the run's name may hold the time, and others may see a folder late
-    places = find_run(args) if is_rank_0() else None
-    run_dir, checkpoint_dir = broadcast_object_list([places])[0]
-    args.run_name = run_dir.name
-    # Chat templates may write the date into prompts: a resumed run keeps its first day
-    saved = json.loads((run_dir / "args.json").read_bytes()) if checkpoint_dir else {}
-    args.start_day = broadcast_object_list([saved.get("start_day", args.start_day)])[0]
-    if is_finished(accelerator, run_dir, args.num_training_steps, args):
-        if args.push_to_hub:  # the upload may have been cut short
-            place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
-            run_program("push_to_hub.py", run_dir, *place)
+    found = agree_on_run(args)
+    if not found:  # by --resume_from_checkpoint auto: the run is finished
         return
+    run_dir, checkpoint_dir, args.start_day = found
+    args.run_name = run_dir.name
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
@@ -328,7 +320,8 @@ def main(args):
         metrics = {}
 
         # 1. The responses to this step's prompts. Now vLLM is idle: the current weights (in step 1
-        # the same again) and the next prompts go to it, and it generates while we train
+        # the same again) and the next prompts go to it, and it generates while we train. A fork
+        # leaves this order alone: it is all that keeps weights from changing under way
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
         if args.async_mode and not is_last:
@@ -406,7 +399,8 @@ def main(args):
                     )
                 )
                 if not batch.loss_mask[mini_batch].any():
-                    continue  # no row is in the loss; AdamW would still move, by its moments
+                    warn_once("there are updates without a row in the loss; they are left out")
+                    continue  # AdamW would still move, by its moments
                 # apply_gradients clips gradients, steps, and sets them to zero
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -542,6 +536,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         value_model.require_backward_grad_sync = is_last_pass
 
         sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
+        sums["val/update_tokens"] += part.lengths.sum()
 
         # The value model. All that follows is (micro_batch, length)
         values = value_model(part.input_ids, part.mask)
@@ -770,17 +765,15 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
-    """Collective. Log-probabilities by the reference policy: (episodes, length).
-
-    With adapters it is the policy itself, with a scale of 0 on them. Without any, set_adapter_scale
-    does nothing.
-    """
+    """Collective. Log-probabilities by the reference policy: (episodes, length)."""
     all_rows = list(range(len(batch.lengths)))
-    set_adapter_scale(ref_policy, 0.0)
+    if args.lora_rank:  # it is the policy itself, with a scale of 0 on its adapters
+        set_adapter_scale(ref_policy, 0.0)
     logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
     )
-    set_adapter_scale(ref_policy, 1.0)
+    if args.lora_rank:
+        set_adapter_scale(ref_policy, 1.0)
     return logprobs
 
 
@@ -1233,10 +1226,6 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    if args.model_name_or_path == Args.model_name_or_path and not os.path.exists(
-        args.model_name_or_path
-    ):
-        raise ValueError("--model_name_or_path: bash scripts/setup.sh makes the default model")
     if args.resume_from_checkpoint == "auto" and not args.run_name:
         raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
@@ -1272,23 +1261,42 @@ def fill_in(args, world_size):
             f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
             f"updates ({args.num_policy_updates}); see --total_episodes, --value_warmup_steps"
         )
-
-    # GPUs and CPU cores
-    size = args.vllm_tensor_parallel_size
-    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= local_world_size}
-    num_engines = len(free_gpus) // size
-    are_shared_out = num_engines * size == len(args.vllm_gpus) and num_engines <= local_world_size
-    if not are_shared_out or (size > 1 and not num_engines):
-        raise ValueError(
-            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
-            f"{local_world_size}), each named once; --vllm_tensor_parallel_size ({size}) for each "
-            f"engine, and no more engines than learners"
-        )
+    # Fixed in vLLM 0.33 (issue 48590)
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if args.lora_rank > 32 and is_hopper:
+        raise ValueError(f"--lora_rank {args.lora_rank}: above 32 this vLLM is wrong on this GPU")
+    num_engines = count_engines(args)
     if not args.reward_workers:
-        args.reward_workers = min(8, os.cpu_count() // (num_engines or local_world_size) or 1)
+        args.reward_workers = min(8, os.cpu_count() // num_engines or 1)
     if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
+
+
+def make_optimizer(model, args):
+    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+# -------------------------------------------------------------------------------- the run's folder
+
+
+def agree_on_run(args):
+    """Collective. The run's folder, the checkpoint to resume or None, and the run's first day.
+
+    None: `auto` has found the run finished. Chat templates may write the day into prompts. Rank 0
+    looks for all: the run's name may hold the time, and others may see a folder late.
+    """
+    found = None
+    if is_rank_0():
+        run_dir, checkpoint_dir = find_run(args)
+        saved = json.loads((run_dir / "args.json").read_bytes()) if checkpoint_dir else {}
+        found = run_dir, checkpoint_dir, saved.get("start_day", args.start_day)
+        if args.resume_from_checkpoint == "auto" and is_finished(run_dir, args.num_training_steps):
+            print(f"{run_dir} is finished")
+            upload(run_dir, args)  # which may have been cut short
+            found = None
+    return broadcast_object_list([found])[0]
 
 
 def find_run(args):
@@ -1310,15 +1318,10 @@ def find_run(args):
     return run_dir, None
 
 
-def is_finished(accelerator, run_dir, num_steps, args):
-    """Collective. Whether `auto` finds a run that has written its last step, after its model."""
+def is_finished(run_dir, num_steps):
+    """Whether a run has written the line of its last step, which comes after its model."""
     path = run_dir / "metrics.jsonl"
-    is_over = args.resume_from_checkpoint == "auto" and path.exists()
-    is_over = is_over and path.read_bytes().count(b"\n") >= num_steps
-    is_over = broadcast_object_list([is_over])[0]  # as rank 0 sees it
-    if is_over:
-        accelerator.print(f"{run_dir} is finished")
-    return is_over
+    return path.exists() and path.read_bytes().count(b"\n") >= num_steps
 
 
 @cache  # which keeps the file open
@@ -1340,84 +1343,6 @@ def lock_run(run_dir):
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
     return file
-
-
-# What defines a run's batches and models, which a resume must not change
-MUST_AGREE = (
-    "seed",
-    "model_name_or_path",
-    "value_model_path",
-    "reward_model_path",
-    "lora_rank",
-    "lora_alpha",
-    "beta",
-    "episodes_per_step",
-    "number_samples_per_prompt",
-    "mini_batch_size",
-    "num_epochs",
-    "num_updates",
-    "data_hash",
-    # A checkpoint's rollout may have answers to held-out prompts
-    "num_evals",
-    "eval_temperature",
-)
-
-
-def read_state(run_dir, checkpoint_dir, args):
-    """The first training step, and what no step tells: seconds so far, batches in a row whose
-    rewards all failed, the tracker's id, and on resume of an asynchronous run the checkpoint's
-    rollout and the version that sampled it.
-
-    ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
-    """
-    if is_rank_0() and run_dir.exists():
-        lock_run(run_dir)
-    state = {"seconds": 0.0, "failed_batches": 0}  # older checkpoints have no count
-    if not checkpoint_dir:
-        return 1, state | {"wandb_id": os.urandom(8).hex()}
-    step = step_of(checkpoint_dir)
-    if is_rank_0():
-        print(f"Resumed after step {step}; what came later is made again")
-    saved_args = json.loads((run_dir / "args.json").read_bytes())
-    for name in MUST_AGREE:
-        if saved_args[name] != getattr(args, name):
-            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    return step + 1, state | json.loads((checkpoint_dir / "state.json").read_bytes())
-
-
-def limit_memory(device, args):
-    """Leaves room on a GPU for what is not PyTorch's: CUDA contexts, NCCL, vLLM if it shares it."""
-    if device.type != "cuda":
-        return
-    gib = 2**30 / torch.cuda.get_device_properties().total_memory
-    if args.vllm_gpus:
-        torch.cuda.set_per_process_memory_fraction(1 - 2 * gib)  # a context, NCCL
-        return
-    room = 2 * gib if args.world_size == 1 else 3 * gib  # two contexts; NCCL
-    torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - room)
-
-
-def make_optimizer(model, args):
-    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
-    return torch.optim.AdamW(model.parameters(), **options)
-
-
-def start_engine(accelerator, config, prompts, args):
-    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers.
-
-    config: of the policy.
-    """
-    placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
-    workers = queue.Queue()
-    if not placement:
-        return NoEngine(), workers
-    if args.reward_fn:
-        for _ in range(args.reward_workers):
-            workers.put(start_reward_worker(args.reward_fn))
-        check_sources(workers, prompts, args)
-    accelerator.print(f"Starting vLLM (a minute or so) for {args.output_dir}/{args.run_name}")
-    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-    return VLLM(placement, config, max_length, args), workers
 
 
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
@@ -1444,10 +1369,8 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     report_prompt_lengths(accelerator, train_prompts, run_dir)
     if args.save_freq:
-        # With the launcher's words, which provenance.py has found; a copy may be without it
-        command = config.get("provenance", {}).get("command", [sys.executable, *sys.argv])
-        command = [*command, "--output_dir", str(run_dir.parent), "--run_name", run_dir.name]
-        print(f"To go on later:\n{shlex.join(command)} --resume_from_checkpoint latest")
+        more = f"--run_name {run_dir.name} --resume_from_checkpoint latest"
+        print(f"To go on later: the same command with {more}")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1527,19 +1450,18 @@ def load_prompts(path, config, split, tokenizer, args, is_eval):
             # Tokenizers may compose accents (NFC), which loses nothing
             text = unicodedata.normalize("NFC", prompt.text)
             decoded = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
-            gone = set(text) - set(decoded)
-            lost |= gone
-            if not {c for c in gone if c.isascii() and c.isprintable()} - {" "}:  # letters stay
-                words += len(text.split())
-                kept_words += len(decoded.split())
+            lost |= set(text) - set(decoded)
+            words += len(text.split())
+            kept_words += len(decoded.split())
     if not prompts:
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
     if kept_words < words / 2:
         raise ValueError(
-            f"{path}: the tokenizer loses spaces; if transformers issue 48206 is the cause, set "
-            f"tokenizer_class to TokenizersBackend in its tokenizer_config.json"
+            f"{path}: the tokenizer loses most words, or the spaces between them; if transformers "
+            f"issue 48206 is the cause, set tokenizer_class to TokenizersBackend in its "
+            f"tokenizer_config.json"
         )
     if is_rank_0():
         print(
@@ -1742,9 +1664,10 @@ def load_model(auto_class, path, args, trained, **config_options):
     is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):  # of a vision model another one
+        for name, value in vars(part).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
     model, report = auto_class.from_pretrained(
         path,
         config=config,
@@ -1760,21 +1683,21 @@ def load_model(auto_class, path, args, trained, **config_options):
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
         head = model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            raise ValueError(f"{path}: its head has a bias, which PolicyModel does not read")
         if trained and any("expert" in name for name, _ in model.named_parameters()):
             raise ValueError(
                 f"{path} is a mixture of experts, whose syncs failed (docs/scaling.md)"
             )
-        # A head that the checkpoint has is not tied, whatever its config says; vLLM starts from
-        # this one
+        # vLLM starts from this config. A head that the checkpoint has is not tied, whatever the
+        # config says; and of a vision model the language model alone has been loaded
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
-        # Parameters are sent to vLLM, buffers are not
-        buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        if buffers := buffers & model.state_dict().keys():
-            raise ValueError(
-                f"{path}: its buffers {', '.join(sorted(buffers))} would not be trained"
-            )
+        model.config.architectures = [type(model).__name__]
+        # Buffers are not sent to vLLM, and PolicyModel reads no bias of the head
+        unread = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        unread &= model.state_dict().keys()
+        if getattr(head, "bias", None) is not None:
+            unread.add("the head's bias")
+        if unread:
+            raise ValueError(f"{path}: {', '.join(sorted(unread))} would not be trained")
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
@@ -2058,18 +1981,21 @@ START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
 
 
-class NoEngine:
-    """In place of a VLLM, on a rank that has none: no prompt is in its share."""
+def start_engine(accelerator, config, prompts, args):
+    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers.
 
-    count, policy_version = 0, None
-
-    def sample(self, prompts, seeds, temperature):
-        return []
-
-    def sync_weights(self, weights, version):
-        """Going through the weights gathers them: this rank has a part."""
-        for _ in weights:
-            pass
+    config: of the policy.
+    """
+    placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
+    workers = queue.Queue()
+    if not placement:
+        return NoEngine(), workers
+    if args.reward_fn:
+        for _ in range(args.reward_workers):
+            workers.put(start_reward_worker(args.reward_fn))
+    accelerator.print(f"Starting vLLM (a minute or so) for {args.output_dir}/{args.run_name}")
+    max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    return VLLM(placement, config, max_length, args), workers
 
 
 class VLLM:
@@ -2083,10 +2009,11 @@ class VLLM:
         self.index, self.count, self.gpus = placement
         self.args = args
         self.policy_version = None  # of the weights that were synced last
-        self.nccl = None  # with --vllm_gpus: the communicator of this rank and vLLM's workers
+        self.nccl = None  # the communicator of this rank and vLLM's workers
         # Without a GPU weights are handed over in memory
         self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
         folders.append(self.folder)
+        self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=end_with_script, initargs=(self.folder,)
@@ -2094,7 +2021,7 @@ class VLLM:
         # vLLM and torch read the environment when they are imported: the process is born with it
         with clear_environment(), signals_blocked():
             os.environ.update(environment)
-            start = self.submit(start_llm, options, config, self.folder)
+            start = self.submit(start_llm, options, config, self.folder, self.way)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -2120,30 +2047,23 @@ class VLLM:
         ).result()
 
     def sync_weights(self, weights, version):
-        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights.
-
-        vLLM loads an adapter's folder with the first request that names it.
-        """
-        if self.args.lora_rank:
+        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights."""
+        if self.way == "adapter":  # vLLM loads its folder with the first request that names it
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
             save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
-        elif self.gpus:
-            self.send_weights(weights)
-        else:
+        elif self.way == "file":
             # Clones: tied weights share memory, which the file must not
             weights = {name: weight.clone() for name, weight in weights}
             save_file(weights, f"{self.folder}/model.safetensors")
             self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
+        else:
+            self.send_weights(weights)
         was_idle = self.call("reset_prefix_cache")
         assert was_idle, "vLLM was busy during a weight sync"
         self.policy_version = version
 
     def send_weights(self, weights):
-        """Sends weights by the protocol of vLLM's workers, in vLLM's dtype.
-
-        To a shared GPU handles of the learner's memory travel ("ipc"), to others the numbers, by
-        NCCL.
-        """
+        """Sends weights by the protocol of vLLM's workers ("ipc", "nccl"), in vLLM's dtype."""
         if self.policy_version is None:
             self.connect()
         self.call("start_weight_update")
@@ -2153,11 +2073,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype] * len(names),
                 "shapes": [list(tensor.shape) for tensor in tensors],
             }
-            if not self.nccl:
+            if self.way == "ipc":
                 uuid = str(torch.cuda.get_device_properties().uuid)
                 info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.nccl:
+            if self.way == "nccl":
                 for tensor in tensors:
                     self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
@@ -2166,7 +2086,7 @@ class VLLM:
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
     def connect(self):
-        if not self.args.vllm_gpus:
+        if self.way == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
@@ -2186,6 +2106,21 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
+def way_of_weights(gpus, args):
+    """How weights get to an engine: by the name of the way.
+
+    adapter: a folder of LoRA's files, since vLLM has the checkpoint's weights
+    file:    without a GPU: a file in memory, which vLLM loads
+    ipc:     on a shared GPU: handles of the learner's memory
+    nccl:    to vLLM's own GPUs: the numbers
+    """
+    if args.lora_rank:
+        return "adapter"
+    if not gpus:
+        return "file"
+    return "nccl" if args.vllm_gpus else "ipc"
+
+
 def in_messages(weights, num_bytes=2**28):
     """Weights as (names, contiguous tensors): each time as many as reach so many bytes together.
 
@@ -2203,16 +2138,13 @@ def in_messages(weights, num_bytes=2**28):
 
 
 def gather_weights(model, args):
-    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one.
-
-    Under FSDP2 a rank casts its part to args.dtype before all exchange their parts.
-    """
+    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one."""
     # vLLM on a CPU has a copy of a tied head: it is sent as the head, too
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if args.lora_rank and not parameter.requires_grad:
             continue
         weight = parameter.detach().to(getattr(torch, args.dtype))
-        if isinstance(weight, DTensor):
+        if isinstance(weight, DTensor):  # under FSDP2: the ranks exchange their parts, cast already
             weight = weight.full_tensor()
         yield name, weight
 
@@ -2283,36 +2215,13 @@ def end_if_failed(call):
         end_at_once(call.exception())
 
 
-def place_engine(rank, num_gpus, args):
-    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
-
-    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
-    are indices into the node's num_gpus visible ones; () is the CPU.
-
-    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
-    (3, 4, (1,))
-    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
-    >>> args.world_size, args.local_world_size = 8, 4  # two nodes
-    >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
-    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
-    """
-    node, local_rank = divmod(rank, args.local_world_size)
-    size = args.vllm_tensor_parallel_size
-    gpus = args.vllm_gpus or tuple(range(args.local_world_size))
-    engines_per_node = len(gpus) // size
-    if local_rank >= engines_per_node:
-        return None
-    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
-    count = args.world_size // args.local_world_size * engines_per_node
-    return node * engines_per_node + local_rank, count, own_gpus
-
-
 def vllm_settings(gpus, folder, max_length, args):
     """The environment of an engine's process, and the arguments of vLLM's LLM.
 
     It starts with random weights, so that a tensor that a weight sync leaves out shows; with LoRA
     with the checkpoint's.
     """
+    way = way_of_weights(gpus, args)
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     environment = {
@@ -2349,12 +2258,18 @@ def vllm_settings(gpus, folder, max_length, args):
         toolkit = Path(torch.__file__).parents[1] / "nvidia/cu13"
         if shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
             environment.setdefault("CUDA_HOME", str(toolkit))
+        # vLLM does not count the memory of its sampler, which grows with the responses at once: no
+        # more than a step has (evaluations may have some more)
+        device, num_engines = torch.cuda.get_device_properties(), count_engines(args)
+        is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
+        share = args.episodes_per_step * args.local_world_size // (args.world_size * num_engines)
+        options["max_num_seqs"] = min(1024 if is_large else 256, max(128, share))
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        if not args.lora_rank:
+        if way in ("ipc", "nccl"):
             options["load_format"] = "dummy"  # random
-            options["weight_transfer_config"] = {"backend": "nccl" if args.vllm_gpus else "ipc"}
+            options["weight_transfer_config"] = {"backend": way}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
@@ -2362,7 +2277,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
-    if args.lora_rank:
+    if way == "adapter":
         # The checkpoint's weights, by our config: load_model may have untied the head
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
@@ -2376,24 +2291,96 @@ def vllm_settings(gpus, folder, max_length, args):
     return environment, options
 
 
+# ---------------------------------------------------------- placement: the ranks' engines and GPUs
+
+
+def count_engines(args):
+    """The engines of a node. ValueError: vllm_gpus cannot be shared out among them."""
+    size, num_learners = args.vllm_tensor_parallel_size, args.local_world_size
+    if not args.vllm_gpus and size == 1:
+        return num_learners
+    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= num_learners}
+    num_engines = len(free_gpus) // size
+    if num_engines * size != len(args.vllm_gpus) or not 0 < num_engines <= num_learners:
+        raise ValueError(
+            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
+            f"{num_learners}), each named once; --vllm_tensor_parallel_size ({size}) for each "
+            f"engine, and no more engines than learners"
+        )
+    return num_engines
+
+
+def place_engine(rank, num_gpus, args):
+    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
+
+    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
+    are indices into the node's num_gpus visible ones; () is the CPU.
+
+    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
+    (3, 4, (1,))
+    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
+    >>> args.world_size, args.local_world_size = 8, 4  # two nodes
+    >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
+    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
+    """
+    node, local_rank = divmod(rank, args.local_world_size)
+    size = args.vllm_tensor_parallel_size
+    gpus = args.vllm_gpus or tuple(range(args.local_world_size))
+    engines_per_node = len(gpus) // size
+    if local_rank >= engines_per_node:
+        return None
+    own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
+    count = args.world_size // args.local_world_size * engines_per_node
+    return node * engines_per_node + local_rank, count, own_gpus
+
+
+class NoEngine:
+    """In place of a VLLM, on a rank that has none: no prompt is in its share."""
+
+    count, policy_version = 0, None
+
+    def sample(self, prompts, seeds, temperature):
+        return []
+
+    def sync_weights(self, weights, version):
+        """Going through the weights gathers them: this rank has a part."""
+        for _ in weights:
+            pass
+
+
+def limit_memory(device, args):
+    """Leaves room on a GPU for what is not PyTorch's: CUDA contexts, NCCL, vLLM if it shares it."""
+    if device.type != "cuda":
+        return
+    gib = 2**30 / torch.cuda.get_device_properties().total_memory
+    if args.vllm_gpus:
+        torch.cuda.set_per_process_memory_fraction(1 - 2 * gib)  # a context, NCCL
+        return
+    room = 2 * gib if args.world_size == 1 else 3 * gib  # two contexts; NCCL
+    torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - room)
+
+
 # --------------------------------------------------------------------- what runs in vLLM's process
 
 
 llm = None  # vLLM's LLM
 
 
-def start_llm(options, config, folder):
+def start_llm(options, config, folder, way):
     """Makes the LLM. Returns the id of the process, which is its process group's, too.
 
-    config: of the policy; folder: the engine's own.
+    config: of the policy; folder: the engine's own; way: see way_of_weights.
     """
     global llm
     # vLLM's cache of compiled code goes by the model's path: "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
     # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
-    if "load_format" not in options and "enable_lora" not in options:
+    if way == "file":
         AutoModelForCausalLM.from_config(config).save_pretrained(".")
+    # vLLM has no prefix cache of a hybrid's states without chunked prefill, which is off on a CPU
+    if {"conv", "mamba", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}:
+        options["enable_prefix_caching"] = options.get("enable_chunked_prefill", True)
     from vllm import LLM
 
     try:
@@ -2572,15 +2559,6 @@ def has_r1_format(response):
     return R1_FORMAT.fullmatch(text) is not None
 
 
-def check_sources(workers, prompts, args):
-    """ValueError: --reward_fn raises NotImplementedError on a data source of the prompts."""
-    of_source = {p.data_source: p for p in prompts if p.ground_truth is not None}
-    for prompt in list(of_source.values())[:50]:
-        failure = call_worker(workers, Response(prompt, [], [], stopped=False), args).failure
-        if failure and "NotImplementedError" in failure:
-            raise ValueError(f"{prompt.origin}: {failure}")
-
-
 def call_worker(workers, response, args):
     """As call_reward_fn, in an idle worker.
 
@@ -2729,8 +2707,10 @@ def update_metrics(accelerator, sums, args):
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
     loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
+    in_updates = totals.pop("val/update_tokens")  # with their prompts'
     tokens = max(1, totals.pop("tokens"))
-    return {name: total / tokens for name, total in totals.items()} | {"objective/loss": loss}
+    metrics = {name: total / tokens for name, total in totals.items()}
+    return metrics | {"objective/loss": loss, "val/update_tokens": in_updates}
 
 
 def batch_metrics(batch, args):
@@ -2918,6 +2898,12 @@ def run_program(name, run_dir, *options):
         subprocess.run([sys.executable, path, run_dir, *options], start_new_session=True)
 
 
+def upload(run_dir, args):
+    if args.push_to_hub:
+        place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
+        run_program("push_to_hub.py", run_dir, *place)
+
+
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
@@ -2946,7 +2932,50 @@ def save_model(accelerator, model, tokenizer, path, args):
     generation_config.to_json_file(path / "generation_config.json")
 
 
-# ------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------- checkpoints and resume
+
+
+# What defines a run's batches and models, which a resume must not change
+MUST_AGREE = (
+    "seed",
+    "model_name_or_path",
+    "value_model_path",
+    "reward_model_path",
+    "lora_rank",
+    "lora_alpha",
+    "beta",
+    "episodes_per_step",
+    "number_samples_per_prompt",
+    "mini_batch_size",
+    "num_epochs",
+    "num_updates",
+    "data_hash",
+    # A checkpoint's rollout may have answers to held-out prompts
+    "num_evals",
+    "eval_temperature",
+)
+
+
+def read_state(run_dir, checkpoint_dir, args):
+    """The first training step, and what no step tells: seconds so far, batches in a row whose
+    rewards all failed, the tracker's id, and on resume of an asynchronous run the checkpoint's
+    rollout and the version that sampled it.
+
+    ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
+    """
+    if is_rank_0() and run_dir.exists():
+        lock_run(run_dir)
+    state = {"seconds": 0.0, "failed_batches": 0}  # older checkpoints have no count
+    if not checkpoint_dir:
+        return 1, state | {"wandb_id": os.urandom(8).hex()}
+    step = step_of(checkpoint_dir)
+    if is_rank_0():
+        print(f"Resumed after step {step}; what came later is made again")
+    saved_args = json.loads((run_dir / "args.json").read_bytes())
+    for name in MUST_AGREE:
+        if saved_args[name] != getattr(args, name):
+            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    return step + 1, state | json.loads((checkpoint_dir / "state.json").read_bytes())
 
 
 def load_checkpoint(trained_models, checkpoint_dir):
@@ -3080,7 +3109,7 @@ def rewind_run(run_dir, checkpoint_dir):
     remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
 
 
-# ----------------------------------------------------------------- helpers, and how a process ends
+# ----------------------------------------------------------------------------------------- helpers
 
 
 def is_rank_0():
@@ -3110,6 +3139,9 @@ def timed(metrics, name):
     metrics[f"time/{name}"] = time.perf_counter() - start
 
 
+# ------------------------------------------------------------------------------ how a process ends
+
+
 def end_run(accelerator, run_dir, args):
     """Collective. A run's end: pictures, a summary, the upload, by programs beside this script."""
     end_children()
@@ -3120,8 +3152,7 @@ def end_run(accelerator, run_dir, args):
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
     run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
-    if args.push_to_hub:
-        run_program("push_to_hub.py", run_dir)
+    upload(run_dir, args)
 
 
 def end_with_launcher():
