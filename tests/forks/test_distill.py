@@ -1,7 +1,6 @@
 """The fork distill: the gradient of the reverse KL to a teacher, and runs with a stub of vLLM."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import loops
+from helpers.files import swap_tokens
 from helpers.rollouts import gradients, one_of_ranks, tiny_language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,10 +174,7 @@ def test_what_would_distil_nothing_is_refused(module):
 def test_teacher_with_another_vocabulary_is_refused(module, tmp_path, assets):
     """One that reads the policy's ids as other tokens; it may know more of them."""
     AutoTokenizer.from_pretrained(assets / "model").save_pretrained(tmp_path)
-    tokens = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocabulary = tokens["model"]["vocab"]
-    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    swap_tokens(tmp_path)
     args = module.Args(model_name_or_path=str(assets / "model"), teacher_model_path=str(tmp_path))
     with pytest.raises(ValueError, match=r"--teacher_model_path .* must know the policy's tokens"):
         module.load_tokenizer(args)
