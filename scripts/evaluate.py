@@ -10,33 +10,29 @@ with intervals, and compares models.
     # the same of another run, compared with the first one
     python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
-Prompts, lengths, stop tokens and rewards are those of the run, by its
-args.json and the script that made it: where that has changed, or is gone, a
-line says what grades. Paths there that are not absolute count from where you
-stand, so start it where the run was started. vLLM has one GPU, or the CPU where
-there is none.
+Prompts, lengths, stop tokens and rewards are those of the run, by its args.json
+and the script that made it; where that has changed, or is gone, a line says
+what grades. Start it where the run was started. vLLM has one GPU, or the CPU.
 
 pass@k is the share of prompts of which one of k answers is right, by the
 unbiased estimator of arXiv 2107.03374. "Right" is as in the run's metrics: a
 verifiable score of 1 or more, or what the reward returned as `right`. A
-response whose reward failed has no score: such a figure says of how many
-prompts it is.
+response whose reward failed has no score: each figure says of how many prompts
+it is.
 
-An interval is of 95%, of how far other prompts of the same kind might have
-moved the figure; another seed of training is not in it. Rows with the same
-tokens and the same truth are one prompt. Fewer than 30 are too few. Two models
-are compared prompt by prompt: a run's trained model less any other that was
-asked the same, in RUN/evaluations or where --compare says.
+An interval, from low to high, is of 95%: how far other prompts of the same kind
+might have moved the figure; another seed of training is not in it. Rows with
+the same tokens and the same truth are one prompt. Fewer than 30 are too few.
+Two models are compared prompt by prompt: a run's trained model less any other
+that was asked the same, in RUN/evaluations or where --compare says.
 
 It writes RUN/evaluations/NAME/responses.jsonl, and evaluation.json with all
-figures, of each data source too. NAME says what was asked, how many prompts,
-how many answers to each, and when.
+figures, of each data source too.
 """
 
 import argparse
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -46,26 +42,23 @@ import re
 import signal
 import statistics
 import sys
-import time
+from collections import defaultdict
 from dataclasses import fields, replace
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas
 import paths
 from run_files import is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("grpo_vllm_async", "ppo_vllm_async", "ppo_sync")
-# What of a run's arguments decides which responses are sampled, and what they score
-SETTINGS = ("eval_temperature", "response_length", "stop_token_ids", "dtype", "seed")
-SETTINGS += ("verification_reward", "add_r1_style_format_reward", "r1_style_format_reward")
-SETTINGS += ("non_stop_penalty", "penalty_reward_value", "min_response_length", "reward_timeout")
+# What of a run's arguments decides which responses are sampled, and what they score; without dtype
+# and seed, in which two models that are compared may differ
+SETTINGS = ("eval_temperature", "response_length", "verification_reward", "reward_timeout")
+SETTINGS += ("add_r1_style_format_reward", "r1_style_format_reward", "min_response_length")
+SETTINGS += ("non_stop_penalty", "penalty_reward_value")
 SETTINGS += ("reward_model_path", "reward_model_revision", "reward_model_multiplier")
-# In these two models that are compared may differ
-OF_A_MODEL = {"model", "model_saved", "stop_token_ids", "dtype", "seed"}
 Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
 
 
@@ -95,24 +88,23 @@ def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
     of 30 prompts and more the interval is then near the mean plus and minus 1.96 standard errors.
 
     >>> estimate([1.0] * 15 + [0.0] * 5)
-    {'mean': 0.75, 'low': 0.5313, 'high': 0.8881}
+    {'mean': 0.75, 'low': 0.5313, 'high': 0.8881, 'prompts': 20}
     >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in (0.5313, 0.8881)]
     [1.96, 1.96]
-    >>> estimate([1.0] * 20)
-    {'mean': 1.0, 'low': 0.8389, 'high': 1.0}
     >>> estimate([-1.0] * 5 + [3.0] * 15, low=-1.0, high=3.0)  # the first, times 4, less 1
-    {'mean': 2.0, 'low': 1.1252, 'high': 2.5526}
+    {'mean': 2.0, 'low': 1.1252, 'high': 2.5526, 'prompts': 20}
     """
     mean, span = statistics.fmean(values), high - low
     if not span:
-        return {"mean": round(mean, 4)}
+        return {"mean": round(mean, 4), "prompts": len(values)}
     share = min(1.0, max(0.0, (mean - low) / span))
     variance, most = statistics.pvariance(values) / span**2, share * (1 - share)
     # Of prompts that are all alike nothing is known about the spread
     count = len(values) * (most / variance if variance > 0 else 1)
     center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     width = Z * math.sqrt(most / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-    return rounded(mean, low + span * (center - width), low + span * (center + width))
+    ends = low + span * (center - width), low + span * (center + width)
+    return rounded(mean, *ends) | {"prompts": len(values)}
 
 
 def estimate_difference(differences: list[float], span: float) -> dict:
@@ -142,18 +134,12 @@ def rounded(mean, low, high):
     return {"mean": round(mean, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
-class Figure(NamedTuple):
-    """A figure of each prompt that has it: its mean over the prompt's answers."""
+def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
+    """{name: (values, low, high)} of lines of responses.jsonl, without what no response has.
 
-    values: pandas.Series  # by prompt
-    low: float  # what an answer's number is at least; seen, or known to be possible
-    high: float
-
-
-def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
-    """The figures of lines of responses.jsonl, by name; without those that no response has.
-
-    worth: what a right answer scores, --verification_reward.
+    values: of each prompt that has the figure its mean over the prompt's answers; a Series. low,
+    high: what an answer's number is at least and at most; seen, or known to be possible. worth:
+    what a right answer scores, --verification_reward.
     """
     names = ("score", "verifiable_score", "reward_model_score", "length")
     numbers = [
@@ -172,15 +158,15 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, Figure]:
     for k in (2**i for i in range(most.bit_length())):
         of_k = right[right["count"] >= k]
         passed = [pass_at_k(*counts, k) for counts in of_k.itertuples(index=False)]
-        figures[f"pass@{k}"] = Figure(pandas.Series(passed, of_k.index, float), 0.0, 1.0)
+        figures[f"pass@{k}"] = (pandas.Series(passed, of_k.index, float), 0.0, 1.0)
 
     unlimited = {"reward_model_score", "length"}
     unlimited |= set() if right["count"].any() else {"score"}
     for name in frame.columns.drop("right"):
         possible = [] if name in unlimited else [0.0, worth if name == "score" else 1.0]
         seen = [frame[name].min(), frame[name].max(), *possible]
-        figures[name] = Figure(prompts[name].mean().dropna(), min(seen), max(seen))
-    return {name: figure for name, figure in figures.items() if len(figure.values)}
+        figures[name] = (prompts[name].mean().dropna(), min(seen), max(seen))
+    return {name: figure for name, figure in figures.items() if len(figure[0])}
 
 
 def summarize(rows: list[dict], worth: float = 1.0) -> dict:
@@ -191,19 +177,8 @@ def summarize(rows: list[dict], worth: float = 1.0) -> dict:
         "reward_failures": sum(row["failure"] is not None for row in rows),
     }
     return counts | {
-        name: estimate(values.tolist(), low, high) | {"prompts": len(values)}
+        name: estimate(values.tolist(), low, high)
         for name, (values, low, high) in figures_of(rows, worth).items()
-    }
-
-
-def summarize_sources(rows: list[dict], worth: float = 1.0) -> dict:
-    """{data source: figures}; empty where there is one source."""
-    sources = sorted({str(row["data_source"]) for row in rows})
-    if len(sources) < 2:
-        return {}
-    return {
-        source: summarize([row for row in rows if str(row["data_source"]) == source], worth)
-        for source in sources
     }
 
 
@@ -211,67 +186,34 @@ def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dic
     """The differences of two models' scores and pass@1, on the prompts that both have them of."""
     ones, others = figures_of(rows, worth), figures_of(other_rows, worth)
     differences = {}
-    for name in ("score", "pass@1"):
-        if name not in ones or name not in others:
-            continue
-        one, other = ones[name], others[name]
-        both = (one.values - other.values).dropna().tolist()
+    for name in [name for name in ("score", "pass@1") if name in ones.keys() & others.keys()]:
+        (one, *limits), (other, *other_limits) = ones[name], others[name]
+        both = (one - other).dropna().tolist()
         if both:
-            span = max(one.high, other.high) - min(one.low, other.low)
-            differences[name] = estimate_difference(both, span)
+            limits += other_limits
+            differences[name] = estimate_difference(both, max(limits) - min(limits))
     return differences
 
 
-# ------------------------------------------------------------------------------------- the screen
-
-
-def show_figure(name: str, figure: dict, prompts: int, *counts: int):
-    """Prints a line of a table. prompts: how many were asked."""
-    interval = f"{figure['low']:.4g} to {figure['high']:.4g}" if "low" in figure else ""
-    line = f"{name:<24}{figure['mean']:>9.4g}    {interval:<22}"
-    line += "".join(f"{count:>8,}" for count in counts)
-    known = sum(counts) if counts else figure["prompts"]
-    print((line + f"  of {known:,} of {prompts:,} prompts" * (known < prompts)).rstrip())
+def as_table(figures: dict[str, dict]) -> str:
+    frame = pandas.DataFrame.from_dict(figures, orient="index")
+    return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
 
 def show(evaluation: dict):
     """Prints an evaluation.json."""
-    settings, results = evaluation["settings"], evaluation["results"]
-    samples, prompts = settings["samples"], results["prompts"]
-    each = f"{samples} answers to each row" if samples > 1 else "an answer to each row"
+    asked, results = evaluation["asked"], dict(evaluation["results"])
     print(f"\n{evaluation['model']} on {evaluation['dataset']}")
-    print(f"{each}, at temperature {settings['eval_temperature']:g}")
-    print(f"{prompts:,} prompts, {results['responses']:,} responses", end="")
-    failures = results["reward_failures"]
-    print(f", the reward failed on {failures:,}" if failures else "")
-    print(f"\n{'':<24}{'mean':>9}    95% interval")
-    for name, figure in results.items():
-        is_same = name == "verifiable_score" and figure == results.get("score")
-        if isinstance(figure, dict) and not is_same:
-            show_figure(name, figure, prompts)
-    of_source = "pass@1" if "pass@1" in results else "score"
-    for source, figures in evaluation["by_source"].items():
-        if of_source in figures:
-            show_figure(f"{of_source} {source}", figures[of_source], figures["prompts"])
+    print(f"answers to each row: {asked['samples']}, temperature {asked['eval_temperature']:g}")
+    counts = (results.pop(name) for name in ("prompts", "responses", "reward_failures"))
+    print("{:,} prompts, {:,} responses, the reward failed on {:,}".format(*counts))
+    name = "pass@1" if "pass@1" in results else "score"
+    sources = evaluation["by_source"]
+    for source, figures in sources.items() if len(sources) > 1 else []:
+        results |= {f"{name} {source}": figures[name]} if name in figures else {}
+    print(as_table(results))
     if results.get("pass@1", {}).get("mean") == 0 < results["score"]["mean"]:
         print("\nNo answer counts as right: that takes a score of 1, or a reward's `right`")
-
-
-def show_comparison(folder: Path, other: Path, worth: float):
-    """Prints how the responses in two evaluations' folders compare: the trained model's first."""
-    one, two = (
-        (json.loads((each / "evaluation.json").read_bytes()), read_lines(each / "responses.jsonl"))
-        for each in (folder, other)
-    )
-    if two[0]["settings"]["model"] == "trained" != one[0]["settings"]["model"]:
-        one, two = two, one
-    print(f"\n{one[0]['model']} less {two[0]['model']}, prompt by prompt ({other.name})")
-    print(f"{'':<24}{'mean':>9}    {'95% interval':<22}{'better':>8}{'worse':>8}{'equal':>8}")
-    differences = compare(one[1], two[1], worth)
-    for name, figure in differences.items():
-        if name == "score" or figure != differences.get("score"):
-            counts = [figure[sign] for sign in ("better", "worse", "equal")]
-            show_figure(name, figure, one[0]["results"]["prompts"], *counts)
 
 
 # ---------------------------------------------------------------------------- the run, its script
@@ -285,23 +227,20 @@ def load_script(run_dir):
     """
     made = read_args(run_dir).get("provenance", {})
     named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
-    paths = [*named, *(ROOT / path.name for path in named), *(ROOT / f"{name}.py" for name in OURS)]
-    paths = [path.resolve() for path in paths if path.is_file()]
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    digest = made.get("script_sha256")
-    path = paths[digests.index(digest)] if digest in digests else paths[0]
+    places = [*named, *(ROOT / path.name for path in named), ROOT / "grpo_vllm_async.py"]
+
+    def is_it(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest() == made.get("script_sha256")
+
+    path = max(filter(Path.is_file, places), key=is_it).resolve()  # the first, if none is
     sys.path[:0] = [str(path.parent), str(ROOT)]
-    if "." in path.stem:  # what no import finds
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    script, ours = map(importlib.import_module, (path.stem, OURS[0]))
+    script, ours = map(importlib.import_module, (path.stem, "grpo_vllm_async"))
+    trouble = "" if is_it(path) else "is not here as it was"
 
     def signatures(module):
         names = ("VLLM.sample", "grade_responses", "score_responses", "describe")
         return [inspect.signature(attrgetter(name)(module)) for name in names]
 
-    trouble = "" if digest in digests else "is not here as it was"
     if signatures(script) != signatures(ours):
         script, trouble = ours, "asks vLLM otherwise"
     if trouble:
@@ -359,9 +298,9 @@ def files_of_reward(path: Path) -> list[Path]:
     return files
 
 
-def settings_of(script, args, options, prompts):
+def what_is_asked(script, args, options, prompts):
     """What decides which responses are sampled, and what they score: two models can be compared
-    where all is alike but for OF_A_MODEL.
+    where all of it is alike.
 
     Without a reward of the run's own the rule is the script's.
     """
@@ -370,39 +309,45 @@ def settings_of(script, args, options, prompts):
     for module in re.findall(r"([\w.]+)\.\w", function):  # which trl_rewards.py imports
         files += files_of_reward(Path(module.replace(".", "/")).with_suffix(".py"))
     code = b"".join(file.read_bytes() for file in files)
-    settings = {
-        "model": str(options.model or "trained"),  # and not by the place of the run, which may move
-        "model_saved": saved_at(options.model or options.run / "model"),
+    return {name: getattr(args, name) for name in SETTINGS} | {
         "samples": options.samples,
         "prompts": script.stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
         "reward": f"{function} {hashlib.sha256(code).hexdigest()[:16]}",
         "reward_model_saved": saved_at(args.reward_model_path) if args.reward_model_path else None,
     }
-    settings |= {name: getattr(args, name) for name in SETTINGS}
-    return json.loads(json.dumps(settings))  # tuples are lists there
 
 
-def find_others(run_dir, settings, compared, fail):
-    """The folders of other evaluations of the same prompts, samples and reward; the newest of each.
+def find_others(evaluation, run_dir, compared, fail):
+    """The folders of other models' evaluations with the same questions; the newest of each.
 
     compared: --compare, a run's folder or an evaluation's, which must have one; None: those of this
     run, if there are any. fail: as in evaluate.
     """
-    paths = sorted((compared or run_dir).glob("evaluations/*/evaluation.json"))
-    if compared and (compared / "evaluation.json").is_file():
-        paths = [compared / "evaluation.json"]
     found, differing = {}, []
-    for path in paths:
-        others = json.loads(path.read_bytes())["settings"]
-        names = {name for name, value in settings.items() if others.get(name, ...) != value}
-        differing.append(sorted(names - OF_A_MODEL))
-        if names <= OF_A_MODEL and names & {"model", "model_saved"}:
-            found[others["model"], others["model_saved"]] = path.parent
+    for path in sorted((compared or run_dir).glob("**/evaluation.json")):
+        other = json.loads(path.read_bytes())
+        asked, was_asked = evaluation["asked"], other.get("asked", {})
+        differing.append([name for name in asked if was_asked.get(name, ...) != asked[name]])
+        if not differing[-1] and other["of"] != evaluation["of"]:
+            found[tuple(other["of"])] = path.parent
     if compared and not found:
         nearest = ", ".join(min(differing, key=len, default=()))
         said = f" (the nearest differs in {nearest})" if nearest else ""
         fail(f"--compare {compared} has no evaluation of another model like this one{said}")
     return list(found.values())
+
+
+def show_comparison(folder: Path, other: Path, worth: float):
+    """Prints how the responses in two evaluations' folders compare: the trained model's first."""
+    one, two = (
+        json.loads((each / "evaluation.json").read_bytes())
+        | {"rows": read_lines(each / "responses.jsonl")}
+        for each in (folder, other)
+    )
+    if two["of"][0] == "trained" != one["of"][0]:
+        one, two = two, one
+    print(f"\n{one['model']} less {two['model']}, prompt by prompt ({other.name})")
+    print(as_table(compare(one["rows"], two["rows"], worth)))
 
 
 # ---------------------------------------------------------------------------------------- answers
@@ -480,8 +425,8 @@ def rows_of(script, responses, num_samples):
         prompt = response.prompt
         # The same in every evaluation of this prompt, and in rows that repeat it
         problem = f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}"
-        rows.append({"prompt_index": index, "sample": sample, "problem": problem})
-        rows[-1] |= script.describe(response, None)
+        place = {"prompt_index": index, "sample": sample, "problem": problem}
+        rows.append(place | script.describe(response, None))
     return rows
 
 
@@ -504,32 +449,35 @@ def evaluate(options, fail):
         tokenizer, prompts = load_held_out(script, args, options)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         fail(" ".join([str(error), *getattr(error, "__notes__", [])]))
-    settings = settings_of(script, args, options, prompts)
-    others = find_others(options.run, settings, options.compare, fail)
-    started_at = time.time()
+    model = str(options.model or options.run / "model")
+    evaluation = {
+        "model": model,
+        "dataset": args.eval_dataset,
+        # A run's own not by its place, which may move
+        "of": [str(options.model or "trained"), saved_at(model)],
+        "asked": what_is_asked(script, args, options, prompts),
+        "seed": args.seed,
+    }
+    others = find_others(evaluation, options.run, options.compare, fail)
     responses = answer_prompts(script, tokenizer, prompts, args, options)
     rows = rows_of(script, responses, options.samples)
-
-    model = options.model or options.run / "model"
-    of_model = "-".join(Path(settings["model"]).parts[-2:])  # of a folder `model` it says whose
-    size = f"{len(prompts)}x{options.samples}_t{args.eval_temperature:g}"
-    name = f"{of_model}_{Path(args.eval_dataset).stem}_{size}_{datetime.now():%Y%m%d_%H%M%S_%f}"
+    worth, by_source = args.verification_reward, defaultdict(list)
+    for row in rows:
+        by_source[str(row["data_source"])].append(row)
+    evaluation |= {
+        "results": summarize(rows, worth),
+        "by_source": {source: summarize(some, worth) for source, some in by_source.items()},
+    }
+    size = f"{len(prompts)}x{options.samples}"
+    name = f"{Path(evaluation['of'][0]).name}_{size}_{datetime.now():%Y%m%d_%H%M%S_%f}"
     folder = options.run / "evaluations" / name
     folder.mkdir(parents=True)
     lines = [json.dumps(row, default=str) + "\n" for row in rows]  # as the scripts write them
     (folder / "responses.jsonl").write_text("".join(lines), "utf-8")
-    evaluation = {
-        "model": str(model),
-        "dataset": args.eval_dataset,
-        "settings": settings,
-        "results": summarize(rows, args.verification_reward),
-        "by_source": summarize_sources(rows, args.verification_reward),
-        "seconds": round(time.time() - started_at, 1),
-    }
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2), "utf-8")
     show(evaluation)
     for other in others:
-        show_comparison(folder, other, args.verification_reward)
+        show_comparison(folder, other, worth)
     print(f"\nAll responses and figures: {folder}")
 
 

@@ -23,12 +23,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 
 from plot_runs import Curve, Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
-from run_files import read_args, read_lines, read_metrics, read_rollouts
+from run_files import matrices_in, read_args, read_lines, read_metrics, read_rollouts
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
@@ -42,6 +44,7 @@ GENERATION = {
     "evaluation": "a smaller --num_evals or fewer --num_eval_prompts help",
 }
 TRAINING = ["update", "forward", "reward_model", "weight_sync", "checkpoint"]
+WAITS = ["wait_for_generation", "wait_for_prompts"]
 LONG = 0.15  # a share of the time that is worth a word
 
 
@@ -148,6 +151,67 @@ def describe_speed(metrics: list[dict]) -> str | None:
     return f"{said} (a batch: {shares(GENERATION, generation)}): {remedies}"
 
 
+def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:
+    """FLOPs of a token in a forward pass and in an update, by plan.flops_of_token; None: not known.
+
+    Of PPO the mean of its two models: the value model has no head.
+    """
+    model = run_dir / "model"
+    if not (model / "config.json").is_file():
+        return None
+    import plan  # which loads torch
+
+    config = json.loads((model / "config.json").read_bytes())
+    config = SimpleNamespace(**config.get("text_config") or config)
+    lengths = [line["val/sequence_lengths"] for line in metrics]
+    prompts = json.loads((run_dir / "prompt_lengths.json").read_bytes())
+    attention = config.num_hidden_layers * plan.widths(config)[0] * (mean(lengths) + mean(prompts))
+    matrices = matrices_in(model)
+    if "value_learning_rate" in args:
+        matrices -= config.vocab_size * config.hidden_size / 2
+    return plan.flops_of_token(matrices, attention, bool(args.get("lora_rank")))
+
+
+def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: dict) -> str:
+    """Model FLOPs as a share of the learners' peak, in updates and over whole steps, or nothing."""
+    gpu = args.get("provenance", {}).get("gpu")
+    updated = [line.get("perf/update_tokens_per_second") for line in metrics]
+    flops = model_flops(run_dir, args, metrics) if gpu and all(updated) else None
+    peak = flops and sys.modules["plan"].peak_of(gpu)
+    if not peak:
+        return ""
+    read = mean(line["perf/learner_tokens_per_second"] for line in metrics)
+    peak, updated = peak[0] * args["world_size"], mean(updated)
+    in_update = flops[1] * updated
+    of_step = (in_update + flops[0] * (read - updated)) / peak
+    in_update *= times["training"] / times["update"] / peak
+    return f"; model FLOPs {in_update:.1%} of the peak in updates, {of_step:.1%} over all ({gpu})"
+
+
+def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None:
+    """A line to compare runs by: rates, the GPUs' utilization, seconds of a step, and memory.
+
+    None: no step is known that has them. Left out are the first two steps and the last, which wait
+    or do not overlap, where there are others.
+    """
+    steps = [line for line in metrics if "perf/response_tokens_per_second" in line]
+    steps = steps[2:-1] or steps
+    if not steps:
+        return None
+    names = [*TRAINING, *GENERATION, *WAITS, "training"]
+    times = {name: mean(line.get(f"time/{name}", 0) for line in steps) for name in names}
+    rates = []
+    for kind in ("response", "learner"):
+        known = [line.get(f"perf/{kind}_tokens_per_second") for line in steps]
+        rates += [f"{mean(known):,.0f} {kind} tokens a second"] if all(known) else []
+    utilization = describe_utilization(run_dir, args, steps, times)
+    whole = times.pop("training")
+    spent = ", ".join(f"{name} {s:.3g}" for name, s in times.items() if s >= 0.01 * whole)
+    memory = max(line["perf/memory_gib"] for line in metrics if "perf/memory_gib" in line)
+    said = f"To compare: {', '.join(rates)}{utilization}"
+    return f"{said}; a step {whole:.3g} s ({spent}); a learner's peak {memory:.3g} GiB"
+
+
 def describe_evaluations(metrics: list[dict]) -> list[str]:
     """What the first and the last evaluation say: answers right, and where it differs their score.
 
@@ -228,10 +292,11 @@ def next_steps(run_dir: Path) -> list[str]:
     return lines
 
 
-def print_summary(run_dir: Path, metrics: list[dict]):
+def print_summary(run_dir: Path, args: dict, metrics: list[dict]):
     draw_run(run_dir)
     sentences = [*describe_evaluations(metrics), *describe_troubles(metrics)]
-    sentences += [describe_speed(metrics), *describe_samples(read_lines(run_dir / "samples.jsonl"))]
+    sentences += [describe_speed(metrics), describe_costs(run_dir, args, metrics)]
+    sentences += [*describe_samples(read_lines(run_dir / "samples.jsonl"))]
     sentences += ["", f"Model, metrics, samples and pictures: {run_dir}", *next_steps(run_dir)]
     print(*(said for said in sentences if said is not None), sep="\n")
 
@@ -305,7 +370,7 @@ def main():
     if options.summary and not metrics:
         parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
     if options.summary:
-        print_summary(run_dir, metrics)
+        print_summary(run_dir, args, metrics)
     else:
         console = Console(markup=False, emoji=False, highlight=False)
         console.print(*show_run(run_dir, args, metrics, options.responses), sep="\n")

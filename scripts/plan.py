@@ -10,6 +10,7 @@ within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md
     vLLM                  its weights in --dtype, and the cache of keys and values (2309.06180)
 
 The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N ranks 1/N of the above.
+Hours are arithmetic, too: FLOPs of the learners, and bytes that vLLM reads for each token.
 """
 
 import itertools
@@ -24,6 +25,20 @@ SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts,
 # With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
 # waits for the weights to be read
 FEW_RESPONSES = 64
+# FLOP/s of dense bfloat16 and bytes a second of memory of a GPU whose name has the words, the first
+# that fits. By NVIDIA's data sheets (nvidia.com/en-us/data-center/h100, ...), halved where they
+# count sparsity; RTX 4090: by Ada's white paper, with sums in float32
+PEAKS = {
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100": (989e12, 3.35e12),
+    "H200 NVL": (835e12, 4.8e12),
+    "H200": (989e12, 4.8e12),
+    "A100": (312e12, 1.555e12),  # of 40 GB; with 80 its memory is faster
+    "L40S": (362e12, 0.864e12),
+    "RTX 4090": (165e12, 1.008e12),
+}
+LIKELY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}  # GiB of a GPU elsewhere
 
 # ----------------------------------------------------------------------------- models and adapters
 
@@ -317,6 +332,78 @@ def shared_memory(run):
     return (4 + size_of(run)) * count
 
 
+# --------------------------------------------------------------------------------------- the clock
+
+
+def peak_of(name):
+    """FLOP/s and bytes a second of a GPU; None: not known."""
+    return next((peak for words, peak in PEAKS.items() if words in name), None)
+
+
+def gpu_of(run):
+    """The name of a run's GPU, or of a likely one of its memory; None: it has none."""
+    if torch.cuda.is_available() and not run.options.is_elsewhere():
+        return torch.cuda.get_device_name()
+    memory = run.options.gpu_memory
+    return memory and LIKELY[min(LIKELY, key=lambda gib: abs(gib - memory))]
+
+
+def flops_of_token(matrices, attention, has_adapters=False):
+    """Model FLOPs of a token: of a forward pass, and of an update's two (2204.02311, appendix B).
+
+    matrices: parameters that are multiplied, the head among them. attention: layers x numbers of a
+    query x length, so without a causal mask's saving. Frozen matrices have no gradient to compute.
+    What a backward pass computes a second time, with checkpoints, is not counted.
+
+    >>> flops_of_token(1000, 10), flops_of_token(1000, 10, has_adapters=True)
+    ((2040, 6120), (2040, 4120))
+    """
+    return 2 * matrices + 4 * attention, (4 if has_adapters else 6) * matrices + 12 * attention
+
+
+def flops_of(run, model):
+    """flops_of_token, for the longest row; adapters' own are few."""
+    config = model.config.get_text_config()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    attention = config.num_hidden_layers * widths(config)[0] * run.max_length()
+    return flops_of_token(sum(m.weight.numel() for m in linear), attention, bool(rank_of(run)))
+
+
+def learner_seconds(run):
+    """Seconds of a step at the peak of the learners' GPUs, if all rows are the longest."""
+    trained = [flops_of(run, model) for model in trained_models(run).values()]
+    forward = sum(flops[0] for flops in trained)  # before the updates
+    forward += sum(flops_of(run, model)[0] for model in frozen_models(run).values())
+    flops = forward + run.args.num_epochs * sum(flops[1] for flops in trained)
+    tokens = run.args.episodes_per_step * run.max_length()
+    return flops * tokens / run.options.num_processes / peak_of(gpu_of(run))[0]
+
+
+def sampling_seconds(run):
+    """Seconds of a step's responses at the bandwidth of memory, if all are the longest.
+
+    For each token of each of them vLLM reads its weights once, and the keys and values before it.
+    """
+    args, gpus = run.args, len(run.args.vllm_gpus) * run.options.num_machines
+    engines = gpus // args.vllm_tensor_parallel_size or run.options.num_processes
+    rows = math.ceil(args.episodes_per_step / engines)
+    room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
+    at_once = max(1, min(rows, most_at_once(run), int(room)))
+    read = cache_memory(run) * (1 - args.response_length / run.max_length() / 2)
+    weights = size_of(run) * count_parameters(run.model)
+    count = args.response_length * (math.ceil(rows / at_once) * weights + rows * read)
+    return count / args.vllm_tensor_parallel_size / peak_of(gpu_of(run))[1]
+
+
+def hours(run):
+    """The fewest and the most: learners at 45 and 30% of their peak, vLLM at all and a third."""
+    learner, sampling = learner_seconds(run), sampling_seconds(run)
+    takes_turns = run.shares_gpus() or not getattr(run.args, "async_mode", False)
+    seconds = sum if takes_turns else max
+    ends = seconds((learner / 0.45, sampling)), seconds((learner / 0.30, 3 * sampling))
+    return [end * run.args.num_training_steps / 3600 for end in ends]
+
+
 # --------------------------------------------------------------------------------------- what fits
 
 
@@ -415,6 +502,12 @@ def plan_of_processes(run):
         engines = len(args.vllm_gpus) * options.num_machines // args.vllm_tensor_parallel_size
         place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
     yield "engines", f"{engines} of vLLM, {place}"
+    if run.knows_sizes() and run.options.gpu_memory and peak_of(gpu_of(run)):
+        low, high = hours(run)
+        gpu = gpu_of(run)
+        yield "hours", f"{low:.2g} to {high:.2g} on {gpu}, if all rows are the longest: arithmetic,"
+        yield "", "with learners at 45 to 30% of their peak, and vLLM at all or a third of its"
+        yield "", "memory's bandwidth. Small models take longer; evaluations are not in it"
 
 
 def room_for_responses(run):

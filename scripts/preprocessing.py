@@ -4,6 +4,7 @@ Each has a function that makes a row of the output, and gives it to main(). This
 their folder, because the math.py there must never be importable.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -14,32 +15,20 @@ import threading
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
 import datasets
 import huggingface_hub
 import pyarrow.parquet
-import tyro
 
 # Makes a row of the output from a row of the dataset, its split and its index there. A ValueError
 # from it drops the row, and says why.
 Convert = Callable[[dict, str, int], dict]
 Splits = dict[str, list[dict]]
-AnyArgs = TypeVar("AnyArgs", bound="Args")
 
 # Words in the names of files that tell the split
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation"}
 SPLIT_WORDS |= {"val": "validation", "valid": "validation"}
-
-
-@dataclass(kw_only=True)
-class Args:
-    local_dataset_path: str | None = None
-    """a .jsonl or .parquet file, or a folder with one a split; None: the hub"""
-    local_save_dir: str
-    """folder for the files that are written"""
 
 
 def printable(text: str) -> str:
@@ -53,13 +42,6 @@ def printable(text: str) -> str:
         return character.isprintable() or unicodedata.category(character) == "Zs"
 
     return "".join(each if is_shown(each) else repr(each)[1:-1] for each in text)
-
-
-def bad_input(message: str) -> NoReturn:
-    """Ends the program with one line that says what is wrong, where, what to do; exit status 2."""
-    line = printable(" ".join(message.split()))
-    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
-    sys.exit(2)
 
 
 @functools.cache
@@ -89,56 +71,49 @@ def hub_answers() -> bool:
     return bool(answers)
 
 
-def parse_args(defaults: AnyArgs, description: str) -> AnyArgs:
-    """The command line's options; one whose default is tyro.MISSING has to be given."""
+def options(description: str, local_save_dir: str) -> argparse.ArgumentParser:
+    """What every program takes on its command line; some add options of their own."""
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
-    return tyro.cli(type(defaults), default=defaults, description=description, use_underscores=True)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    where = "a .jsonl or .parquet file, or a folder with one a split; without it the hub is read"
+    parser.add_argument("--local_dataset_path", type=Path, help=where)
+    where = "folder for the files that are written (%(default)s)"
+    parser.add_argument("--local_save_dir", default=local_save_dir, help=where)
+    return parser
 
 
 def main(
-    args: Args,
+    args: argparse.Namespace,
     hub: tuple,
-    columns: tuple[str, ...],
     convert: Convert,
     rearrange: Callable[[Splits], Splits] = dict,
 ) -> None:
     """Reads all rows, converts them, and writes a .parquet file for each split with rows left.
 
-    `hub` is the dataset's name there, and its configuration where it has several.
+    `hub` is the dataset's name there, and its configuration where it has several. What is wrong
+    with the input is said in a line, with exit status 2.
     """
+    folder = Path(args.local_save_dir).expanduser()
     try:
+        if args.local_dataset_path:
+            files = find_files(args.local_dataset_path.expanduser(), folder)
+            splits = {
+                split: [row for path in files[split] for row in read_rows(path)] for split in files
+            }
+        else:
+            splits = load_from_hub(hub)
         converted = {}
-        for split, rows in rearrange(load_splits(args, hub, columns)).items():
+        for split, rows in rearrange(splits).items():
             converted[split], dropped = convert_rows(rows, split, convert)
             reasons = "; ".join(f"{count:,}: {reason}" for reason, count in dropped.most_common())
             counts = f"{len(converted[split]):,} kept, {dropped.total():,} dropped"
             print(f"{split}: {len(rows):,} rows, {counts}{reasons and f' ({reasons})'}")
-        write_splits(Path(args.local_save_dir), converted)
+        write_splits(folder, converted)
     except (OSError, ValueError) as error:
-        bad_input(str(error))
-
-
-# ------------------------------------------------------------------------------------------ input
-
-
-def load_splits(args: Args, hub: tuple, columns: tuple[str, ...]) -> Splits:
-    """The rows of each split as they are on the hub, or in local files of the same columns."""
-    if args.local_dataset_path:
-        files = find_files(args)
-        splits = {
-            split: [row for path in files[split] for row in read_rows(path)] for split in files
-        }
-    else:
-        splits = load_from_hub(hub)
-    for split, rows in splits.items():
-        names = dict.fromkeys(name for row in rows for name in row)  # ordered, unlike a set
-        for column in columns:
-            if column not in names:
-                raise ValueError(
-                    f"{args.local_dataset_path or hub[0]}: in the split {split} there is no column "
-                    f"`{column}`; the columns are {', '.join(names)}"
-                )
-    return splits
+        line = printable(" ".join(str(error).split()))
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
 def load_from_hub(hub: tuple) -> Splits:
@@ -154,11 +129,8 @@ def load_from_hub(hub: tuple) -> Splits:
         ) from error
 
 
-def find_files(args: Args) -> dict[str, list[Path]]:
+def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
     """The local files of each split, by their names."""
-    path, output = (Path(it).expanduser() for it in (args.local_dataset_path, args.local_save_dir))
-    if not path.exists():
-        raise ValueError(f"--local_dataset_path {path}: no such file or folder")
     splits = defaultdict(list)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (".jsonl", ".parquet"):
@@ -203,18 +175,11 @@ def text_of(row: dict, column: str) -> str:
 
     >>> text_of({"question": " How many? "}, "question")
     'How many?'
-    >>> text_of({"question": None}, "question")
-    Traceback (most recent call last):
-        ...
-    ValueError: no text in `question`
     """
-    text = row.get(column)
+    text = row[column]
     if not (isinstance(text, str) and text.strip()):
         raise ValueError(f"no text in `{column}`")
     return text.strip()
-
-
-# ----------------------------------------------------------------------------------------- output
 
 
 def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[dict], Counter]:
@@ -226,21 +191,24 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
     ([{'prompt': 'Who?', 'index': 1}], Counter({'no text in `question`': 1}))
     """
     converted, dropped = [], Counter()
+    columns = dict.fromkeys(name for row in rows for name in row)  # None where a row lacks one
     for index, row in enumerate(rows):
         try:
-            made = convert(row, split, index)
+            made = convert(columns | row, split, index)
             json.dumps(made, ensure_ascii=False, default=str).encode()
             converted.append(made)
         except UnicodeEncodeError:
             dropped["half a character, which no file can hold"] += 1
         except ValueError as reason:
             dropped[str(reason)] += 1
+        except KeyError as error:
+            name, known = error.args[0], ", ".join(columns)
+            raise ValueError(f"{split}: no column `{name}`; the columns are {known}") from error
     return converted, dropped
 
 
 def write_splits(folder: Path, splits: Splits) -> None:
     """A .parquet file for each split that has rows."""
-    folder = folder.expanduser()
     if not any(splits.values()):
         raise ValueError(f"no row is left to write to {folder}; see why above")
     datasets.disable_progress_bars()  # writing takes no time, unlike a download

@@ -227,6 +227,7 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     sentences = [inspect.describe_progress(run_dir, args, metrics)]
     sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
     sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
+    sentences += filter(None, [inspect.describe_costs(run_dir, args, metrics)])
     said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
     said |= {"health": verdicts(metrics, args, first)}
     return said | {"curves": curves_of(run, points)}

@@ -4,6 +4,7 @@ A line that is half written is none: the run may go on.
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -34,6 +35,21 @@ def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
     for line in lines_of(run_dir / "rollouts.jsonl"):
         steps[int(STEP.search(line)[1])].append(line)
     return steps
+
+
+def matrices_in(folder: Path) -> int:
+    """Parameters of a saved model that are multiplied: its matrices, the head among them, tied or
+    not, without the embeddings. By the heads of its .safetensors files.
+    """
+    shapes = {}
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {name: head[name]["shape"] for name in head if name != "__metadata__"}
+    matrices = {name: math.prod(shapes[name]) for name in shapes if len(shapes[name]) == 2}
+    embeddings = [count for name, count in matrices.items() if "embed" in name]
+    is_tied = "lm_head.weight" not in matrices
+    return sum(matrices.values()) - (0 if is_tied else sum(embeddings))
 
 
 def is_right(row: dict) -> bool | None:

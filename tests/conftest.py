@@ -36,6 +36,7 @@ new fault is a function of helpers/run_with_fault.py.
 A new test: break what it tests once, and see it fail.
 """
 
+import importlib
 import os
 import shutil
 import signal
@@ -96,6 +97,25 @@ def git():
     """For tests that call it, or write a fork."""
     if not shutil.which("git"):
         pytest.skip("git is not installed, and these tests call it or scripts/fork.py")
+
+
+@pytest.fixture(scope="session")
+def import_fork(git, tmp_path_factory):
+    """import_fork("refill"): the module grpo_refill, which vLLM's process finds, too."""
+    import fork
+
+    folder = tmp_path_factory.mktemp("forks")
+
+    def load(name):
+        path = folder / f"grpo_{name}.py"
+        if not path.exists():
+            fork.write_fork(name, path)
+        importlib.invalidate_caches()
+        return importlib.import_module(path.stem)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield load
 
 
 @pytest.fixture(scope="session")

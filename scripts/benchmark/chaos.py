@@ -5,27 +5,19 @@ them with a run in peace.
     python scripts/benchmark/chaos.py --runs 3 --seed 7
 
 A run is 8 short steps of the debug task on the CPU: real vLLM, a reward worker for each rank, a
-checkpoint after every step, evaluations. Script, launcher and ending are drawn:
+checkpoint after every step, evaluations. Script, launcher (one rank, or two) and ending are drawn.
+An ending is a signal to the launcher's process group, to the launcher, to the script of a rank, or
+to a rank's engine. Every second run is ended while it saves a checkpoint, the others at any time.
 
-    SIGINT              to the launcher's process group, as by Ctrl-C
-    launcher SIGTERM    to the launcher alone, and so on
-    script SIGTERM      to the script, on two ranks to one of them
-    engine SIGKILL      to vLLM's process, on two ranks to one of them
+The launcher must end within 60 seconds. Ten seconds later nothing may be left: processes, by a mark
+in their environment; files of the run's TMPDIR, but for torch's; what is new in /dev/shm, so
+nothing else should write there meanwhile. No step may be lost but the last, whose checkpoint may
+not have been written yet. Then the run is begun again with `--resume_from_checkpoint auto`, which a
+lock that is still held would refuse. It must resume the newest checkpoint and leave what the run in
+peace has left, byte by byte: metrics.jsonl (but for what a clock says), samples.jsonl,
+rollouts.jsonl and the model.
 
-Launchers: accelerate with one_gpu.yaml (one rank), torchrun, and accelerate with ddp.yaml (two
-ranks each). Every second run is ended while it saves a checkpoint, the others at any time from the
-launcher's start on. Where a run ends before its ending comes, it is "over".
-
-The launcher must end within 60 seconds. Ten seconds later nothing may be left: processes, by a
-mark in their environment; files of the run's TMPDIR, but for torch's logs and its cache; what is
-new in /dev/shm, such as semaphores and vLLM's folder, so nothing else should write there meanwhile.
-No step may be lost but the last, whose checkpoint may not have been written yet. Then the run is
-begun again with `--resume_from_checkpoint auto`, which a lock that is still held would refuse. It
-must resume the newest checkpoint and leave what the run in peace has left, byte by byte:
-metrics.jsonl (but for what a clock says), samples.jsonl, rollouts.jsonl and the model.
-
-A run is a line: what it was, and what is wrong. The exit status is 1 if there is a problem. Linux
-only.
+A run is a line: what it was, and what is wrong. The exit status is 1 if anything is. Linux only.
 """
 
 import argparse
@@ -51,9 +43,20 @@ LAUNCHERS = {  # and how many ranks they start
     "torchrun": (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"), 2),
     "ddp": ((*ACCELERATE, "scripts/accelerate/ddp.yaml", "--num_processes", "2"), 2),
 }
-ENDINGS = ("SIGINT", "launcher SIGTERM", "launcher SIGKILL", "launcher SIGHUP", "script SIGTERM")
-ENDINGS += ("script SIGKILL", "engine SIGKILL")
+ENDINGS = ("group SIGINT", "launcher SIGTERM", "launcher SIGKILL", "launcher SIGHUP")
+ENDINGS += ("script SIGTERM", "script SIGKILL", "engine SIGKILL")
 STEPS, EPISODES = 8, 16  # of a run, and of a step on each rank
+OPTIONS = {
+    "run_name": "run",
+    "local_mini_batch_size": EPISODES,
+    "per_device_train_batch_size": EPISODES,
+    "warm_up_steps": 0,
+    "num_evals": 4,
+    "num_eval_prompts": 8,
+    "save_freq": 1,
+    "keep_last_n": 0,  # so that what is unfinished is being written, and not removed
+    "reward_workers": 1,
+}
 EXIT_LIMIT, GONE_LIMIT = 60, 10  # seconds
 # What torch keeps in TMPDIR: its launcher's logs, and its cache of compiled code
 OTHERS = ("torchelastic_", "torchinductor_")
@@ -75,20 +78,11 @@ class Run:
         self.temporary.mkdir(parents=True, exist_ok=True)
         (folder / "reward.py").write_text(REWARD, "utf-8")
         words, ranks = LAUNCHERS[launcher]
-        options = {
+        options = OPTIONS | {
             "output_dir": folder,
-            "run_name": "run",
             "total_episodes": STEPS * EPISODES * ranks,
             "local_rollout_batch_size": 2 if name == "grpo" else EPISODES,
-            "local_mini_batch_size": EPISODES,
-            "per_device_train_batch_size": EPISODES,
-            "warm_up_steps": 0,
-            "num_evals": 4,
-            "num_eval_prompts": 8,
-            "save_freq": 1,
-            "keep_last_n": 0,  # so that what is unfinished is being written, and not removed
             "reward_fn": f"{folder / 'reward.py'}:score",
-            "reward_workers": 1,
         }
         environment = {"CHAOS_MARK": self.mark, "TMPDIR": str(self.temporary)}
         with open(self.output, "a", encoding="utf-8") as output:
@@ -110,8 +104,7 @@ class Run:
     @property
     def newest(self):
         """The step of the newest checkpoint that is whole, or 0."""
-        paths = self.run_dir.glob("checkpoints/step_?")
-        return max((int(path.name[-1]) for path in paths), default=0)
+        return max((int(p.name[-1]) for p in self.run_dir.glob("checkpoints/step_?")), default=0)
 
     def is_saving(self):
         return any(self.run_dir.glob("checkpoints/*unfinished"))
@@ -139,10 +132,10 @@ class Run:
 
     def end(self, ending, rank):
         """Ends the run by a signal; whether it was over before."""
-        name, number = ending.split()[0], signal.Signals[ending.split()[-1]]
+        name, number = ending.split()[0], signal.Signals[ending.split()[1]]
         while not self.wait(0.01):
             with contextlib.suppress(psutil.Error):
-                if name == "SIGINT":
+                if name == "group":
                     os.killpg(self.launcher.pid, number)
                     return False
                 if process := self.target(name, rank):
@@ -180,28 +173,26 @@ class Run:
 
     def results(self):
         """{name: content} of what another run must leave, too."""
-        files = {"metrics.jsonl": []}
-        for line in read_lines(self.run_dir / "metrics.jsonl"):
-            line = {name: line[name] for name in line if not name.startswith(OF_A_CLOCK)}
-            files["metrics.jsonl"].append(line)
-        for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-            files[name] = (self.run_dir / name).read_bytes()
-        return files
+        lines = read_lines(self.run_dir / "metrics.jsonl")
+        names = ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors")
+        files = {name: (self.run_dir / name).read_bytes() for name in names}
+        return files | {
+            "metrics.jsonl": [
+                {name: value for name, value in line.items() if not name.startswith(OF_A_CLOCK)}
+                for line in lines
+            ]
+        }
 
 
-def begin_again(name, launcher, folder, newest, expected):
-    """Resumes a run, or begins it anew, to its end; what is wrong about it."""
-    run = Run(name, launcher, folder, "--resume_from_checkpoint", "auto")
-    run.wait(300)
-    problems, text = run.look(), run.output.read_text("utf-8")
-    if run.launcher.returncode:
-        return [*problems, f"status {run.launcher.returncode}: {text[-2000:]}"]
-    results = run.results()
-    problems += [f"{file} differs" for file in results if results[file] != expected[file]]
-    is_resumed = re.search(rf"^Resumed after step {newest};", text, re.MULTILINE)
-    if newest and not is_resumed and "is finished" not in text:
-        problems.append(f"it did not resume step {newest}")
-    return problems
+def run_in_peace(name, launcher, folder):
+    """What a run leaves, its seconds, and those of a checkpoint."""
+    start = time.monotonic()
+    run = Run(name, launcher, folder)
+    if run.launcher.wait():
+        sys.exit(run.output.read_text("utf-8"))
+    lines = read_lines(run.run_dir / "metrics.jsonl")
+    saving = min(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
+    return run.results(), time.monotonic() - start, saving
 
 
 def try_ending(name, launcher, ending, peace, choice, while_saving, folder):
@@ -215,26 +206,28 @@ def try_ending(name, launcher, ending, peace, choice, while_saving, folder):
     else:
         run.wait(choice.uniform(0, seconds))
     is_over = run.end(ending, rank)
-    when = f"after {run.steps} steps{', saving' * run.is_saving()}{', over' * is_over}"
-    problems = run.look()
+    when = f"rank {rank}, after {run.steps} steps"
+    when += f"{', saving' * run.is_saving()}{', over' * is_over}"
+    problems, newest = run.look(), run.newest
     # The last step has no checkpoint, and one is written after the next responses are there
-    if run.newest < run.steps - 1:
-        problems.append(f"after {run.steps} steps the newest checkpoint is {run.newest}")
+    if newest < run.steps - 1:
+        problems.append(f"after {run.steps} steps the newest checkpoint is {newest}")
     if run.launcher.returncode == 0 and run.steps < STEPS:
         problems.append("status 0")
-    again = begin_again(name, launcher, folder, run.newest, expected)
-    return f"rank {rank}, {when}", problems + [f"begun again: {problem}" for problem in again]
 
-
-def run_in_peace(name, launcher, folder):
-    """What a run leaves, its seconds, and those of a checkpoint."""
-    start = time.monotonic()
-    run = Run(name, launcher, folder)
-    if run.launcher.wait():
-        sys.exit(run.output.read_text("utf-8"))
-    lines = read_lines(run.run_dir / "metrics.jsonl")
-    saving = min(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
-    return run.results(), time.monotonic() - start, saving
+    again = Run(name, launcher, folder, "--resume_from_checkpoint", "auto")
+    again.wait(300)
+    problems += [f"begun again: {problem}" for problem in again.look()]
+    text = again.output.read_text("utf-8")
+    if again.launcher.returncode:
+        return when, [*problems, f"begun again: status {again.launcher.returncode}: {text[-2000:]}"]
+    problems += [
+        f"{file} differs" for file, new in again.results().items() if new != expected[file]
+    ]
+    is_resumed = re.search(rf"^Resumed after step {newest};", text, re.MULTILINE)
+    if newest and not is_resumed and "is finished" not in text:
+        problems.append(f"it did not resume step {newest}")
+    return when, problems
 
 
 def main():
@@ -255,9 +248,8 @@ def main():
             kind = (name, launcher)
             if kind not in peace:
                 peace[kind] = run_in_peace(*kind, Path(path, "peace"))
-            when, problems = try_ending(
-                *kind, ending, peace[kind], choice, number % 2 == 0, Path(path, "run")
-            )
+            rest = (peace[kind], choice, number % 2 == 0, Path(path, "run"))
+            when, problems = try_ending(*kind, ending, *rest)
         number_good += not problems
         found = "; ".join(problems) or "no problem"
         print(f"{name}, {launcher}, {ending}, {when}: {found}", flush=True)

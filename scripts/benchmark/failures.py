@@ -2,26 +2,16 @@
 
     python scripts/benchmark/failures.py temperature      # a minute or two; without a name: all
     python scripts/benchmark/failures.py temperature --seeds 1 2 3
-
-A bug in the hand: its task is written, and commands are printed. The last one runs a script with
-check_sampler and check_draws off:
-
+    # write the task, and print the commands; the last one has check_sampler and check_draws off
     python scripts/benchmark/failures.py temperature --show
-    python scripts/benchmark/failures.py --run off grpo_temperature.py FLAGS
 
 A bug is a diff of a few lines, scripts/failures/NAME.diff, against one of the scripts;
 docs/failures.md tells where it is from. FAILURES says on which task it is seen, by which metric.
 The runs, which are those of the debug commands, or of a small task where sorting digits cannot show
-it (scripts/failures/tasks.py):
-
-    right           the script as it is
-    NAME            with the diff
-    NAME, no check  the same without checks, if check_sampler has ended it
-
-Of a run the mean of the metric over its steps is shown, and of the scores of the last five steps;
-output/failures.jsonl gets its line: what it was, what ended it, its metrics by step. `sources`
-stands for the diff and the task: with others it is another run. docs/failures.md has what was found
-with seeds 1, 2 and 3. On two cores a run takes half a minute.
+it (scripts/failures/tasks.py), are: the script as it is ("right"); with the diff; and the same
+without checks, if check_sampler has ended it. The mean of the metric over its steps is shown, and
+of the scores of the last five steps. output/failures.jsonl gets a line of each, as
+docs/failures.jsonl has them; `sources` stands for the diff and the task.
 """
 
 import argparse
@@ -43,7 +33,6 @@ sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "dev
 import fork
 
 RESULTS = REPO / "output/failures.jsonl"
-
 TASKS = "output/failures"  # each task of tasks.py has a folder there
 REWARDS = "scripts/failures/rewards.py"
 # How check_sampler's message begins
@@ -56,15 +45,6 @@ def debug_task(name, episodes, flags=""):
     """Script and flags of a debug command, and what else is said."""
     script, *own = debug_command(name)
     return script, [*own, "--total_episodes", str(episodes), *flags.split()]
-
-
-def random_model_task(script, flags):
-    """Script and flags of a task of random_model, whose responses have up to 64 tokens."""
-    model = f"""
-        --dataset debug_assets/train.parquet --model_name_or_path {TASKS}/random_model/model
-        --dtype float32 --no-gradient_checkpointing --response_length 64 --reward_workers 1
-    """
-    return script, [*flags.split(), *model.split()]
 
 
 @dataclass(frozen=True)
@@ -105,22 +85,20 @@ HALF_IMPOSSIBLE = debug_task(
     "grpo", 20 * 512, f"--dataset {TASKS}/half_impossible/train.parquet --num_evals 4"
 )
 PAIR_TOKENS = debug_task("grpo", 40 * 512, f"--model_name_or_path {TASKS}/pair_tokens/model")
-SEVENS = random_model_task(
-    "grpo_vllm_async.py",
-    f"""
+RANDOM_MODEL = f"""
+    --dataset debug_assets/train.parquet --model_name_or_path {TASKS}/random_model/model
+    --dtype float32 --no-gradient_checkpointing --response_length 64 --reward_workers 1
+"""
+SEVENS = f"""
     --total_episodes 4096 --local_rollout_batch_size 32 --number_samples_per_prompt 8
     --local_mini_batch_size 32 --per_device_train_batch_size 32 --learning_rate 0.001
-    --mismatch_mask sequence --reward_fn {REWARDS}:sevens
-    """,
-)
-ONE = random_model_task(
-    "ppo_vllm_async.py",
-    f"""
+    --mismatch_mask sequence --reward_fn {REWARDS}:sevens {RANDOM_MODEL}
+"""
+ONE = f"""
     --total_episodes 2560 --local_rollout_batch_size 256
     --local_mini_batch_size 256 --per_device_train_batch_size 64
-    --learning_rate 0.001 --value_learning_rate 0.0001 --reward_fn {REWARDS}:one
-    """,
-)
+    --learning_rate 0.001 --value_learning_rate 0.0001 --reward_fn {REWARDS}:one {RANDOM_MODEL}
+"""
 DEAD = f"--reward_fn {REWARDS}:sorting_then_dead --reward_workers 1"
 # A right run is the same with any micro-batches
 SMALL = "--per_device_train_batch_size 16"
@@ -136,11 +114,15 @@ FAILURES = {
     "reward_late": Failure(PPO, "loss/value_avg", (1, 1)),
     "truncated": Failure(CHATTY, "optim/grad_norm", (1, 1), "chatty_model"),
     "micro_batches": Failure(GRPO, "optim/grad_norm", (1, 1), wrong_flags=SMALL),
-    "product_mask": Failure(SEVENS, "mismatch/masked", (2, 16), "random_model"),
+    "product_mask": Failure(
+        ("grpo_vllm_async.py", SEVENS.split()), "mismatch/masked", (2, 16), "random_model"
+    ),
     "wrong_groups": Failure(
         HALF_IMPOSSIBLE, "val/zero_variance_groups", (11, 20), "half_impossible"
     ),
-    "cold_value": Failure(ONE, "objective/sequence_lengths", (10, 10), "random_model"),
+    "cold_value": Failure(
+        ("ppo_vllm_async.py", ONE.split()), "objective/sequence_lengths", (10, 10), "random_model"
+    ),
     "dead_reward": Failure(GRPO, "objective/scores", (31, 40), wrong_flags=DEAD),
 }
 
@@ -171,10 +153,6 @@ def hash_of(names):
     return hashlib.blake2b(repr(texts).encode(), digest_size=4).hexdigest()
 
 
-def without_checks(script):
-    script.check_sampler = script.check_draws = lambda *_, **__: 0.0
-
-
 def start(script, diff, checks, flags, seed, **_):
     """Makes a run; returns its metrics, and check_sampler's message if that has ended it.
 
@@ -193,45 +171,31 @@ def start(script, diff, checks, flags, seed, **_):
     return metrics, error and error[0]
 
 
-def line_of(one, metrics, error):
-    """A run's line of results."""
-    kept = {failure.metric for failure in FAILURES.values()} | ALSO_KEPT
-    values = {
-        name: [rounded(line.get(name)) for line in metrics]
-        for name in sorted(kept)
-        if any(name in line for line in metrics)
-    }
-    return one | {"completed_steps": len(metrics), "error": error, "metrics": values}
-
-
 def value_of(failure, line):
     """The mean of a failure's metric over its steps."""
     first, last = failure.steps
     return statistics.fmean(line["metrics"][failure.metric][first - 1 : last])
 
 
-def describe(failure, line):
-    """A line of results, in short."""
-    one = f"{line['diff'] or 'right'}{', no check' * (line['checks'] == 'off')}"
-    if line["error"]:
-        result = f"ended in step {line['completed_steps'] + 1} by check_sampler"
-    else:
-        scores = statistics.fmean(line["metrics"]["objective/scores"][-5:])
-        result = f"{value_of(failure, line):.3g}, last scores {scores:.3g}"
-    return f"{one}, seed {line['seed']}: {result}"
-
-
 def compare(name, seed):
     """Makes the runs of a failure, prints what tells them apart, and adds their lines to a file."""
-    error = None
+    failure, error = FAILURES[name], None
+    kept = {each.metric for each in FAILURES.values()} | ALSO_KEPT
     for one in runs_of(name, seed):
         if one["checks"] == "off" and not error:
             break
         metrics, error = start(**one)
-        line = line_of(one, metrics, error)
+        names = sorted(kept & {key for line in metrics for key in line})
+        values = {key: [rounded(line.get(key)) for line in metrics] for key in names}
+        line = one | {"completed_steps": len(metrics), "error": error, "metrics": values}
         with open(RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        print(describe(FAILURES[name], line), flush=True)
+        said = f"ended in step {len(metrics) + 1} by check_sampler"
+        if not error:
+            scores = statistics.fmean(values["objective/scores"][-5:])
+            said = f"{value_of(failure, line):.3g}, last scores {scores:.3g}"
+        unchecked = ", no check" * (one["checks"] == "off")
+        print(f"{one['diff'] or 'right'}{unchecked}, seed {seed}: {said}", flush=True)
 
 
 def show(name, seed):
@@ -262,6 +226,10 @@ def write_task(name):
     print(f"Writing {folder.relative_to(REPO)} ...", flush=True)
     with contextlib.chdir(REPO), contextlib.redirect_stdout(None):
         getattr(tasks, name)(folder)
+
+
+def without_checks(script):
+    script.check_sampler = script.check_draws = lambda *_, **__: 0.0
 
 
 def main():

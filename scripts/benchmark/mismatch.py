@@ -16,7 +16,6 @@ standard errors, which check_draws limits to -9.
 """
 
 import argparse
-import math
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -33,27 +32,21 @@ import ppo_vllm_async as script
 # What a head might do to its logits beside what PolicyModel knows
 MULTIPLIERS = (0.9, 0.96, 1.04, 1.08)
 CAPS = (60.0, 80.0)
-
-
-def start_vllm(config, head_dtype, max_length, args):
-    """An engine on the CPU, whose head has a dtype: "model" or "float32"."""
-    settings = script.vllm_settings
-
-    def with_head(*given):
-        environment, options = settings(*given)
-        return environment, options | {"hf_overrides": {"head_dtype": head_dtype}}
-
-    with mock.patch.object(script, "vllm_settings", with_head):
-        return script.VLLM((0, 1, ()), config, max_length, args)
+TOKEN_LOGPROBS, VLLM_SETTINGS = script.token_logprobs, script.vllm_settings
 
 
 @torch.no_grad()
-def read(model, responses, args):
+def read(model, responses, args, change=lambda logits: logits):
     """The batch of responses, with the learner's log-probabilities; and its entropies."""
     batch = script.collate(responses, "cpu")
     policy = script.PolicyModel(model, args)
     parts = [slice(start, start + 8) for start in range(0, len(responses), 8)]
-    outputs = [policy(batch.input_ids[part], batch.mask[part]) for part in parts]
+
+    def changed(logits, labels):
+        return TOKEN_LOGPROBS(change(logits), labels)
+
+    with mock.patch.object(script, "token_logprobs", changed):
+        outputs = [policy(batch.input_ids[part], batch.mask[part]) for part in parts]
     logprobs, entropies = map(torch.cat, zip(*outputs, strict=True))
     return replace(batch, logprobs=logprobs), entropies
 
@@ -62,43 +55,18 @@ def tokenize_again(response, tokenizer):
     """A response whose ids are those of its text, as many as there were."""
     ids = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
     count = len(response.token_ids)
-    ids = (ids + [0] * count)[:count]
-    return replace(response, token_ids=np.array(ids, np.int32))
+    return replace(response, token_ids=np.array((ids + [0] * count)[:count], np.int32))
 
 
-def with_logits(change, token_logprobs=script.token_logprobs):
-    """The learner's token_logprobs, of other logits."""
-    return lambda logits, labels: token_logprobs(change(logits), labels)
-
-
-def other_heads(bias, temperature):
-    """What the learner's logits would be without something: {what: function}."""
-    return (
-        {"bias left out": lambda logits: logits - bias / temperature}
-        | {f"multiplier {n} left out": lambda logits, n=n: n * logits for n in MULTIPLIERS}
-        | {f"cap {n} left out": lambda logits, n=n: n * torch.tanh(logits / n) for n in CAPS}
-    )
-
-
-def kl_of(logprobs, sampler_logprobs, mask):
-    """What check_sampler limits."""
-    kl = script.kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3")
-    return script.masked_mean(kl, mask).item()
-
-
-def errors_of(logprobs, entropies, mask):
-    """What check_draws limits: the mean over responses, in its standard errors."""
-    sums = ((logprobs + entropies) * mask).sum(1)
-    sums = sums[sums != 0]
-    return (sums.mean() / sums.std()).item() * math.sqrt(len(sums))
-
-
-def report(head_dtype, name, batch, entropies, args):
+def report(name, batch, entropies, args):
+    """Prints a line of the table."""
     mask = batch.mask
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     difference = (logprobs - sampler_logprobs).abs()
-    kl, errors = kl_of(logprobs, sampler_logprobs, mask), errors_of(logprobs, entropies, mask)
     mean = script.masked_mean(difference, mask)
+    kl = script.masked_mean(script.kl_penalty(sampler_logprobs, logprobs, "kl3"), mask)
+    sums = ((logprobs + entropies) * mask).sum(1)
+    errors = sums.mean() / sums.std() * len(sums) ** 0.5
     with mock.patch.object(script, "warn_once") as warn:
         try:
             script.check_sampler(logprobs, sampler_logprobs, mask, args)
@@ -107,41 +75,39 @@ def report(head_dtype, name, batch, entropies, args):
         except RuntimeError:
             verdict = "ends"
     numbers = f"{mean:.4f} | {difference.max():.2f} | {kl:.2e} | {errors:.1f}"
-    print(f"| {head_dtype} | {args.temperature} | {name} | {numbers} | {verdict} |", flush=True)
+    print(f"| {args.temperature} | {name} | {numbers} | {verdict} |", flush=True)
 
 
-def compare(head_dtype, whole, halved, prompts, temperatures, tokenizer, args):
-    """All lines of one engine. whole, halved: the model in float32 and in bfloat16."""
-    vllm = start_vllm(whole.config, head_dtype, longest_row(prompts, args), args)
-    script.sync_weights(vllm, whole, 0, args)
+def compare(vllm, whole, halved, prompts, tokenizer, args):
+    """All lines of one engine and temperature. whole, halved: the model in float32, in bfloat16."""
+
+    def show(name, model, responses, given=args, **change):
+        report(name, *read(model, responses, given, **change), args)
+
+    temperature = args.temperature
+    responses = vllm.sample(prompts, range(len(prompts)), temperature)
+    show("right, float32 residual stream", whole, responses)
+    show("right, bfloat16 residual stream", halved, responses)
+    if temperature != 1:
+        show("temperature left out", whole, responses, replace(args, temperature=1.0))
+    again = [tokenize_again(response, tokenizer) for response in responses]
+    share = sum(a.row.tolist() != b.row.tolist() for a, b in zip(again, responses, strict=True))
+    show(f"tokenized again ({share} of {len(again)} differ)", whole, again)
     generator = torch.Generator().manual_seed(args.seed)
-    bias = 0.1 * torch.randn(whole.config.vocab_size, generator=generator)
-    for temperature in temperatures:
-        at = replace(args, temperature=temperature)
-        responses = vllm.sample(prompts, range(len(prompts)), temperature)
-        report(head_dtype, "right, float32 residual stream", *read(whole, responses, at), at)
-        report(head_dtype, "right, bfloat16 residual stream", *read(halved, responses, at), at)
-        if temperature != 1:
-            without = read(whole, responses, replace(args, temperature=1.0))
-            report(head_dtype, "temperature left out", *without, at)
-        again = [tokenize_again(response, tokenizer) for response in responses]
-        share = sum(a.row.tolist() != b.row.tolist() for a, b in zip(again, responses, strict=True))
-        name = f"tokenized again ({share} of {len(again)} differ)"
-        report(head_dtype, name, *read(whole, again, at), at)
-        for name, change in other_heads(bias, temperature).items():
-            with mock.patch.object(script, "token_logprobs", with_logits(change)):
-                report(head_dtype, name, *read(whole, responses, at), at)
-        for factor in (1.1, 1.2, 2.0):
-            others = vllm.sample(prompts, range(len(prompts)), factor * temperature)
-            batch, entropies = read(whole, others, at)
-            batch = replace(batch, sampler_logprobs=batch.logprobs)
-            name = f"drawn at {factor} times the temperature, right log-probabilities"
-            report(head_dtype, name, batch, entropies, at)
-    script.end_children()
-
-
-def longest_row(prompts, args):
-    return max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    bias = 0.1 * torch.randn(whole.config.vocab_size, generator=generator) / temperature
+    show("bias left out", whole, responses, change=lambda logits: logits - bias)
+    for n in MULTIPLIERS:
+        name = f"multiplier {n} left out"
+        show(name, whole, responses, change=lambda logits, n=n: n * logits)
+    for n in CAPS:
+        name = f"cap {n} left out"
+        show(name, whole, responses, change=lambda logits, n=n: n * torch.tanh(logits / n))
+    for factor in (1.1, 1.2, 2.0):
+        others = vllm.sample(prompts, range(len(prompts)), factor * temperature)
+        batch, entropies = read(whole, others, args)
+        batch = replace(batch, sampler_logprobs=batch.logprobs)
+        name = f"drawn at {factor} times the temperature, right log-probabilities"
+        report(name, batch, entropies, args)
 
 
 def main():
@@ -171,10 +137,23 @@ def main():
         for trained in (True, False)
     )
     args.stop_token_ids = script.find_stop_tokens(args, tokenizer, whole)
-    print("| vLLM's head | temperature | learner | mean | largest | KL | sum | checks |")
-    print("|---|---|---|---|---|---|---|---|")
+    longest = max(len(prompt.token_ids) for prompt in drawn) + args.response_length
     for head_dtype in ("model", "float32"):
-        compare(head_dtype, whole, halved, drawn, given.temperatures, tokenizer, args)
+        print(f"\nvLLM's head: {head_dtype}\n")
+        print("| temperature | learner | mean | largest | KL | sum | checks |")
+        print("|---|---|---|---|---|---|---|")
+
+        def with_head(*settings, head_dtype=head_dtype):
+            environment, options = VLLM_SETTINGS(*settings)
+            return environment, options | {"hf_overrides": {"head_dtype": head_dtype}}
+
+        with mock.patch.object(script, "vllm_settings", with_head):
+            vllm = script.VLLM((0, 1, ()), whole.config, longest, args)
+        script.sync_weights(vllm, whole, 0, args)
+        for temperature in given.temperatures:
+            at = replace(args, temperature=temperature)
+            compare(vllm, whole, halved, drawn, tokenizer, at)
+        script.end_children()
 
 
 if __name__ == "__main__":  # vLLM's process imports this file, too

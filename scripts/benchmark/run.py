@@ -67,14 +67,14 @@ def rounded(value):
     return None if value is None else float(f"{value:.4g}")
 
 
-def run(words, folder, threads=1, expected=None, watch=None, python=sys.executable, **environment):
+def run(words, folder, threads=1, expected=None, watch=None, **environment):
     """Runs `python WORDS` with folder/run as the run's folder.
 
     Returns the lines of its metrics.jsonl, and what it said. If it fails, this program ends with
     what it said, unless that has a line which begins with `expected`. watch(process) is called in
     the meantime; it returns when the process has ended.
     """
-    command = [python, *words, *flags_of({"output_dir": folder, "run_name": "run"})]
+    command = [sys.executable, *words, *flags_of({"output_dir": folder, "run_name": "run"})]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | environment
     output = Path(folder, "output.txt")
     with open(output, "w", encoding="utf-8") as file:

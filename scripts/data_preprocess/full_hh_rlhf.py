@@ -22,21 +22,10 @@ if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for 
 
 import functools
 import re
-from dataclasses import dataclass
-from typing import Literal
 
-import preprocessing
-import tyro
-from preprocessing import text_of
+from preprocessing import main, options, text_of
 
 HUB = ("Dahoas/full-hh-rlhf",)
-COLUMNS = ("chosen", "rejected")  # and prompt, or whole dialogues in both
-
-
-@dataclass(kw_only=True)
-class Args(preprocessing.Args):
-    split: Literal["rl", "rm", "sft"]
-    """prompts for PPO or GRPO; pairs for a reward model; prompts and good responses"""
 
 
 def parse_dialogue(text: str) -> list[dict]:
@@ -108,7 +97,8 @@ def convert(row: dict, split: str, index: int, kind: str) -> dict:
 
 
 if __name__ == "__main__":
-    args = Args(split=tyro.MISSING, local_save_dir="~/data/full_hh_rlhf/SPLIT")
-    args = preprocessing.parse_args(args, __doc__)
+    parser = options(__doc__, "~/data/full_hh_rlhf/SPLIT")
+    parser.add_argument("--split", choices=("rl", "rm", "sft"), required=True, help="see above")
+    args = parser.parse_args()
     args.local_save_dir = args.local_save_dir.replace("SPLIT", args.split)
-    preprocessing.main(args, HUB, COLUMNS, functools.partial(convert, kind=args.split))
+    main(args, HUB, functools.partial(convert, kind=args.split))

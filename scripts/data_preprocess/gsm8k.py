@@ -16,10 +16,9 @@ if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for 
 
 import re
 
-from preprocessing import Args, main, parse_args, text_of
+from preprocessing import main, options, text_of
 
 HUB = ("openai/gsm8k", "main")  # name and configuration
-COLUMNS = ("question", "answer")
 INSTRUCTION = 'Think step by step, and write the final answer after "####".'
 
 
@@ -49,5 +48,4 @@ def convert(row: dict, split: str, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    args = parse_args(Args(local_save_dir="~/data/gsm8k"), __doc__)
-    main(args, HUB, COLUMNS, convert)
+    main(options(__doc__, "~/data/gsm8k").parse_args(), HUB, convert)

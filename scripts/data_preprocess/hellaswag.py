@@ -17,10 +17,9 @@ if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for 
 
 import re
 
-from preprocessing import Args, main, parse_args, text_of
+from preprocessing import main, options, text_of
 
 HUB = ("Rowan/hellaswag",)
-COLUMNS = ("activity_label", "ctx", "endings", "label")
 INSTRUCTION = (
     'Which ending continues the text best? Think step by step, and write its number after "####".'
 )
@@ -38,7 +37,7 @@ def clean(text: str) -> str:
 
 def convert(row: dict, split: str, index: int) -> dict:
     """A row of verl's schema; ValueError says why a row is dropped."""
-    label, endings = str(row.get("label")), row.get("endings")
+    label, endings = str(row["label"]), row["endings"]
     if label in ("None", "", "-1"):
         raise ValueError("no label")
     if not isinstance(endings, list):
@@ -61,5 +60,4 @@ def convert(row: dict, split: str, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    args = parse_args(Args(local_save_dir="~/data/hellaswag"), __doc__)
-    main(args, HUB, COLUMNS, convert)
+    main(options(__doc__, "~/data/hellaswag").parse_args(), HUB, convert)

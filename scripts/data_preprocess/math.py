@@ -16,10 +16,9 @@ if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for 
 
 import re
 
-from preprocessing import Args, main, parse_args, text_of
+from preprocessing import main, options, text_of
 
 HUB = ("DigitalLearningGmbH/MATH-lighteval",)
-COLUMNS = ("problem", "solution")
 INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
 
 
@@ -58,5 +57,4 @@ def convert(row: dict, split: str, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    args = parse_args(Args(local_save_dir="~/data/math"), __doc__)
-    main(args, HUB, COLUMNS, convert)
+    main(options(__doc__, "~/data/math").parse_args(), HUB, convert)

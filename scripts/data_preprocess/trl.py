@@ -15,22 +15,9 @@ import sys
 if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
     sys.path[0] += "/.."
 
-from dataclasses import dataclass
-
-import preprocessing
-import tyro
+from preprocessing import main, options
 
 FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
-
-
-@dataclass(kw_only=True)
-class Args(preprocessing.Args):
-    dataset: str | None = None
-    """a dataset's name on the hub, unless the rows are local"""
-    dataset_config: str | None = None
-    """its configuration there, where it has several"""
-    answer: str
-    """the column that says what is right, such as solution"""
 
 
 def convert(row: dict, answer: str) -> dict:
@@ -47,15 +34,13 @@ def convert(row: dict, answer: str) -> dict:
     return converted | {"extra_info": row}
 
 
-def main() -> None:
-    defaults = Args(local_save_dir=tyro.MISSING, answer=tyro.MISSING)
-    args = preprocessing.parse_args(defaults, __doc__)
-    if not (args.dataset or args.local_dataset_path):
-        preprocessing.bad_input("say --dataset, a name on the hub, or --local_dataset_path")
-    hub = (args.dataset, args.dataset_config)
-    columns = ("prompt", args.answer)
-    preprocessing.main(args, hub, columns, lambda row, *_: convert(row, args.answer))
-
-
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__, "~/data/trl")
+    parser.add_argument("--dataset", help="a name on the hub, in place of --local_dataset_path")
+    parser.add_argument("--dataset_config", help="its configuration, where it has several")
+    parser.add_argument("--answer", required=True, help="the column that says what is right")
+    args = parser.parse_args()
+    if not (args.dataset or args.local_dataset_path):
+        parser.error("say --dataset, a name on the hub, or --local_dataset_path")
+    hub = (args.dataset, args.dataset_config)
+    main(args, hub, lambda row, *_: convert(row, args.answer))

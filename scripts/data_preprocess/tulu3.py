@@ -14,10 +14,9 @@ import sys
 if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
     sys.path[0] += "/.."
 
-from preprocessing import Args, main, parse_args, text_of
+from preprocessing import main, options, text_of
 
 HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
-COLUMNS = ("messages", "ground_truth", "dataset")
 HELD_OUT = 60  # one row in so many
 
 
@@ -41,14 +40,10 @@ def convert(row: dict, split: str, index: int) -> dict:
         "data_source": text_of(row, "dataset"),
         "prompt": [{name: message[name] for name in ("role", "content")} for message in messages],
         "ability": "instruction_following" if row["dataset"] == "ifeval" else "math",
-        "reward_model": {
-            "style": "rule",
-            "ground_truth": text_of(row, "ground_truth"),
-        },
+        "reward_model": {"style": "rule", "ground_truth": text_of(row, "ground_truth")},
         "extra_info": {"split": split, "index": index},
     }
 
 
 if __name__ == "__main__":
-    args = parse_args(Args(local_save_dir="~/data/tulu3"), __doc__)
-    main(args, HUB, COLUMNS, convert, hold_out)
+    main(options(__doc__, "~/data/tulu3").parse_args(), HUB, convert, hold_out)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args
 
 
 def load_policy(path, trained=True, **changes):
@@ -86,12 +84,12 @@ def test_tied_head_is_saved_once_and_an_untied_one_beside_it(
     model.config.tie_word_embeddings = config_says or tied
     model.save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     head, embedding = policy.model.lm_head.weight, policy.model.model.embed_tokens.weight
     assert (head is embedding) == policy.model.config.tie_word_embeddings == tied
     # vLLM on a CPU has a copy of a tied one
     assert "lm_head.weight" in dict(script.gather_weights(policy.model, policy.args))
     head.data += 1
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     script.save_model(accelerator, policy.model, tokenizer, tmp_path / "saved", policy.args)
     assert ("lm_head.weight" in load_file(tmp_path / "saved/model.safetensors")) != tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -157,6 +155,7 @@ def test_logits_exist_a_chunk_at_a_time_and_are_gone_after_the_backward_pass(
 
 
 @pytest.mark.parametrize("size", [1, 7, 32])
+@torch.no_grad()
 def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator):
     """What else is in their micro-batch moves the last bits, which a group's deviation blows up."""
     model, responses = rollouts.tiny_reward_model(seed=3), rollouts.groups_of_equals()
@@ -165,15 +164,13 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
     ids[1, 600] = 7
     responses += [rollouts.response_of(responses[0].prompt, row) for row in ids]
     args = tiny_args(local_rollout_forward_batch_size=size)
-    scores = script.reward_model_scores(accelerator, model, responses, args)
     score_of = {}
+    scores = script.reward_model_scores(accelerator, model, responses, args)
     for response, score in zip(responses, scores, strict=True):
-        ids = response.row.tolist()
-        assert score_of.setdefault(str(ids), score) == score
-        with torch.no_grad():
-            hidden = model.model.base_model(torch.tensor([ids])).last_hidden_state
-            expected = model.model.score(hidden[0, -1]).item()
-        assert score == pytest.approx(expected, abs=1e-5)
+        row = torch.tensor(response.row)[None]
+        assert score_of.setdefault(str(row.tolist()), score) == score
+        last = model.model.base_model(row).last_hidden_state[0, -1]
+        assert score == pytest.approx(model.model.score(last).item(), abs=1e-5)
     assert len(set(score_of.values())) == len(score_of) == 34
 
 
@@ -183,31 +180,27 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
 @pytest.mark.parametrize("tokens", [0, 1, 60, 150, 700, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size, tokens):
-    generator = random.Random(5)
-    lengths = [generator.randint(2, 100) for _ in range(64)]
+    draw = random.Random(5)
+    lengths = [draw.randint(2, 100) for _ in range(64)]
     prompt = script.Prompt("row 0", "", [5], None, None, None)
     responses = [rollouts.response_of(prompt, range(1, length)) for length in lengths]
     batch = script.collate(responses, "cpu")
-    rows, args = generator.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
-    shares = [
-        [
-            (some, part.mask.shape[1])
-            for some, part in script.cut_micro_batches(rank, batch, rows, 4, args)
-            if torch.equal(part.lengths, batch.lengths[some])
-        ]
-        for rank in (one_of_ranks(number, world_size) for number in range(world_size))
-    ]
+    rows, args = draw.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
+    ranks = [one_of_ranks(number, world_size) for number in range(world_size)]
+    shares = [script.cut_micro_batches(rank, batch, rows, 4, args) for rank in ranks]
 
     def fits(count, longest):
         return count <= 4 if tokens == 0 else count * longest <= tokens or count == 1
 
     passes = []  # each with its rows, one for each rank and then again one for each
     for parts in zip(*shares, strict=True):  # ranks wait for each other in each pass
-        in_turn = zip(*(part for part, _ in parts), strict=True)
-        passes.append([row for each in in_turn for row in each])
-        for part, length in parts:
-            assert length == max(lengths[row] for row in passes[-1])
-            assert fits(len(part), length)
+        passes.append(
+            [row for each in zip(*(own for own, _ in parts), strict=True) for row in each]
+        )
+        for own, part in parts:
+            assert torch.equal(part.lengths, batch.lengths[own])
+            assert part.mask.shape[1] == max(lengths[row] for row in passes[-1])
+            assert fits(len(own), part.mask.shape[1])
     dealt = [row for some in passes for row in some]
     assert dealt == sorted(rows, key=lambda row: (lengths[row], row))
     for some, following in itertools.pairwise(passes):
@@ -230,17 +223,6 @@ def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerato
         change = (before - model.weight)[0].tolist()
         assert change == pytest.approx([0.1 * part for part in clipped], rel=1e-3)
         assert (model.weight.grad == 0).all()  # and not None: see apply_gradients
-
-
-def test_metrics_of_the_updates_are_means_over_the_tokens_of_all_ranks():
-    # Another rank has sums of 0, 1, 2, ...
-    accelerator = SimpleNamespace(
-        device="cpu", reduce=lambda tensor: tensor + torch.arange(len(tensor))
-    )
-    sums = {"tokens": torch.tensor(4.0), "loss/value_avg": torch.tensor(5.0)}
-    sums["objective/loss"] = torch.tensor(1.0)  # of two updates together
-    expected = {"loss/value_avg": 1.5, "objective/loss": 1.5}
-    assert script.update_metrics(accelerator, sums, Args(updates_per_step=2)) == expected
 
 
 # ------------------------------------------------------------------------------------------ main()
@@ -266,13 +248,12 @@ def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_m
 def test_ranks_exchange_gradients_in_the_last_pass_of_an_update_alone(name, run_main, monkeypatch):
     module, seen = __import__(name.removesuffix(".py")), []
 
-    def note(call, given):
+    def note(given):
         if torch.is_grad_enabled():  # DDP reads it then
             seen.append(given["self"].require_backward_grad_sync)
-        return call()
 
     models = (module.PolicyModel, module.ValueModel) if name in PPO else (module.PolicyModel,)
     for model in models:
-        hooks.around(model, "forward", note, put=monkeypatch.setattr)
+        hooks.before(model, "forward", note, put=monkeypatch.setattr)
     run_main(name, total_episodes=EPISODES)  # two updates of two passes
     assert seen == ([False] * len(models) + [True] * len(models)) * 2

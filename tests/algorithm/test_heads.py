@@ -1,62 +1,108 @@
-"""Log-probabilities are the model's own, with its weights as vLLM gets them; or it is refused.
+"""Log-probabilities and values are the model's own, with its weights as vLLM gets them.
 
-Of a head with a multiplier that is not known preflight.py tells (test_preflight.py).
+Or the model is refused. Of a head with a multiplier that is not known preflight.py tells
+(test_preflight.py).
 """
 
 import copy
 
 import pytest
 import torch
+import transformers
+from helpers import formulas, rollouts
+from helpers.rollouts import VOCAB, make_rollout, tiny_args
+from helpers.runs import sequences_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import ppo_sync as script
+import ppo_vllm_async as script
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MORE = {"intermediate_size": 64, "num_key_value_heads": 2}
+MORE = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 32}
+GEMMA = MORE | {"sliding_window": 4}  # the longest row of make_rollout has 21 tokens
 # name: its config, with multipliers that are not 1; what is odd at its head, if that is refused
 KINDS = {
     "qwen2": (MORE, None),
-    "qwen3": (MORE | {"head_dim": 32}, None),
+    "qwen3": (MORE, None),
     "llama": (MORE, None),
-    "gemma2": (MORE | {"head_dim": 32, "final_logit_softcapping": 20.0}, None),
-    "gemma3_text": (MORE | {"head_dim": 32, "final_logit_softcapping": 15.0}, None),
+    "mistral": (MORE | {"sliding_window": 4}, None),
+    "gemma2": (GEMMA | {"final_logit_softcapping": 20.0}, None),
+    "gemma3_text": (GEMMA | {"final_logit_softcapping": 15.0}, None),
     "phi": (MORE, "a bias"),
     "gptj": ({"rotary_dim": 16}, "a bias"),
     "gpt_neox": ({"intermediate_size": 64}, None),
+    "gpt2": ({}, None),
     "granite": (MORE | {"logits_scaling": 4.0, "residual_multiplier": 0.5}, None),
     "cohere": (MORE | {"logit_scale": 0.25}, None),
     "hyperclovax": (MORE | {"logits_scaling": 0.25}, "its own multiplier"),
     "mpt": ({}, None),
+    # Of these main() is tried alone
+    "qwen3_moe": (MORE | {"moe_intermediate_size": 32, "num_experts": 4}, "mixture"),
+    "mixtral": (MORE | {"num_local_experts": 4}, "mixture"),
+    "granitemoe": (MORE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture"),
+    "phimoe": (MORE | {"num_local_experts": 4}, "mixture"),
 }
+DENSE = [kind for kind, (_, odd) in KINDS.items() if odd != "mixture"]
 
-INPUT_IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+INPUT_IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
 
 
-def tiny_model(kind, **changes):
+def tiny_model(kind, auto_class=AutoModelForCausalLM, **changes):
     """A model all of whose parameters are drawn with deviation 1: initial biases are 0."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES | TOKENS | KINDS[kind][0] | changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    sizes = rollouts.CONFIG | {"hidden_size": 64, "num_key_value_heads": 2, "num_labels": 1}
+    model = auto_class.from_config(AutoConfig.for_model(kind, **sizes | KINDS[kind][0] | changes))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    return model
+    return model.eval()
+
+
+def tiny_classifier(kind):
+    """A value model; None: transformers has no classifier of this kind."""
+    config = AutoConfig.for_model(kind)
+    if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        classifier = tiny_model(kind, transformers.AutoModelForSequenceClassification)
+        return script.ValueModel(classifier, tiny_args(), is_value_model=True)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_are_the_models_own_or_it_is_refused(kind):
-    model = tiny_model(kind)
-    policy = script.PolicyModel(model, script.Args(dtype="float32", temperature=0.7))
-    own = torch.log_softmax(model(INPUT_IDS).logits / 0.7, dim=-1)
-    own = own[:, :-1].gather(-1, INPUT_IDS[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
-    found, _ = policy(INPUT_IDS, MASK)
-    is_own = torch.allclose(found[:, 1:], own, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("kind", DENSE)
+def test_padded_rows_say_what_each_says_alone_or_the_model_is_refused(kind):
+    """Of what a model does after its last layer nothing may be lost; and there is no mask."""
+    batch, policy = make_rollout(), script.PolicyModel(tiny_model(kind).double(), tiny_args())
+    sequences, inputs = sequences_of(vars(batch)), (batch.input_ids, batch.mask)
+    inside = batch.mask.bool()
+    pairs = zip(*sequences, strict=True)
+    own, _ = formulas.logprobs_and_entropies(policy.model, *pairs, policy.args.temperature)
+    is_own = torch.allclose(policy(*inputs)[0][inside], torch.cat(own), rtol=0, atol=1e-5)
     odd = KINDS[kind][1]
     assert is_own == (odd is None)  # in float32 check_sampler sees the others
-    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
+    has_bias = getattr(policy.model.get_output_embeddings(), "bias", None) is not None
     assert has_bias == (odd == "a bias")  # by which load_model refuses it
+    if value_model := tiny_classifier(kind):
+        value_model.double()
+        values = torch.cat([formulas.values_of(value_model.model, *pair) for pair in sequences])
+        torch.testing.assert_close(value_model(*inputs)[inside], values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma2", "mistral", "gpt_neox", "gpt2"])
+def test_no_mask_comes_to_the_attention_but_for_a_sliding_window(kind, monkeypatch):
+    """Without one it is causal by itself, and key heads are not repeated."""
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):
+        calls.append((attn_mask is None, is_causal))
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    models = [script.PolicyModel(tiny_model(kind), tiny_args()), tiny_classifier(kind)]
+    for model in models:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    batch = rollouts.in_float32(make_rollout())
+    rollouts.gradients(rollouts.one_of_ranks(0, 1), models, batch, tiny_args())
+    without = (True, True)
+    assert without in calls or kind == "mistral"
+    assert (set(calls) == {without}) == (kind not in ("gemma2", "mistral"))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "cohere"])  # one caps its logits, one scales them
@@ -75,7 +121,7 @@ def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, monkeypatc
         return torch.cat([each.flatten() for each in found])
 
     for positions in (1, 3, 50):
-        monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * SIZES["vocab_size"])
+        monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", positions * VOCAB)
         outputs = torch.stack(policy(INPUT_IDS, MASK))[..., 1:]
         assert (outputs - expected).norm() < 1e-10 * expected.norm()
         for terms in ([0], [1], [0, 1]):
@@ -84,12 +130,16 @@ def test_gradients_of_logprobs_and_entropies_are_the_models_own(kind, monkeypatc
             assert (gradient(outputs, terms) - right).norm() < 1e-10 * right.norm()
 
 
-def test_gradients_that_nothing_needs_are_not_made(monkeypatch):
-    """Of the entropies, which no loss may have, and of a frozen head."""
+def test_gradients_that_nothing_needs_are_not_made_and_no_rounded_head_is_kept(monkeypatch):
+    """Of the entropies, which no loss may have, and of a frozen head: memory of a vocabulary."""
     hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
-    logprobs, entropies = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, head.dtype)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        outputs = script.ChunkedHead.apply(hidden, head, torch.arange(5), None, torch.bfloat16)
+    assert {x.data_ptr() for x in saved if x.shape == head.shape} == {head.data_ptr()}
     for name in ("log_softmax", "zeros_like"):
         monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("it was made"))
+    logprobs, entropies = outputs
     logprobs.sum().backward(retain_graph=True)
     assert hidden.grad.any()
     with pytest.raises(pytest.fail.Exception, match="it was made"):
@@ -109,7 +159,7 @@ def gradients_of(policy):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox"])
 def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpointing, monkeypatch):
     """In bfloat16: to the bit as the same model does whose weights are rounded in place."""
-    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * SIZES["vocab_size"])
+    monkeypatch.setitem(script.LOGITS_CHUNK, "cpu", 3 * VOCAB)
     # Of that size embeddings of Gemma's are multiplied by what bfloat16 has not
     model = tiny_model(kind, tie_word_embeddings=tied, hidden_size=96).train()
     if checkpointing:
@@ -137,49 +187,27 @@ def test_policy_computes_with_its_weights_as_vllm_gets_them(kind, tied, checkpoi
     assert torch.equal(policy(INPUT_IDS, MASK)[0], expected(INPUT_IDS, MASK)[0])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_frozen_policy_is_read_as_it_is(kind, monkeypatch):
-    """A reference policy, or the base of adapters: it is in bfloat16 already."""
-    model = tiny_model(kind, hidden_size=96).bfloat16().requires_grad_(False)
+def test_frozen_policy_is_read_as_it_is(monkeypatch):
+    """A reference policy, or the base of adapters: it is in bfloat16 already, scales and all."""
+    model = tiny_model("gemma3_text", hidden_size=96).bfloat16().requires_grad_(False)
     args = script.Args(dtype="bfloat16")
     found, _ = script.PolicyModel(copy.deepcopy(model), args)(INPUT_IDS, MASK)
     monkeypatch.setattr(script, "round_weights", lambda model: None)
     assert torch.equal(found, script.PolicyModel(model, args)(INPUT_IDS, MASK)[0])
 
 
-def test_rounded_copy_of_the_head_is_not_kept_for_the_backward_pass():
-    hidden, head = torch.randn(5, 4), torch.randn(7, 4, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        script.ChunkedHead.apply(hidden, head, torch.arange(5), None, torch.bfloat16)
-    kept = {tensor.data_ptr() for tensor in saved if tensor.shape == head.shape}
-    assert kept == {head.data_ptr()}
-
-
-MIXTURES = {
-    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "head_dim": 32},
-    "mixtral": {"num_local_experts": 4},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phimoe": {"num_local_experts": 4},
-}
-
-
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_mixture_of_experts_is_refused(kind, tmp_path):
-    """Its weights have other names in memory than in vLLM, or reach it wrongly."""
-    config = AutoConfig.for_model(kind, **SIZES, **TOKENS, **MORE, **MIXTURES[kind])
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a mixture of experts"):
-        script.load_model(AutoModelForCausalLM, str(tmp_path), script.Args(), trained=True)
-
-
-def test_run_on_such_a_model_is_refused_before_vllm_starts(run_main, assets, tmp_path):
-    folder = tmp_path / "phi"
+@pytest.mark.parametrize("kind", ["phi", *(kind for kind in KINDS if kind not in DENSE)])
+def test_model_whose_weights_reach_vllm_wrongly_is_refused_before_that_starts(
+    kind, run_main, assets, tmp_path
+):
+    """Those of experts have other names in memory than in vLLM."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    model = tiny_model("phi")
+    model = tiny_model(kind)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="its head has a bias"):
-        run_main("grpo_vllm_async.py", model_name_or_path=folder, output_dir=tmp_path / "output")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    options = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "output"}
+    message = "its head has a bias" if kind == "phi" else "is a mixture of experts"
+    with pytest.raises(ValueError, match=message):
+        run_main("grpo_vllm_async.py", **options)
     assert not (tmp_path / "output").exists()

@@ -5,13 +5,13 @@ are in test_resume.py, runs with vLLM itself in test_runs.py, and the ends of pr
 test_ends.py.
 """
 
+import copy
 import functools
 import importlib
 import itertools
 import math
 import re
 import shutil
-from collections import Counter
 
 import pytest
 import torch
@@ -20,16 +20,15 @@ from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks, loops
 from helpers.files import read_json_lines
 from helpers.formulas import gae_by_definition, values_of
 from helpers.loops import EPISODES, STEPS, STOP
-from helpers.rollouts import make_rollout, response_of
 from helpers.runs import flat_tokens, response_tokens
 from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-import ppo_vllm_async as script
-
 METRICS_OF_POLICY_UPDATES = {"loss/policy_avg", "optim/grad_norm", "val/ratio", "val/ratio_var"}
 METRICS_OF_POLICY_UPDATES |= {f"policy/{x}_avg" for x in ("approxkl", "clipfrac", "entropy")}
+# By name in ASYNC: else vLLM's log-probabilities are close to the learner's
+MISMATCH_MASK_RANGE, TIS_CAP = {True: 1.2, False: 1.00005}, {True: 1.2, False: 1.0}
 
 
 def rough_score(data_source, response, ground_truth):
@@ -53,31 +52,19 @@ def run_loop(run_main, few_prompts):
     weight decay, and a value model that learns alone at first.
     """
 
+    evaluations = {"eval_dataset": few_prompts / "test.parquet", "num_evals": 1}
+    of_rough = {"num_eval_prompts": 6, "non_stop_penalty": False, "warm_up_steps": 2}
+    of_rough |= {"stop_token": "9", "weight_decay": 0.25}  # the stub never says 9
+    of_ppo, of_grpo = {"value_warmup_steps": 1, "whiten_rewards": True}, {"kl_estimator": "kl3"}
+
     @functools.cache
     def run(name, rough):
-        is_async = name in ASYNC  # else vLLM's log-probabilities are close to the learner's
-        changes = {
-            "mismatch_mask": "sequence",
-            "mismatch_mask_range": 1.2 if is_async else 1.00005,
-            "tis_cap": 1.2 if is_async else 1.0,
-        }
+        changes = {"mismatch_mask": "sequence", "tis_cap": TIS_CAP[name in ASYNC]}
+        changes["mismatch_mask_range"] = MISMATCH_MASK_RANGE[name in ASYNC]
         if not rough:
             return run_main(name, local_mini_batch_size=EPISODES, **changes)
-        changes |= {
-            "stop_token": "9",  # which the stub never says
-            "eval_dataset": few_prompts / "test.parquet",
-            "num_evals": 1,
-            "num_eval_prompts": 6,
-            "seed": 1 + SCRIPTS.index(name),
-            "non_stop_penalty": False,
-            "warm_up_steps": 2,
-            "weight_decay": 0.25,
-        }
-        if name in PPO:
-            changes |= {"value_warmup_steps": 1, "whiten_rewards": True}
-        else:
-            changes["kl_estimator"] = "kl3"
-        return run_main(name, rough_score, **changes)
+        changes |= evaluations | of_rough | (of_ppo if name in PPO else of_grpo)
+        return run_main(name, rough_score, seed=1 + SCRIPTS.index(name), **changes)
 
     return run
 
@@ -210,20 +197,21 @@ NORMS = {"policy": "optim/grad_norm", "value": "optim/value_grad_norm"}
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
     run = run_loop(name, rough)
-    limit, cap = (1.2, 1.2) if name in ASYNC else (1.00005, 1.0)
+    limit, cap = MISMATCH_MASK_RANGE[name in ASYNC], TIS_CAP[name in ASYNC]
     for step, (batch, line) in enumerate(zip(run.batches, run.metrics, strict=True), 1):
-        flat = flat_tokens(vars(batch))
-        scores = batch.scores[batch.has_score.bool()].double()  # failed rewards count nowhere
+        flat, has_score = flat_tokens(vars(batch)), batch.has_score.bool()
+        in_loss = flat["loss_mask"].bool()
+        scores = batch.scores[has_score].double()  # failed rewards count nowhere
+        stops = sum(ids[-1] == STOP for ids in batch.responses)
         log_ratio = flat["logprobs"] - flat["sampler_logprobs"]
         ratio = log_ratio.exp()
-        inside = batch.mask.bool()
-        of_responses = ((batch.logprobs - batch.sampler_logprobs) * inside).double().sum(1)
-        means = (of_responses / inside.sum(1))[:, None].expand(inside.shape)[inside]
+        of_rows = response_tokens(batch.mask, batch.logprobs - batch.sampler_logprobs)
+        means = torch.cat([row.mean().expand(len(row)) for row in of_rows])
         weights = ratio.clamp(max=cap) * (means.abs() <= math.log(limit))
-        kl = flat["logprobs"] - flat["ref_logprobs"]
-        d = ((batch.logprobs - batch.ref_logprobs) * inside).double()
-        by_kl3 = rough and name in GRPO
-        penalties = 0.3 * (torch.expm1(-d) + d if by_kl3 else d).sum(1)  # of each response
+        kl_of_rows = response_tokens(batch.mask, batch.logprobs - batch.ref_logprobs)
+        kl, by_kl3 = torch.cat(kl_of_rows), rough and name in GRPO
+        of_rows = [torch.expm1(-d) + d if by_kl3 else d for d in kl_of_rows]
+        penalties = 0.3 * torch.stack([row.sum() for row in of_rows])
         expected = {
             "training_step": step,
             "episode": step * EPISODES,
@@ -231,14 +219,14 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
             "objective/kl": kl.sum() / EPISODES,
             "objective/non_score_reward": -penalties.mean(),
             # Of the very responses that have a score
-            "objective/rlhf_reward": scores.mean() - penalties[batch.has_score.bool()].mean(),
+            "objective/rlhf_reward": scores.mean() - penalties[has_score].mean(),
             "objective/scores": scores.mean(),
             "objective/scores_std": scores.std(correction=0),
             "objective/entropy": -flat["logprobs"].sum() / EPISODES,
             "objective/sequence_lengths": batch.mask.sum(1).mean(),
             "val/sequence_lengths": batch.mask.sum(1).mean(),
-            "val/num_stop_token_ids": sum(ids[-1] == STOP for ids in batch.responses),
-            "objective/stop_rate": sum(ids[-1] == STOP for ids in batch.responses) / EPISODES,
+            "val/num_stop_token_ids": stops,
+            "objective/stop_rate": stops / EPISODES,
             "objective/reward_failures": 1 - len(scores) / EPISODES,
             "mismatch/logprob_diff_mean": log_ratio.abs().mean(),
             "mismatch/logprob_diff_max": log_ratio.abs().max(),
@@ -246,29 +234,22 @@ def test_metrics_are_computed_again_from_the_batch(name, rough, run_loop):
             "mismatch/ess": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
             "mismatch/tis_clipfrac": (ratio > cap).double().mean(),
         }
-        in_loss = flat["loss_mask"].bool()
         masked = (weights == 0)[in_loss].double().mean()
         assert (0 < masked < 1) or (step == 1 and name in ASYNC)
         if "policy/entropy_avg" in line:  # the policy was updated
             expected["mismatch/masked"] = masked
+        if name in PPO:
+            returns, residuals = flat["returns"], flat["returns"] - flat["values"]
+            explained = 1 - residuals[in_loss].var() / returns[in_loss].var()
+            expected["val/explained_variance"] = explained
         if not rough:  # one update, by the policy that the old log-probabilities are of
             expected |= {"policy/clipfrac_avg": 0, "policy/approxkl_avg": 0, "val/ratio_var": 0}
-            expected |= {"val/ratio": 1, "loss/policy_avg": -(flat["advantages"] * weights).mean()}
-        if name in PPO:
-            returns, residuals = (
-                flat["returns"][in_loss],
-                (flat["returns"] - flat["values"])[in_loss],
-            )
-            expected["val/explained_variance"] = 1 - residuals.var() / returns.var()
-        if not rough:
+            policy_loss = -(flat["advantages"] * weights).mean()
+            other, loss, weight = "loss/kl_avg", (kl * weights).mean(), 0.3
             if name in PPO:
-                expected["loss/value_avg"] = (residuals**2 / 2).mean()
-            else:
-                expected["loss/kl_avg"] = (kl * weights).mean()
-            parts = {"loss/policy_avg": 1.0, "loss/value_avg": 1.0, "loss/kl_avg": 0.3}
-            expected["objective/loss"] = sum(
-                weight * expected[part] for part, weight in parts.items() if part in expected
-            )
+                other, loss, weight = "loss/value_avg", (residuals**2 / 2).mean(), 1.0
+            expected |= {"val/ratio": 1, "loss/policy_avg": policy_loss, other: loss}
+            expected["objective/loss"] = policy_loss + weight * loss
         for model, metric in NORMS.items():
             if norms := run.norms[model, step]:  # of each update
                 expected[metric] = sum(norms) / len(norms)
@@ -322,29 +303,34 @@ def test_response_whose_reward_failed_has_no_score(rough_loop, tokenizer):
         assert 0 < batch.has_score.sum() < EPISODES
 
 
+@pytest.mark.parametrize("own_value_model", [False, True])
 @pytest.mark.parametrize("name", PPO)
 def test_reward_model_scores_times_its_multiplier_and_starts_the_value_model(
-    name, run_main, reward_model
+    name, own_value_model, run_main, reward_model, tmp_path
 ):
+    """Unless that has a path of its own."""
+    model = value_model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     changes = {"apply_verifiable_reward": False, "non_stop_penalty": False}
     changes |= {"reward_model_path": reward_model, "reward_model_multiplier": 2.0}
+    if own_value_model:
+        value_model = copy.deepcopy(model)
+        value_model.score.weight.data.neg_()
+        changes["value_model_path"] = shutil.copytree(reward_model, tmp_path / "value")
+        value_model.save_pretrained(tmp_path / "value")
     run = run_main(name, total_episodes=2 * EPISODES, **changes)
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     for batch, line in zip(run.batches, run.metrics, strict=True):
         # A token more, for the score is read after the last one
-        heads = [
-            values_of(model, prompt, [*response, STOP]).detach().double()
-            for prompt, response in batch.sequences
-        ]
-        scores = torch.stack([values[-1] for values in heads])
+        with torch.no_grad():
+            read = [values_of(model, prompt, [*ids, STOP]) for prompt, ids in batch.sequences]
+            values = [values_of(value_model, *pair) for pair in batch.sequences]
+        scores = torch.stack([row[-1] for row in read])
         assert len(set(scores.tolist())) > EPISODES / 2
-        torch.testing.assert_close(batch.scores.double(), 2.0 * scores, rtol=0, atol=1e-4)
+        torch.testing.assert_close(batch.scores, 2.0 * scores, rtol=0, atol=1e-4)
         mean = scores.mean().item()
         assert line["objective/reward_model_score"] == pytest.approx(mean, abs=1e-4)
         if batch is run.batches[0]:
-            values = torch.cat(response_tokens(batch.mask, batch.values))
-            expected = torch.cat([values[:-1] for values in heads])
-            torch.testing.assert_close(values, expected, rtol=0, atol=1e-4)
+            found = batch.values[batch.mask.bool()]
+            torch.testing.assert_close(found, torch.cat(values), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -367,23 +353,6 @@ def test_without_kl_no_reference_policy_is_loaded_and_memory_is_held_once(
         last = range(EPISODES), batch.lengths - 1
         torch.testing.assert_close(batch.returns[last], batch.scores)
         assert batch.scores.any()
-
-
-@pytest.mark.parametrize("name", PPO)
-def test_value_model_is_that_of_its_flag_also_beside_a_reward_model(
-    name, run_main, reward_model, tmp_path, monkeypatch
-):
-    script, loaded = importlib.import_module(name.removesuffix(".py")), []
-
-    def note(call, given):
-        loaded.append((given["path"], given["trained"]))
-        return call()
-
-    hooks.around(script, "load_classifier", note, put=monkeypatch.setattr)
-    value_model = str(shutil.copytree(reward_model, tmp_path / "value"))
-    paths = {"reward_model_path": str(reward_model), "value_model_path": value_model}
-    run_main(name, **paths, total_episodes=EPISODES)
-    assert loaded == [(value_model, True), (str(reward_model), False)]
 
 
 # --------------------------------------------------------------------------------------- schedules
@@ -420,22 +389,19 @@ def test_first_batch_whose_every_reward_failed_ends_the_run_and_so_does_the_thir
     run = run_main(name, lambda *_: 1 / 0, non_stop_penalty=False)
     assert re.match(failed, str(run.error))
     assert run.mini_batches == [] and not (run.run_dir / "model").exists()
-    # Of one update a step. What fails: batch 2; then 4, 5 and 6
-    for failing, lines in (((2,), 3), ((2, 3), 3), ((2, 4, 5, 6), 5)):
-        calls = itertools.count(-1)  # of one before vLLM starts
+    failing, calls = (2, 4, 5, 6), itertools.count(-1)  # of one before vLLM starts
 
-        def score(*_, calls=calls, failing=failing):
-            return 1 / (next(calls) // EPISODES + 1 not in failing)
+    def score(*_):
+        return 1 / (next(calls) // EPISODES + 1 not in failing)
 
-        options = {"non_stop_penalty": False, "local_mini_batch_size": EPISODES, "save_freq": 1}
-        options |= {"total_episodes": 6 * EPISODES if 6 in failing else STEPS * EPISODES}
-        run = run_main(name, score, **options)
-        assert bool(re.match(failed, str(getattr(run, "error", "")))) == (6 in failing)
-        assert len(run.metrics) == lines
-        for step, line in enumerate(run.metrics, 1):
-            assert ("optim/grad_norm" in line) == (step not in failing)  # no step of an optimizer
-            assert all(map(math.isfinite, line.values()))
-            assert line["objective/reward_failures"] == (step in failing)
+    options = {"non_stop_penalty": False, "local_mini_batch_size": EPISODES, "save_freq": 1}
+    options |= {"total_episodes": 6 * EPISODES}  # of one update each
+    run = run_main(name, score, **options)
+    assert re.match(failed, str(run.error)) and len(run.metrics) == 5
+    for step, line in enumerate(run.metrics, 1):
+        assert ("optim/grad_norm" in line) == (step not in failing)  # no step of an optimizer
+        assert all(map(math.isfinite, line.values()))
+        assert line["objective/reward_failures"] == (step in failing)
     # Those before a resume count
     options |= {"resume_from_checkpoint": "latest", "output_dir": run.run_dir.parent}
     again = run_main(name, lambda *_: 1 / 0, **options)
@@ -446,25 +412,20 @@ def test_first_batch_whose_every_reward_failed_ends_the_run_and_so_does_the_thir
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_sampler_that_has_lost_weights_ends_the_run(name, run_main, monkeypatch):
+def test_sampler_that_draws_other_tokens_or_has_lost_weights_ends_the_run(
+    name, run_main, monkeypatch
+):
+    """The stub's are digits of any kind, of which it reports the policy's log-probabilities."""
+    drawn = run_main(name, local_rollout_batch_size=16, total_episodes=64)
+    assert re.match("vLLM did not draw its tokens by its policy: .* a response", str(drawn.error))
     report = loops.report_logprobs
     monkeypatch.setattr(
         loops, "report_logprobs", lambda *args: [[p - 0.02 for p in row] for row in report(*args)]
     )
-    run = run_main(name)
+    lost = run_main(name)
     message = "vLLM's log-probabilities are off the learner's by a KL of 0.0002 at equal weights"
-    assert str(run.error) == message
-    assert not (run.run_dir / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_sampler_that_draws_other_tokens_ends_the_run(name, run_main):
-    """The stub's are digits of any kind, of which it reports the policy's log-probabilities."""
-    run = run_main(name, local_rollout_batch_size=16, total_episodes=64)
-    assert re.match(
-        "vLLM did not draw its tokens by its policy: .* to -.* a response", str(run.error)
-    )
-    assert not (run.run_dir / "metrics.jsonl").exists()
+    assert str(lost.error) == message
+    assert not any((run.run_dir / "metrics.jsonl").exists() for run in (drawn, lost))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -489,19 +450,16 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
     """What it left would be taken for the new run's. A name with the time differs between ranks."""
     script = importlib.import_module(name.removesuffix(".py"))
 
-    def broadcast(objects):
-        """What the first rank has sent, in place of the folder that this one would find."""
-        return [(tmp_path / "first", None)] if isinstance(objects[0], tuple) else objects
-
-    monkeypatch.setattr(script, "broadcast_object_list", broadcast)
-
-    def fail(*_):
-        raise RuntimeError("the disk is full")
-
+    found = (tmp_path / "first", None)  # by the first rank; what this one finds does not count
+    monkeypatch.setattr(
+        script,
+        "broadcast_object_list",
+        lambda objects: [found] if isinstance(objects[0], tuple) else objects,
+    )
     options = {"output_dir": tmp_path, "run_name": None, "total_episodes": EPISODES}
     options |= {"eval_dataset": few_prompts / "test.parquet", "num_eval_prompts": 3}
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "write_metrics", fail)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(script, "write_metrics", lambda *_: 1 / 0)
         run_main(name, **options)
     left = [tmp_path / "first" / f"{kind}.jsonl" for kind in ("rollouts", "samples")]
     assert all(path.stat().st_size for path in left)
@@ -556,33 +514,16 @@ def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenize
         assert len({str(sample[name]) for sample in samples}) > 1, name
 
 
-@pytest.mark.parametrize(("per_prompt", "rows"), [(1, 8), (3, 6), (4, 8)])
-def test_tokens_are_written_in_some_200_steps(per_prompt, rows, tmp_path):
-    prompt = script.Prompt("", "2+2=", [3], "a", "4", None)
-    responses = [response_of(prompt, [5] * (row + 1), score=1.0) for row in range(8)]
-    batch, rollout = make_rollout(), script.Rollout(0, responses, [], {})
-    args = script.Args(number_samples_per_prompt=per_prompt)
-    args.num_training_steps, args.eval_dataset = 401, "held-out.parquet"
-    for step in range(1, 402):
-        script.log_rollouts(None, step, rollout, responses, batch, tmp_path, args)
-    lines = read_json_lines(tmp_path / "rollouts.jsonl")
-    assert Counter(line["training_step"] for line in lines) == dict.fromkeys(range(1, 402), rows)
-    steps = {line["training_step"] for line in lines if "token_ids" in line}
-    assert steps == {*range(1, 402, 3), 401}
-
-
-def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(rough_loop, run_main):
-    at_the_end = ["plot_runs.py", "inspect_run.py"]
-    steps = [(name, STEPS) for name in at_the_end]
+def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(
+    rough_loop, run_main, tmp_path, monkeypatch
+):
+    """Of a copied script, where they are missing, an upload alone is refused."""
+    steps = [("plot_runs.py", STEPS), ("inspect_run.py", STEPS)]
     assert rough_loop.programs == [("provenance.py", 0), *steps]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
-    assert names == ["provenance.py", *at_the_end, "push_to_hub.py"]
-
-
-def test_program_that_is_missing_is_no_fault_but_of_an_upload(run_main, tmp_path, monkeypatch):
-    """As of a copied script."""
-    monkeypatch.setattr("ppo_sync.PROGRAMS", tmp_path / "scripts")
-    assert run_main("ppo_sync.py", total_episodes=EPISODES).programs == []
+    assert names == ["provenance.py", "plot_runs.py", "inspect_run.py", "push_to_hub.py"]
+    monkeypatch.setattr(rough_loop.script, "PROGRAMS", tmp_path / "scripts")
+    assert run_main(rough_loop.name, total_episodes=EPISODES).programs == []
     with pytest.raises(ValueError, match="--push_to_hub needs"):
-        run_main("ppo_sync.py", push_to_hub=True)
+        run_main(rough_loop.name, push_to_hub=True)

@@ -2,13 +2,11 @@
 
 import itertools
 import json
-from collections import Counter
 from datetime import date
 
 import pytest
-from helpers import SCRIPTS
 from helpers.files import read_json_lines, write_configurations, write_rows
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ppo_vllm_async as script
@@ -37,34 +35,32 @@ OPEN_INSTRUCT = {"messages": CHAT, "ground_truth": "72", "dataset": "gsm8k"}
 AGAINST_A_MODEL = {"reward_model_path": "m"}
 WITHOUT_RULES = {"reward_model_path": "m", "apply_verifiable_reward": False}
 
-SORTING = "debug/sorting"
+SORTING, ASKED = "debug/sorting", {"prompt": "5="}
 AT_THE_TOP = {"ground_truth": "7", "data_source": SORTING}
-
 # A row, arguments, whether it is held out, its ground truth and its data source
-ROWS = {
-    "verl's": ({"prompt": "5="} | RULE, {}, False, "1", "debug/sorting"),
-    "open-instruct's": (OPEN_INSTRUCT, {}, False, "72", "gsm8k"),
-    "HellaSwag": ({"prompt": CHAT} | HELLASWAG, {"reward_fn": "f"}, False, "2", "Rowan/hellaswag"),
-    "for a reward model": ({"prompt": "5="} | FOR_A_MODEL, AGAINST_A_MODEL, False, None, None),
-    "a rule beside it": ({"prompt": "5="} | RULE, AGAINST_A_MODEL, False, "1", "debug/sorting"),
-    "no rule is asked": ({"prompt": "5="} | RULE, WITHOUT_RULES, False, None, "debug/sorting"),
-    "but of held-out rows": ({"prompt": "5="} | RULE, WITHOUT_RULES, True, "1", "debug/sorting"),
+ROWS = [
+    (ASKED | RULE, {}, False, "1", SORTING),  # verl's
+    (OPEN_INSTRUCT, {}, False, "72", "gsm8k"),
+    ({"prompt": CHAT} | HELLASWAG, {"reward_fn": "f"}, False, "2", "Rowan/hellaswag"),
+    (ASKED | FOR_A_MODEL, AGAINST_A_MODEL, False, None, None),
+    (ASKED | RULE, AGAINST_A_MODEL, False, "1", SORTING),
+    (ASKED | RULE, WITHOUT_RULES, False, None, SORTING),
+    (ASKED | RULE, WITHOUT_RULES, True, "1", SORTING),  # held-out rows have theirs
     # Half of one convention, half of another
-    "messages beside verl's": ({"messages": CHAT} | RULE, {}, False, "1", "debug/sorting"),
-    "a truth at the top": ({"prompt": "5="} | AT_THE_TOP, {}, False, "7", "debug/sorting"),
-    "the top counts": ({"prompt": "5="} | RULE | AT_THE_TOP, {}, False, "7", "debug/sorting"),
-}
+    ({"messages": CHAT} | RULE, {}, False, "1", SORTING),
+    (ASKED | AT_THE_TOP, {}, False, "7", SORTING),
+    (ASKED | RULE | AT_THE_TOP, {}, False, "7", SORTING),
+]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_row_has_the_ground_truth_that_its_columns_say(name, tokenizer, tmp_path):
-    row, changes, is_eval, truth, source = ROWS[name]
-    for suffix in ("parquet", "jsonl"):
-        path = write_rows(tmp_path / f"data.{suffix}", [row | {"extra_info": {"k": 4}}])
-        (prompt,) = load(path, tokenizer, is_eval=is_eval, **changes)
-        assert (prompt.ground_truth, prompt.data_source) == (truth, source)
-        assert (prompt.origin, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
-        assert prompt.token_ids == tokenizer(prompt.text)["input_ids"]
+def test_row_has_the_ground_truth_that_its_columns_say(tokenizer, tmp_path):
+    for row, changes, is_eval, *expected in ROWS:
+        for suffix in ("parquet", "jsonl"):
+            path = write_rows(tmp_path / f"data.{suffix}", [row | {"extra_info": {"k": 4}}])
+            (prompt,) = load(path, tokenizer, is_eval=is_eval, **changes)
+            assert [prompt.ground_truth, prompt.data_source] == expected, row
+            assert (prompt.origin, prompt.extra_info) == (f"{path}, row 0", {"k": 4})
+            assert prompt.token_ids == tokenizer(prompt.text)["input_ids"]
 
 
 def test_values_of_json_lines_are_as_they_stand_there_in_utf_8(tmp_path):
@@ -82,50 +78,46 @@ def test_values_of_json_lines_are_as_they_stand_there_in_utf_8(tmp_path):
         script.load_rows(str(path), None, None)
 
 
+def characters(lost="", template=None, begin=None):
+    """A tokenizer of single characters, which loses some, and may put one before each text."""
+    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    if begin:
+        tokens = [(begin, letters[begin])]
+        before = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=tokens)
+        tokenizer.post_processor = before
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+BEGINS = "^{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 USER, ASSISTANT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-# A prompt, and its token ids
+# A prompt, and what its tokens are
 PROMPTS = [
-    ("a b", [2, 6, 7]),
-    ([USER], [2, 4, 6, 5]),
-    ([USER, ASSISTANT], [2, 4, 6, 5]),  # an answer at the end is not in the prompt
-    ([USER, ASSISTANT, USER], [2, 4, 6, 5, 7, 4, 6, 5]),
+    ("a b", "^a b"),
+    ([USER], "^<user>a<assistant>"),
+    ([USER, ASSISTANT], "^<user>a<assistant>"),  # an answer at the end is not in the prompt
+    ([USER, ASSISTANT, USER], "^<user>a<assistant>b<user>a<assistant>"),
 ]
 
 
-@pytest.fixture
-def begins():
-    """A tokenizer that puts <bos>, 2, before each text, as its chat template does, too."""
-    words = ["<pad>", "<end>", "<bos>", "<unk>", "<user>", "<assistant>", "a", "b"]
-    vocab = {word: token for token, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 2)]
-    )
-    template = "<bos>{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        additional_special_tokens=words[:6],
-        chat_template=f"{template}<assistant>",
-    )
+def test_prompts_have_one_bos_and_no_answer(tmp_path):
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": prompt} | RULE for prompt, _ in PROMPTS])
+    rows = load(path, characters(template=BEGINS, begin="^"))
+    assert ["".join(map(chr, row.token_ids)) for row in rows] == [text for _, text in PROMPTS]
 
 
-def test_prompts_have_one_bos_and_no_answer(begins, tmp_path):
-    for prompt, token_ids in PROMPTS:
-        (row,) = load(write_rows(tmp_path / "data.parquet", [{"prompt": prompt} | RULE]), begins)
-        assert row.token_ids == token_ids
-
-
-def test_long_and_empty_prompts_are_dropped_and_counted(begins, tmp_path, capsys):
+def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, capsys):
     """Also where the text of nothing gets a begin token, or a template's."""
-    system = {"role": "system", "content": "b"}
-    asked = [[system, {"role": "user", "content": text}] for text in ("", " \n", None)]
+    asked = [[ASSISTANT, USER | {"content": text}] for text in ("", " \n", None)]
     prompts = ["a", "a b a b a", "", "b a", " ", *asked]
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": prompt} | RULE for prompt in prompts])
-    kept = load(path, begins, max_prompt_token_length=5)
+    tokenizer = characters(template=BEGINS, begin="^")
+    kept = load(path, tokenizer, max_prompt_token_length=5)
     assert [prompt.origin[-1] for prompt in kept] == ["0", "3"]
     assert "data.jsonl: 2 prompts; 6 are empty or too long;" in capsys.readouterr().out
+    kept = load(path, tokenizer, max_prompt_token_length=50)
+    assert [prompt.origin[-1] for prompt in kept] == ["0", "1", "3"]
 
 
 # A template that writes all that it is given; whoever is not asked about is passed over
@@ -139,14 +131,6 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- if add_generation_prompt %}<assistant>{% endif %}
 {%- if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
-
-
-def characters(lost="", template=None):
-    """A tokenizer of single characters, which loses some."""
-    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
 
 def render(row, tmp_path, suffix, template=TEMPLATE):
@@ -164,46 +148,34 @@ def render(row, tmp_path, suffix, template=TEMPLATE):
 
 
 USER_SAYS = {"role": "user", "content": " 5= "}
-SWITCH = {"enable_thinking": False}
-RENDERED = {
-    "keys that Arrow adds": ({"prompt": [USER_SAYS]}, "<user>5=<assistant>"),
-    "nulls of one's own": (
-        {"prompt": [USER_SAYS | {"name": None, "tool_calls": None}]},
-        "<user>5=<assistant>",
+NULLS, SWITCH = {"name": None, "tool_calls": None}, {"enable_thinking": False}
+SWITCHED = f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>"
+THOUGHT = {"role": "assistant", "content": "<think>so</think>b"}
+PAGE = {"role": "tool", "content": "a long page", "name": "web"}
+PREFILL = {"role": "assistant", "content": "<think>"}
+# Messages and columns beside them, and what the model reads
+RENDERED = [
+    ([USER_SAYS], {}, "<user>5=<assistant>"),  # without the keys that Arrow adds
+    ([USER_SAYS | NULLS], {}, "<user>5=<assistant>"),
+    ([USER_SAYS], {"tools": [TOOL], "chat_template_kwargs": SWITCH}, SWITCHED),
+    # As JSON text, as TRL has it
+    (
+        [USER_SAYS],
+        {"tools": json.dumps([TOOL]), "chat_template_kwargs": json.dumps(SWITCH)},
+        SWITCHED,
     ),
-    "tools, and a switch of the template": (
-        {"prompt": [USER_SAYS], "tools": [TOOL]} | {"chat_template_kwargs": SWITCH},
-        f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>",
-    ),
-    "both as JSON text, as TRL has it": (
-        {"prompt": [USER_SAYS], "tools": json.dumps([TOOL])}
-        | {"chat_template_kwargs": json.dumps(SWITCH)},
-        f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>",
-    ),
-    "another row's switch": (
-        {"prompt": [USER_SAYS], "chat_template_kwargs": {"other": 2}},
-        "<user>5=<assistant>",
-    ),
-    "an older answer may lose its thoughts": (
-        {"prompt": [{"role": "assistant", "content": "<think>so</think>b"}, USER_SAYS]},
-        "<assistant>b<user>5=<assistant>",
-    ),
-    "and so may a tool": (
-        {"prompt": [USER_SAYS, {"role": "tool", "content": "a long page", "name": "web"}]},
-        "<user>5=<tool web>a<assistant>",
-    ),
-    "a prefill is left out": (
-        {"prompt": [USER_SAYS, {"role": "assistant", "content": "<think>"}]},
-        "<user>5=<assistant>",
-    ),
-}
+    ([USER_SAYS], {"chat_template_kwargs": {"other": 2}}, "<user>5=<assistant>"),
+    # An older answer may lose its thoughts, and so may a tool
+    ([THOUGHT, USER_SAYS], {}, "<assistant>b<user>5=<assistant>"),
+    ([USER_SAYS, PAGE], {}, "<user>5=<tool web>a<assistant>"),
+    ([USER_SAYS, PREFILL], {}, "<user>5=<assistant>"),
+]
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_model_reads_what_the_row_says(name, tmp_path):
-    row, text = RENDERED[name]
-    for suffix in ("parquet", "jsonl"):
-        assert render(row, tmp_path, suffix) == text
+def test_model_reads_what_the_row_says(tmp_path):
+    for messages, columns, text in RENDERED:
+        for suffix in ("parquet", "jsonl"):
+            assert render({"prompt": messages} | columns, tmp_path, suffix) == text, columns
 
 
 def test_message_that_the_template_passes_over_is_refused(tmp_path):
@@ -270,15 +242,12 @@ def test_split_that_a_file_has_not_is_refused(tmp_path):
 
 def test_folder_of_two_formats_is_refused(tmp_path):
     """datasets reads the files of the one that has most."""
-    folder = tmp_path / "folder"
-    write_rows(folder / "rows.jsonl", [{"prompt": "2="}])
-    # What describes a data set is none of its files, whatever it is called
-    (folder / "dataset_infos.json").write_text("{}")
-    (folder / "stats.json").write_text("{}")
-    assert {"prompt": "2="} in script.load_rows(str(folder), None, "train")
-    write_rows(folder / "more.parquet", [{"prompt": "1="}])
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "2="}])
+    (tmp_path / "dataset_infos.json").write_text("{}")  # describes the data, and is none
+    assert {"prompt": "2="} in script.load_rows(str(tmp_path), None, "train")
+    write_rows(tmp_path / "more.parquet", [{"prompt": "1="}])
     with pytest.raises(ValueError, match=r"files of \['.jsonl', '.parquet'\], of which one"):
-        script.load_rows(str(folder), None, "train")
+        script.load_rows(str(tmp_path), None, "train")
 
 
 def test_folder_is_read_as_it_is_now(tmp_path):
@@ -289,20 +258,17 @@ def test_folder_is_read_as_it_is_now(tmp_path):
             assert script.load_rows(str(folder), "main", "train") == [{"prompt": text}]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_run_trains_on_one_configuration_and_is_evaluated_on_another(name, run_main, tmp_path):
+def test_run_trains_on_one_configuration_and_is_evaluated_on_another(run_main, tmp_path):
     rows = {"main": [{"prompt": "1="} | RULE] * 4, "socratic": [{"prompt": "12="} | RULE] * 4}
     folder = write_configurations(tmp_path, rows)
-    options = {"dataset": folder, "dataset_config": "main", "eval_dataset": folder}
-    options |= {"eval_dataset_config": "socratic", "eval_dataset_split": "train", "num_evals": 1}
-    run = run_main(name, **options)
     with pytest.raises(ValueError, match=r"main.*socratic"):  # nobody says which
         script.load_rows(str(folder), None, "train")
-    prompts = [
-        {sample["prompt"] for sample in read_json_lines(run.run_dir / f"{file}.jsonl")}
-        for file in ("rollouts", "samples")
-    ]
-    assert prompts == [{"1="}, {"12="}]
+    options = {"dataset": folder, "dataset_config": "main", "eval_dataset": folder}
+    options |= {"eval_dataset_config": "socratic", "eval_dataset_split": "train", "num_evals": 1}
+    run = run_main("ppo_sync.py", **options)
+    for file, prompt in (("rollouts", "1="), ("samples", "12=")):
+        samples = read_json_lines(run.run_dir / f"{file}.jsonl")
+        assert {sample["prompt"] for sample in samples} == {prompt}
 
 
 # --------------------------------------------------------------------------- the prompts of a step
@@ -321,43 +287,35 @@ def test_every_prompt_comes_once_per_pass_whatever_the_batch_size():
         assert drawn[:100] == expected
 
 
-FOUR_STEPS = Args(
-    total_episodes=32,
-    local_rollout_batch_size=4,
-    number_samples_per_prompt=2,
-    local_mini_batch_size=8,
-)
+STEP = {"local_rollout_batch_size": 4, "number_samples_per_prompt": 2, "local_mini_batch_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("num_evals", "sizes"), [(0, [0, 0, 0, 0, 3]), (1, [3, 0, 0, 0, 3]), (9, [3, 0, 3, 0, 3])]
-)
-def test_requests_follow_from_the_step(num_evals, sizes):
+def requests_of(steps, num_evals, prompts, held_out):
+    args = Args(total_episodes=8 * steps, num_evals=num_evals, **STEP)
+    args = script.fill_in(args, world_size=1)
+    return [script.make_request(step + 1, prompts, held_out, args) for step in range(steps + 1)]
+
+
+def test_requests_follow_from_the_step():
     """Prompts in the order of the run, their samples side by side, and new seeds in every step."""
-    args = script.fill_in(script.replace(FOUR_STEPS, num_evals=num_evals), world_size=1)
-    train, held_out = list("abcdefgh"), list("xyz")
-    requests = [script.make_request(step, train, held_out, args) for step in range(1, 6)]
+    requests = requests_of(4, 1, list("abcdefgh"), list("xyz"))
     drawn = [request.prompts for request in requests]
     assert all(prompts[::2] == prompts[1::2] for prompts in drawn)
-    assert sorted(drawn[0][::2] + drawn[1][::2]) == train  # a pass
+    assert "".join(sorted(drawn[0][::2] + drawn[1][::2])) == "abcdefgh"  # a pass
     assert drawn[4] == []
     seeds = [seed for request in requests for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) == 32
-    assert [len(request.eval_prompts) for request in requests] == sizes
-    assert all(request.eval_prompts in ([], held_out) for request in requests)
+    assert [request.eval_prompts for request in requests] == [list("xyz"), [], [], [], list("xyz")]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 12, 23, 40])
-def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
+def test_evaluations_are_as_many_as_asked_and_evenly_spread():
     """None is before the last step: its line of metrics has the last evaluation.
 
     And at most every second step has one: steps 1 and 2 of an async script are sampled with
     the same weights, which need not be evaluated twice.
     """
-    for count in range(21):
-        args = script.replace(FOUR_STEPS, total_episodes=8 * steps, num_evals=count)
-        args = script.fill_in(args, world_size=1)
-        requests = [script.make_request(step + 1, [0], [1], args) for step in range(steps + 1)]
+    for steps, count in itertools.product((1, 2, 3, 4, 7, 12, 23, 40), range(21)):
+        requests = requests_of(steps, count, [0], [1])
         *found, last = [step for step, request in enumerate(requests) if request.eval_prompts]
         assert last == steps
         assert len(found) == min(count, steps // 2) and steps - 1 not in found
@@ -368,8 +326,5 @@ def test_evaluations_are_as_many_as_asked_and_evenly_spread(steps):
 
 def test_seeds_of_neighbours_do_not_collide():
     hashes = {stable_hash(seed, "episode", i) for seed in range(20) for i in range(2000)}
-    assert len(hashes) == 40_000
-    assert all(0 <= number < 2**63 for number in hashes)
+    assert len(hashes) == 40_000 and all(0 <= number < 2**63 for number in hashes)
     assert stable_hash(1, 23) != stable_hash(12, 3)
-    bits = Counter(bit for i in range(1000) for bit in range(63) if stable_hash(1, i) >> bit & 1)
-    assert all(400 < bits[bit] < 600 for bit in range(63))

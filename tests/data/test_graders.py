@@ -3,14 +3,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import graders
-import math_verify
 import pytest
-from helpers import REPO
 
 import ppo_vllm_async
 from ppo_vllm_async import Args
@@ -101,99 +97,6 @@ IN_BOXES = {
     (MATH, truth): tuple([rf"So it is $\boxed{{{one}}}$." for one in ones] for ones in answers)
     for truth, answers in BOXES.items()
 }
-every_grader = pytest.mark.parametrize(
-    "grader", [ppo_vllm_async, graders], ids=lambda module: module.__name__
-)
-
-
-def wrongly_graded(grader, case, answers):
-    source, truth = case
-    return [
-        response
-        for score, responses in zip((1.0, 0.0), answers, strict=True)
-        for response in responses
-        if grader.compute_score(source, response, truth) != score
-    ]
-
-
-@every_grader
-def test_numbers_and_sorting(grader):
-    for case, answers in IN_THE_SCRIPTS.items():
-        assert wrongly_graded(grader, case, answers) == [], case
-
-
-@pytest.mark.parametrize(
-    ("case", "answers"), [*IN_GRADERS.items(), *IN_BOXES.items()], ids=lambda part: str(part)[:60]
-)
-def test_math_and_endings(case, answers):
-    signal.setitimer(signal.ITIMER_PROF, 60)  # it ends the process; SIGALRM is math-verify's
-    assert wrongly_graded(graders, case, answers) == []
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-# ------------------------------------------------------------------------------ limits of MATH
-
-
-def test_limits_of_math_are_less_than_that_of_a_call(monkeypatch):
-    limits = []
-
-    def verify(*_, timeout_seconds):
-        limits.append(timeout_seconds)
-        return False
-
-    def parse(*_, extraction_config, parsing_timeout):
-        limits.append(parsing_timeout)
-        return []
-
-    monkeypatch.setattr(math_verify, "verify", verify)
-    monkeypatch.setattr(math_verify, "parse", parse)
-    assert graders.grade_math(r"\boxed{5\%}", "6") == 0.0
-    assert len(limits) == 6 and sum(limits) < Args().reward_timeout
-    assert all(type(limit) is int and limit > 0 for limit in limits)  # as signal.alarm needs them
-
-
-def in_a_thread(response):
-    """What grade_math says of it where a library's signals do not work; 5 is right."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(graders.grade_math, response, "5").result()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_helper():
-    yield
-    if graders.helper:
-        graders.helper.kill()
-        graders.helper.communicate()
-
-
-def test_thread_has_the_grades_of_the_main_thread():
-    """By a helper; one that died or hangs costs one answer at most."""
-    answers = {r"\boxed{5}": 1.0, r"\boxed{9^{9^{9}}}": 0.0, "It is 5,\nor \ud800.": 1.0, "6": 0.0}
-    assert {answer: in_a_thread(answer) for answer in answers} == answers
-    first = graders.helper
-    assert in_a_thread("5") == 1.0 and graders.helper is first
-    first.kill()
-    first.wait()
-    assert in_a_thread("5") == 1.0
-    graders.helper.send_signal(signal.SIGSTOP)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graders, "HELPER_SECONDS", 0.1)
-        with pytest.raises(RuntimeError, match="died or hangs"):
-            in_a_thread("5")
-    assert in_a_thread("5") == 1.0
-
-
-def test_forked_child_does_not_ask_its_parents_helper(monkeypatch):
-    monkeypatch.setattr(graders, "helper", "its parent's")
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if graders.helper is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-# ------------------------------------------------------------------------------ the data's tag
-
-
 # Names of sources, and who grades them
 GRADED_BY = {
     "grade_gsm8k": "openai/gsm8k gsm8k my/GSM8K-hard",
@@ -205,6 +108,64 @@ GRADED_BY = {
     "livecodebench code code_stdio",
     "if_constraints": "ifeval google/IFEval allenai/IF_multi_constraints instructions",
 }
+every_grader = pytest.mark.parametrize(
+    "grader", [ppo_vllm_async, graders], ids=lambda module: module.__name__
+)
+
+
+def wrongly_graded(grader, table):
+    return [
+        (truth, response)
+        for (source, truth), answers in table.items()
+        for score, responses in zip((1.0, 0.0), answers, strict=True)
+        for response in responses
+        if grader.compute_score(source, response, truth) != score
+    ]
+
+
+@every_grader
+def test_numbers_and_sorting(grader):
+    assert wrongly_graded(grader, IN_THE_SCRIPTS) == []
+    for truth in ("a dozen", "nan", "inf", "1/2", "1e6", "", None):  # which no answer can equal
+        with pytest.raises(ValueError, match="must be a number"):
+            grader.compute_score("openai/gsm8k", "", truth)
+    with pytest.raises(NotImplementedError, match=r"no/such.*gsm8k.*math.*--reward_fn"):
+        grader.compute_score("no/such", "1", "1")
+
+
+def test_math_and_endings():
+    signal.setitimer(signal.ITIMER_PROF, 60)  # it ends the process; SIGALRM is math-verify's
+    assert wrongly_graded(graders, IN_GRADERS | IN_BOXES) == []
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    assert Args().reward_timeout > 6 * graders.MATH_SECONDS  # which would make it a failure
+
+
+def in_a_thread(response):
+    """What grade_math says of it where a library's signals do not work; 5 is right."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(graders.grade_math, response, "5").result()
+
+
+def test_thread_has_the_grades_of_the_main_thread(monkeypatch):
+    """By a helper; one that died or hangs costs one answer at most."""
+    answers = {r"\boxed{5}": 1.0, r"\boxed{9^{9^{9}}}": 0.0, "It is 5,\nor \ud800.": 1.0, "6": 0.0}
+    assert {answer: in_a_thread(answer) for answer in answers} == answers
+    first = graders.helper
+    assert in_a_thread("5") == 1.0 and graders.helper is first
+    first.kill()
+    first.wait()
+    assert in_a_thread("5") == 1.0
+    graders.helper.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died or hangs"):
+        patch.setattr(graders, "HELPER_SECONDS", 0.1)
+        in_a_thread("5")
+    assert in_a_thread("5") == 1.0
+    child = os.fork()  # it has no helper: its parent's would take both for one
+    if child == 0:
+        os._exit(0 if graders.helper is None else 1)
+    graders.helper.kill()
+    graders.helper.communicate()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_source_says_who_grades_its_rows(monkeypatch):
@@ -212,21 +173,23 @@ def test_source_says_who_grades_its_rows(monkeypatch):
         return lambda *given: (name, given[-2:])
 
     class Neighbour:
-        def __init__(self, name, _):
-            self.compute_score = self.grade_constraint = grader(name)
+        def __init__(self, name):
+            if name == "tulu3":
+                raise RuntimeError("it needs what is not here")
+            self.compute_score = grader(name)
 
     for name in ("grade_gsm8k", "grade_hellaswag", "grade_math"):
         monkeypatch.setattr(graders, name, grader(name))
-    monkeypatch.setattr(graders, "import_neighbour", Neighbour)
+    monkeypatch.setattr(graders.importlib, "import_module", Neighbour)
     for name, sources in GRADED_BY.items():
         for source in sources.split():
             assert graders.compute_score(source, "a", "b") == (name, ("a", "b")), source
-    of_tulu = '{"func_name": "validate_no_commas"}'
-    for source in ("ifeval", "allenai/RLVR-IFeval"):
-        assert graders.compute_score(source, "a", of_tulu) == ("tulu3", ("a", of_tulu))
     for source in (None, "", "taconite", "happs", "codex", "camcorder", "gsm"):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match="write a function"):
             graders.compute_score(source, "a", "b")
+    # Tulu 3's rows are called so as well; and where a file does not load, its rows are refused
+    with pytest.raises(NotImplementedError, match="'ifeval' cannot be graded here: it needs"):
+        graders.compute_score("ifeval", "a", '{"func_name": "validate_no_commas"}')
 
 
 def test_constraints_of_both_kinds_are_graded():
@@ -237,34 +200,3 @@ def test_constraints_of_both_kinds_are_graded():
         assert scores == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="'rhymes' is none of"):
         graders.compute_score("ifeval", "a", '{"func_name": "rhymes"}')
-
-
-WITHOUT_BUBBLEWRAP = """
-import graders
-assert graders.compute_score("openai/gsm8k", "#### 1", "1") == 1.0
-try:
-    graders.compute_score("mbpp", "", ["assert True"])
-except NotImplementedError as error:
-    print(error)
-"""
-
-
-def test_rows_that_need_a_sandbox_are_refused_where_there_is_none_and_no_others(tmp_path):
-    env = {"PATH": str(tmp_path), "PYTHONPATH": f"{REPO}/scripts/rewards"}
-    command = [sys.executable, "-c", WITHOUT_BUBBLEWRAP]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    assert "'mbpp' cannot be graded here" in done.stdout
-    assert "apt-get install bubblewrap" in done.stdout
-
-
-@every_grader
-def test_unknown_source_names_the_known_ones_and_the_way_out(grader):
-    with pytest.raises(NotImplementedError, match=r"no/such.*gsm8k.*math.*--reward_fn"):
-        grader.compute_score("no/such", "1", "1")
-
-
-@every_grader
-def test_ground_truth_that_no_answer_can_equal_is_refused(grader):
-    for truth in ("a dozen", "nan", "inf", "1/2", "1e6", "", None):
-        with pytest.raises(ValueError, match="must be a number"):
-            grader.compute_score("openai/gsm8k", "", truth)

@@ -5,6 +5,7 @@ test_loop.py has what is only seen while a run trains.
 """
 
 import contextlib
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,60 +32,45 @@ ROW = {
 
 # --------------------------------------------------------------------------------------- arguments
 
-# name: (arguments, fragments of the message)
-MISTAKES = {
-    "a rest of responses": ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
-    "no reward": (
-        {"apply_verifiable_reward": False},
+NO_RULE = {"apply_verifiable_reward": False}
+TWO_GPUS_EACH = {"vllm_tensor_parallel_size": 2}
+# On a node with two learners: arguments, and fragments of the message; none: they fit
+ARGUMENTS = [
+    ({}, []),
+    ({"vllm_gpus": (2, 5)}, []),
+    ({"vllm_gpus": (2, 5, 3, 4)} | TWO_GPUS_EACH, []),
+    ({"local_mini_batch_size": 32, "per_device_train_batch_size": 24}, []),
+    (NO_RULE | {"add_r1_style_format_reward": True}, []),
+    (NO_RULE | {"reward_model_path": "m"}, []),
+    ({"local_mini_batch_size": 48}, ["(256)", "local_mini_batch_size (48)"]),
+    (
+        NO_RULE,
         ["--apply_verifiable_reward", "--add_r1_style_format_reward", "--reward_model_path"],
     ),
-    "a reward model of weight 0": (
-        {"apply_verifiable_reward": False, "reward_model_path": "m", "reward_model_multiplier": 0},
+    (
+        NO_RULE | {"reward_model_path": "m", "reward_model_multiplier": 0},
         ["--reward_model_multiplier is above 0"],
     ),
-    # On a node with two learners
-    "a learner's GPU": ({"vllm_gpus": (1, 2)}, ["--vllm_gpus (1, 2)", "not the first 2"]),
-    "half an engine": (
-        {"vllm_gpus": (2, 3, 4), "vllm_tensor_parallel_size": 2},
-        ["--vllm_gpus (2, 3, 4)", "--vllm_tensor_parallel_size (2)"],
-    ),
-    "one twice": ({"vllm_gpus": (2, 2)}, ["--vllm_gpus (2, 2)", "each named once"]),
-    "the last, counted from behind": ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),
-    "an engine without a learner": ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
-    "to go on from nowhere": ({"resume_from_checkpoint": "auto"}, ["auto needs a --run_name"]),
-    "several shared ones": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size (2)"]),
-}
-
-
-def test_default_model_that_is_missing_says_how_it_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"--model_name_or_path: bash scripts/setup\.sh makes"):
-        script.fill_in(Args(), world_size=1)
-
-
-def test_arguments_that_do_not_fit_together_are_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for name, (changes, fragments) in MISTAKES.items():
-        with pytest.raises(ValueError) as refused:
-            script.fill_in(Args(**changes), world_size=2)
-        assert [part for part in fragments if part not in str(refused.value)] == [], name
-
-
-ARGUMENTS_THAT_FIT = [
-    {},
-    {"vllm_gpus": (2, 5)},
-    {"vllm_gpus": (2, 5, 3, 4), "vllm_tensor_parallel_size": 2},
-    {"local_mini_batch_size": 32, "per_device_train_batch_size": 24},
-    {"apply_verifiable_reward": False, "add_r1_style_format_reward": True},
-    {"apply_verifiable_reward": False, "reward_model_path": "m"},
+    ({"vllm_gpus": (1, 2)}, ["--vllm_gpus (1, 2)", "not the first 2"]),
+    ({"vllm_gpus": (2, 3, 4)} | TWO_GPUS_EACH, ["(2, 3, 4)", "--vllm_tensor_parallel_size (2)"]),
+    ({"vllm_gpus": (2, 2)}, ["--vllm_gpus (2, 2)", "each named once"]),
+    ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),  # the last, counted from behind
+    ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
+    (TWO_GPUS_EACH, ["--vllm_tensor_parallel_size (2)"]),
+    ({"resume_from_checkpoint": "auto"}, ["auto needs a --run_name"]),
 ]
 
 
-def test_arguments_that_fit_are_not(monkeypatch):
+def test_arguments_that_do_not_fit_together_are_refused_and_no_others(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for changes in ARGUMENTS_THAT_FIT:
-        filled_in = script.fill_in(Args(**changes), world_size=2)
-        assert {name: getattr(filled_in, name) for name in changes} == changes
+    for changes, fragments in ARGUMENTS:
+        if not fragments:
+            filled_in = script.fill_in(Args(**changes), world_size=2)
+            assert {name: getattr(filled_in, name) for name in changes} == changes
+            continue
+        with pytest.raises(ValueError) as refused:
+            script.fill_in(Args(**changes), world_size=2)
+        assert [part for part in fragments if part not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -103,46 +89,47 @@ def test_engines_have_cores_and_memory(cores, ranks, workers, of_first, monkeypa
             assert args.mini_batch_size == ranks * args.local_mini_batch_size
 
 
-# What only the main() of a script refuses. Six updates in three steps
+# What only the main() of a script refuses, before anything is written. Six updates in three steps
 ONLY_WARM_UP = r"--warm_up_steps.*--total_episodes"
 ONE_SAMPLE = {"number_samples_per_prompt": 1, "local_rollout_batch_size": 16}
+FOR_NOTHING = [
+    ("ppo_vllm_async.py", {"value_warmup_steps": 3}, r"--value_warmup_steps"),
+    ("ppo_vllm_async.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
+    ("ppo_sync.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
+    ("grpo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
+    ("grpo_vllm_async.py", ONE_SAMPLE, "--number_samples_per_prompt"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("ppo_vllm_async.py", {"value_warmup_steps": 3}, r"--value_warmup_steps"),
-        ("ppo_vllm_async.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
-        ("ppo_sync.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
-        ("grpo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
-        ("grpo_vllm_async.py", ONE_SAMPLE, "--number_samples_per_prompt"),
-    ],
-    ids=str,
-)
-def test_run_that_would_be_for_nothing_is_refused_before_it_begins(
-    name, changes, message, run_main, tmp_path
-):
-    with pytest.raises(ValueError, match=message):
-        run_main(name, **changes, output_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_flag_that_would_do_nothing_is_refused(tmp_path):
-    args = grpo_vllm_async.Args(min_response_length=4, output_dir=str(tmp_path))
+def test_run_that_would_be_for_nothing_is_refused_before_it_begins(run_main, tmp_path):
+    for name, changes, message in FOR_NOTHING:
+        with pytest.raises(ValueError, match=message):
+            run_main(name, **changes, output_dir=tmp_path)
     with pytest.raises(ValueError, match="--min_response_length needs --non_stop"):
-        grpo_vllm_async.main(args)
+        grpo_vllm_async.main(grpo_vllm_async.Args(min_response_length=4, output_dir=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", [script, train_reward_model])
-def test_home_is_expanded_in_every_text(module, monkeypatch):
+def test_launch_that_would_divide_gradients_is_refused(run_main, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="scripts/accelerate"):
+        patch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+        run_main("ppo_sync.py", output_dir=tmp_path)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    options = {"output_dir": tmp_path, "dataset": "not_read.jsonl"}
+    with pytest.raises(ValueError, match=r"accelerate.*must be 1|accelerate's gradient accum"):
+        preference_pairs.train(preference_pairs.tiny_args(**options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_home_is_expanded_in_every_text(monkeypatch):
     """No shell does it in quotes; the run was written to a folder named ~."""
     monkeypatch.setenv("HOME", "/home/me")
-    args = module.Args(output_dir="~/runs", dataset="~/a.jsonl", chat_template="~")
-    assert (args.output_dir, args.dataset) == ("/home/me/runs", "/home/me/a.jsonl")
-    assert args.chat_template == "/home/me"
-    assert replace(args, eval_dataset="~/b").eval_dataset == "/home/me/b"
-    assert args.model_name_or_path == "debug_assets/model" and args.eval_dataset is None
+    for module in (script, train_reward_model):
+        args = module.Args(output_dir="~/runs", dataset="~/a.jsonl", chat_template="~")
+        assert (args.output_dir, args.dataset) == ("/home/me/runs", "/home/me/a.jsonl")
+        assert args.chat_template == "/home/me"
+        assert replace(args, eval_dataset="~/b").eval_dataset == "/home/me/b"
+        assert args.model_name_or_path == "debug_assets/model" and args.eval_dataset is None
 
 
 def test_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
@@ -156,21 +143,6 @@ def test_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
         args = Args(run_name="another", resume_from_checkpoint=path)
         for module in (script, train_reward_model):
             assert module.find_run(args) == (step.parents[1], step)
-
-
-def test_deepspeed_is_refused(run_main, tmp_path, monkeypatch):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
-    with pytest.raises(ValueError, match="scripts/accelerate"):
-        run_main("ppo_sync.py", output_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_accelerate_that_would_divide_gradients_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-    options = {"output_dir": tmp_path, "dataset": "not_read.jsonl"}
-    with pytest.raises(ValueError, match=r"accelerate.*must be 1|accelerate's gradient accum"):
-        preference_pairs.train(preference_pairs.tiny_args(**options))
-    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------- tokens, tokenizers
@@ -191,10 +163,16 @@ def stop_tokens(tokenizer, eos=None, **changes):
     return script.find_stop_tokens(Args(**changes), tokenizer, model)
 
 
-def test_stop_tokens_that_no_response_can_end_with_are_refused(tokenizer):
-    """Of a tokenizer that has none, too: the model's own would end, and the flag say nothing."""
+def test_stop_tokens_are_the_models_the_tokenizers_and_the_users_or_are_refused(tokenizer):
+    """A tuned base model's generation config may name another token than its turns end with."""
+    nine = tokenizer.convert_tokens_to_ids("9")
+    assert tokenizer.eos_token_id == 1
+    assert stop_tokens(tokenizer, eos=[3, 1]) == (1, 3)
+    assert stop_tokens(tokenizer, eos=3, stop_token="9", stop_token_id=19) == (1, 3, nine, 19)
+    assert stop_tokens(tokenizer, eos=None) == (1,)
+    assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (1,)
     without = SimpleNamespace(eos_token=None, eos_token_id=None, get_vocab=lambda: {"a": 0})
-    for one, eos, changes, message in (
+    for one, eos, changes, message in (  # no response can end with these
         (tokenizer, 1, {"stop_token": "<end>"}, "--stop_token <end>"),
         (tokenizer, 1, {"stop_token_id": 20}, "--stop_token_id"),
         (tokenizer, 20, {}, "model"),
@@ -205,63 +183,46 @@ def test_stop_tokens_that_no_response_can_end_with_are_refused(tokenizer):
             stop_tokens(one, eos, **changes)
 
 
-def test_stop_tokens_are_the_models_the_tokenizers_and_the_users(tokenizer):
-    """A tuned base model's generation config may name another token than its turns end with."""
-    nine, eos = tokenizer.convert_tokens_to_ids("9"), tokenizer.eos_token_id
-    assert eos == 1
-    assert stop_tokens(tokenizer, eos=[3, 1]) == (1, 3)
-    assert stop_tokens(tokenizer, eos=3, stop_token="9", stop_token_id=19) == (1, 3, nine, 19)
-    assert stop_tokens(tokenizer, eos=None) == (1,)
-    assert stop_tokens(tokenizer, eos=None, stop_token="eos") == (1,)
-
-
 # -------------------------------------------------------------------------------------------- rows
-
-
-def load(folder, rows, tokenizer, **changes):
-    path = write_rows(folder / "data.jsonl", rows)
-    return script.load_prompts(str(path), None, "train", tokenizer, Args(**changes), False)
 
 
 HH = {"style": "model", "ground_truth": "the chosen answer"}
 TWELVE = {"data_source": "gsm8k", "reward_model": {"ground_truth": "twelve"}}
-SOURCES = ["'mine'", "debug/sorting", "gsm8k", "--reward_fn"]
-TRUTH = {"reward_model": {"ground_truth": "12345"}}
 ANSWER = {"role": "assistant", "content": "12345"}
-# name: (a row, fragments of the message)
-BAD_ROWS = {
-    "no ground truth": (ROW | {"reward_model": None}, ["ground_truth"]),
-    "one for a reward model": (ROW | {"reward_model": HH}, ["ground_truth"]),
-    "no prompt": ({"data_source": "debug/sorting"} | TRUTH, ["no prompt"]),
-    "no messages": (ROW | {"prompt": []}, ["no prompt"]),
-    "an answer alone": (ROW | {"prompt": [ANSWER]}, ["no prompt"]),
-    "a number": (ROW | {"prompt": 5}, ["'int' object"]),
-    "no source": (ROW | {"data_source": None}, ["None", *SOURCES[1:]]),
-    "unknown source": (ROW | {"data_source": "mine"}, SOURCES),
-    "no number": (ROW | TWELVE, ["twelve"]),
-}
+SOURCES = ["debug/sorting", "gsm8k", "--reward_fn"]
+# A row, or a line that is none; fragments of the message
+BAD_ROWS = [
+    (ROW | {"reward_model": None}, ["ground_truth"]),
+    (ROW | {"reward_model": HH}, ["ground_truth"]),  # one for a reward model
+    ({name: ROW[name] for name in ("data_source", "reward_model")}, ["no prompt"]),
+    (ROW | {"prompt": []}, ["no prompt"]),
+    (ROW | {"prompt": [ANSWER]}, ["no prompt"]),
+    (ROW | {"prompt": 5}, ["'int' object"]),
+    (ROW | {"data_source": None}, ["None", *SOURCES]),
+    (ROW | {"data_source": "mine"}, ["'mine'", *SOURCES]),
+    (ROW | TWELVE, ["twelve"]),
+    ("", []),
+    ("{'prompt': 5}", []),
+    ("5", []),
+]
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_row_that_cannot_be_rewarded_is_found_before_the_run(name, tokenizer, tmp_path):
-    row, fragments = BAD_ROWS[name]
-    with pytest.raises(ValueError, match=r"/data\.jsonl, row 1: ") as refused:
-        load(tmp_path, [ROW, row, row], tokenizer)
-    assert [part for part in fragments if part not in str(refused.value)] == []
-
-
-def test_line_that_is_no_row_is_named(tokenizer, tmp_path):
-    for line in ("", "{'prompt': 5}", "5"):
+def test_row_that_cannot_be_rewarded_is_found_before_the_run(tokenizer, tmp_path):
+    for row, fragments in BAD_ROWS:
         path = write_rows(tmp_path / "data.jsonl", [ROW])
-        path.write_text(path.read_text() + f"{line}\n")
-        with pytest.raises(ValueError, match=r"/data\.jsonl, row 1: "):
+        line = row if isinstance(row, str) else json.dumps(row)
+        path.write_text(path.read_text() + f"{line}\n" * 2)
+        with pytest.raises(ValueError, match=r"/data\.jsonl, row 1: ") as refused:
             script.load_prompts(str(path), None, "train", tokenizer, Args(), False)
+        assert [part for part in fragments if part not in str(refused.value)] == []
 
 
 def test_prompts_that_are_all_too_long_or_empty_are_refused(tokenizer, tmp_path):
     for prompt, longest in (("53812=", 5), ("", 256)):
+        path = write_rows(tmp_path / "data.jsonl", [ROW | {"prompt": prompt}])
+        args = Args(max_prompt_token_length=longest)
         with pytest.raises(ValueError, match=r"data\.jsonl: .*--max_prompt_token_length.*tokeniz"):
-            load(tmp_path, [ROW | {"prompt": prompt}], tokenizer, max_prompt_token_length=longest)
+            script.load_prompts(str(path), None, "train", tokenizer, args, False)
 
 
 # ----------------------------------------------------------------------------------- run and models

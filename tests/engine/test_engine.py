@@ -10,9 +10,9 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import REPO, real_vllm
+from helpers import real_vllm
 from helpers.processes import alive, wait_until
 from helpers.real_vllm import PROMPTS, differences, perturb, prompt_of, sample, sync, vllm_args
 from helpers.rollouts import STOP, VOCAB, plain
@@ -30,55 +30,45 @@ import ppo_vllm_async as script
 # ------------------------------------------------------------------------------------ without vLLM
 
 
-def test_engine_is_no_rank_and_sees_its_own_gpus_alone(monkeypatch):
-    launchers = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-    launchers += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"]
-    for name in launchers:
-        monkeypatch.setenv(name, "1")
-    of_the_user = {
-        "RANKING": "mine",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "CUDA_VISIBLE_DEVICES": "3,GPU-5,7",
-    }
-    for name, value in of_the_user.items():
+LAUNCHERS = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+LAUNCHERS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"]
+USERS = {"RANKING": "mine", "VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": "3,GPU-5,7"}
+
+
+def test_engine_is_no_rank_and_sees_its_own_gpus_alone(tmp_path, monkeypatch):
+    def settings(gpus, **changes):
+        return script.vllm_settings(gpus, "folder", 77, vllm_args(**changes))
+
+    for name, value in (USERS | dict.fromkeys(LAUNCHERS, "1")).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)  # no compiler
-    args = vllm_args(vllm_gpus=(1, 2), vllm_tensor_parallel_size=2, vllm_enforce_eager=False)
-
-    environment, options = script.vllm_settings((1, 2), "folder", 77, args)
-    assert not environment.keys() & set(launchers)
-    assert environment.items() > (of_the_user | {"CUDA_VISIBLE_DEVICES": "GPU-5,7"}).items()
-    assert options["weight_transfer_config"] == {"backend": "nccl"}
-    assert options["load_format"] == "dummy"
-    assert (options["tensor_parallel_size"], options["max_model_len"]) == (2, 77)
-    assert not options["enforce_eager"] and "enable_chunked_prefill" not in options
-    assert options["hf_overrides"] == {"head_dtype": "float32"}
-    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and "CUDA_HOME" not in environment
-
-    _, shared = script.vllm_settings((1,), "folder", 77, vllm_args())
-    assert shared["weight_transfer_config"] == {"backend": "ipc"} and shared["enforce_eager"]
-
-    environment, options = script.vllm_settings((), "folder", 77, vllm_args(local_world_size=4))
-    assert environment["OMP_NUM_THREADS"] == "2"  # four engines have half of the cores
-    assert environment["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
-    assert not {"weight_transfer_config", "load_format", "hf_overrides"} & options.keys()
-
-
-@pytest.mark.parametrize("users", [None, "/usr/local/mine"])
-def test_flashinfer_gets_the_compiler_of_torchs_cuda_where_it_would_find_another(
-    users, tmp_path, monkeypatch
-):
-    (tmp_path / "nvcc").write_text("")
-    (tmp_path / "nvcc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    if users:
-        monkeypatch.setenv("CUDA_HOME", users)
-    environment, _ = script.vllm_settings((0,), "folder", 77, vllm_args())
-    pinned = Path(torch.__file__).parents[1] / "nvidia" / "cu13"
-    assert environment["CUDA_HOME"] == (users or str(pinned))
+    own = {"vllm_gpus": (1, 2), "vllm_tensor_parallel_size": 2, "vllm_enforce_eager": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda *_, **__: None)  # no compiler
+        environment, options = settings((1, 2), **own)
+    assert not environment.keys() & {*LAUNCHERS, "CUDA_HOME"}
+    assert environment.items() > (USERS | {"CUDA_VISIBLE_DEVICES": "GPU-5,7"}).items()
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    expected = {"weight_transfer_config": {"backend": "nccl"}, "load_format": "dummy"}
+    expected |= {"tensor_parallel_size": 2, "max_model_len": 77, "enforce_eager": False}
+    assert options == options | expected | {"hf_overrides": {"head_dtype": "float32"}}
+    assert "enable_chunked_prefill" not in options
+
+    (tmp_path / "nvcc").touch(0o755)  # of another CUDA than torch's, perhaps
+    monkeypatch.setenv("PATH", str(tmp_path))
+    pinned = str(Path(torch.__file__).parents[1] / "nvidia" / "cu13")
+    for of_user in (None, "/usr/local/mine"):
+        if of_user:
+            monkeypatch.setenv("CUDA_HOME", of_user)
+        environment, shared = settings((1,))
+        assert environment["CUDA_HOME"] == (of_user or pinned)
+        assert shared["weight_transfer_config"] == {"backend": "ipc"} and shared["enforce_eager"]
+
+    environment, options = settings((), local_world_size=4)
+    assert environment["OMP_NUM_THREADS"] == "2"  # four engines have half of the cores
+    assert environment["CUDA_VISIBLE_DEVICES"] == USERS["CUDA_VISIBLE_DEVICES"]
+    assert not {"weight_transfer_config", "load_format", "hf_overrides"} & options.keys()
 
 
 @pytest.mark.parametrize(
@@ -112,12 +102,8 @@ def test_kl_is_that_of_the_sampler_to_the_learner():
     """Not the other way round: tokens are the sampler's."""
     sampler, learner = torch.tensor([0.9, 0.1]), torch.tensor([0.88, 0.12])
     tokens = [0] * 9 + [1]  # as often as the sampler draws them
-    found = script.check_sampler(
-        learner.log()[None, tokens],
-        sampler.log()[None, tokens],
-        torch.ones(1, 10),
-        vllm_args(dtype="bfloat16"),
-    )
+    logprobs = [one.log()[None, tokens] for one in (learner, sampler)]
+    found = script.check_sampler(*logprobs, torch.ones(1, 10), vllm_args(dtype="bfloat16"))
     assert found == pytest.approx((sampler * (sampler / learner).log()).sum().item(), rel=1e-3)
 
 
@@ -151,49 +137,39 @@ def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
     script.check_draws(wrong + math.nan, entropies, mask)  # which is another error's
 
 
-def test_rare_tokens_that_did_not_come_are_no_error():
-    """Then each response has a little more than 0, all the same: infinitely many errors."""
+def test_rare_tokens_that_did_not_come_and_nine_standard_errors_end_no_run():
+    """Fewer would end right runs: at 3.5 each ends after some thousand steps."""
     logprobs, entropies = torch.full((64, 8), math.log(0.999)), torch.full((64, 8), 0.0079)
+    # Then each response has a little more than 0, all the same: infinitely many errors
     script.check_draws(logprobs, entropies, torch.ones(64, 8))
     logprobs[7, 3] = math.log(0.001)  # and one that came
     script.check_draws(logprobs, entropies, torch.ones(64, 8))
     # With no spread there is no measure of how far below 0 a mean is
-    script.check_draws(-torch.full((64, 1), 1e-3), torch.zeros(64, 1), torch.ones(64, 1))
-
-
-@pytest.mark.parametrize(("errors", "ends"), [(8, False), (10, True)])
-def test_draws_may_be_nine_standard_errors_off(errors, ends):
-    """Fewer would end right runs: at 3.5 each ends after some thousand steps."""
+    zeros, ones = torch.zeros(64, 1), torch.ones(64, 1)
+    script.check_draws(zeros - 1e-3, zeros, ones)
     spread = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
-    logprobs = spread - errors * spread.std() / 8
-    with pytest.raises(RuntimeError) if ends else nullcontext():
-        script.check_draws(logprobs, torch.zeros(64, 1), torch.ones(64, 1))
+    script.check_draws(spread - 8 * spread.std() / 8, zeros, ones)
+    with pytest.raises(RuntimeError):
+        script.check_draws(spread - 10 * spread.std() / 8, zeros, ones)
 
 
 # ------------------------------------------------------------------------------------------ an end
 
-TWO_ERRORS = """import sys, threading, traceback
-import ppo_vllm_async as script
 
-def printed(error):
-    print(error, flush=True)
-    other = threading.Thread(target=script.end_at_once, args=("the second",), daemon=True)
-    if error == "the first":
-        other.start()
-        other.join(1)
-
-traceback.print_exception = printed
-script.end_at_once("the first")
-"""
-
-
-@pytest.mark.slow
-def test_first_error_alone_is_told():
+def test_first_error_alone_is_told(monkeypatch):
     """A call that fails is one in the thread that waits for it, and one in its callback."""
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_ERRORS], cwd=REPO, capture_output=True, text=True, timeout=120
-    )
-    assert (result.returncode, result.stdout) == (1, "the first\n"), result.stderr
+    told, ending = [], threading.Lock()
+    monkeypatch.setattr(script, "ending", ending)
+    monkeypatch.setattr(script, "end_children", lambda: None)
+    monkeypatch.setattr(script.traceback, "print_exception", told.append)
+    monkeypatch.setattr(os, "_exit", told.append)
+    script.end_at_once("the first")
+    other = threading.Thread(target=script.end_at_once, args=("the second",))
+    other.start()
+    other.join(0.2)
+    assert told == ["the first", 1] and other.is_alive()
+    ending.release()
+    other.join()
 
 
 def test_children_that_clean_up_are_born_deaf_to_their_groups_end():
@@ -310,49 +286,22 @@ def test_sampler_has_the_weights_that_were_synced_and_no_prefixes_of_old_ones(sy
     assert differences(system).max() > 1e-2  # so the cache is in use
 
 
-def test_tensor_that_is_left_out_shows(system, monkeypatch):
-    names = ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"]
-    if not system.model.config.tie_word_embeddings:
-        names.append("model.embed_tokens.weight")
-    save_file = script.save_file
-    for version, left_out in enumerate(names):
-
-        def save(weights, path, left_out=left_out):
-            del weights[left_out]
-            save_file(weights, path)
-
-        sync(system, version)
-        perturb(system.model, 10 + version)
-        with monkeypatch.context() as patch:
-            patch.setattr(script, "save_file", save)
-            sync(system, version)
-        assert differences(system).mean() > 1e-3, left_out  # where main() stops the run
-
-
 # ---------------------------------------------------------------------------------------- sampling
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-def test_temperature_is_on_both_sides(system, temperature):
-    responses = sample(system.vllm, temperature=temperature)
+def test_temperature_is_on_both_sides_and_tokens_are_drawn_by_the_policy(system, temperature):
+    responses = sample(system.vllm, PROMPTS * 32, temperature=temperature)
     for learners in (0.5, 1.0, 1.5):
-        found = differences(system, responses, learners)
+        found = differences(system, responses[: len(PROMPTS)], learners)
         assert found.max() < 1e-4 if learners == temperature else found.mean() > 1e-2
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_tokens_are_drawn_by_the_policy(system, temperature):
-    batch = script.collate(sample(system.vllm, PROMPTS * 32, temperature=temperature), "cpu")
-
-    def check():
-        policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
-        with torch.no_grad():
+    batch = script.collate(responses, "cpu")
+    policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
+    with torch.no_grad():
+        script.check_draws(*policy(batch.input_ids, batch.mask), batch.mask)
+        perturb(system.model, 5)
+        with pytest.raises(RuntimeError, match="did not draw"):
             script.check_draws(*policy(batch.input_ids, batch.mask), batch.mask)
-
-    check()
-    perturb(system.model, 5)
-    with pytest.raises(RuntimeError, match="did not draw"):
-        check()
 
 
 def test_response_is_a_function_of_its_prompt_and_its_seed(system):

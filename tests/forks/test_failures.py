@@ -11,30 +11,14 @@ import pytest
 from helpers import REPO
 from helpers.files import read_json_lines
 
-SEEDS = (1, 2, 3)
 NAMES = list(failures.FAILURES)
 each = pytest.mark.parametrize("name", NAMES)
-
-
-@pytest.fixture(scope="module")
-def page():
-    return (REPO / "docs" / "failures.md").read_text()
-
-
-def test_each_has_a_diff_and_a_section(page):
-    diffs = sorted(path.stem for path in fork.FAILURES.glob("*.diff"))
-    assert sorted(NAMES) == diffs and len(diffs) == 12
-    sections = page.split("\n### ")[1:]
-    assert [re.findall(r"failures/(\w+)\.diff", section) for section in sections] == [
-        [name] for name in NAMES
-    ]
-    # The thread that it is from
-    assert [len(re.findall(r"\]\(https://", section)) > 0 for section in sections] == [True] * 12
+PAGE = (REPO / "docs" / "failures.md").read_text()
 
 
 @each
 @pytest.mark.usefixtures("git")
-def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
+def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
     script, _ = failures.FAILURES[name].command
     diff = (fork.FAILURES / f"{name}.diff").read_text()
     assert fork.base_of(diff) == script
@@ -45,14 +29,18 @@ def test_diff_is_a_few_lines_of_the_script(name, tmp_path):
     assert ast.get_docstring(ast.parse(text)) == docstring  # --help shows it
     changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     assert 0 < len(changed) <= 16
+    section = PAGE.split("\n### ")[1:][NAMES.index(name)]
+    assert re.findall(r"failures/(\w+)\.diff", section) == [name]
+    assert "](https://" in section  # the thread that it is from
+    assert len(NAMES) == len(fork.names_in(fork.FAILURES)) == 12
 
 
 @each
-def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name, page):
+def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name):
     """A diff, a task or a flag of the debug commands that changes asks for new runs."""
     recorded, failure = read_json_lines(REPO / "docs/failures.jsonl"), failures.FAILURES[name]
     right, wrong, ended = [], [], set()
-    for seed in SEEDS:
+    for seed in (1, 2, 3):
         runs = failures.runs_of(name, seed)
         lines = [
             next((line for line in recorded if run.items() <= line.items()), None) for run in runs
@@ -72,65 +60,44 @@ def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name, page):
     cells.append(f"in step {', '.join(map(str, sorted(ended)))}" if ended else "none does")
     first, last = failure.steps
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    assert f"| {name} | `{failure.metric}`, {steps} | {' | '.join(cells)} |" in page
+    assert f"| {name} | `{failure.metric}`, {steps} | {' | '.join(cells)} |" in PAGE
 
 
-# ---------------------------------------------------------------------------- the program, faked
-
-
-@pytest.fixture
-def call(monkeypatch, tmp_path):
-    """call("temperature") runs failures.py: each run(words, ...) gives call.outcome(words)."""
-
-    def run(words, folder, expected=None):
-        call.ran.append([words[2], expected])
-        return call.outcome(words)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["failures.py", *words])
-        monkeypatch.setattr(failures, "RESULTS", call.results)
-        monkeypatch.setattr(failures, "run", run)
-        monkeypatch.setattr(failures, "make_debug_assets", lambda: None)
-        monkeypatch.setattr(fork, "write_fork", lambda name, path, is_bug: call.forked.append(name))
-        failures.main()
-
-    call.ran, call.forked, call.results = [], [], tmp_path / "a/f.jsonl"
-    return call
-
-
-def test_a_wrong_run_that_is_ended_runs_again_without_the_check(call, capsys):
+def test_a_wrong_run_that_is_ended_runs_again_without_the_check(monkeypatch, tmp_path, capsys):
+    """The program with a run that is made up."""
+    ran, forked, results = [], [], tmp_path / "a/f.jsonl"
     lines = [{"objective/scores": 0.3, "mismatch/kl": 0.5}] * 40
     caught = f"Traceback:\n{failures.CAUGHT}: 0.06\nvLLM ends\n"
-    call.outcome = lambda words: (
-        ([], caught) if words[2] == "on" and len(call.forked) == 1 else (lines, "")
-    )
-    call("temperature")
-    assert call.ran == [["on", None], ["on", failures.CAUGHT], ["off", None]]
-    assert call.forked == ["temperature", "temperature"]
-    out = capsys.readouterr().out
-    right, ended, unchecked = read_json_lines(call.results)
-    assert out.splitlines()[2:] == [
+
+    def run(words, folder, expected=None):
+        ran.append([words[2], expected])
+        return ([], caught) if words[2] == "on" and len(forked) == 1 else (lines, "")
+
+    monkeypatch.setattr(failures, "RESULTS", results)
+    monkeypatch.setattr(failures, "run", run)
+    monkeypatch.setattr(failures, "make_debug_assets", lambda: None)
+    monkeypatch.setattr(fork, "write_fork", lambda name, path, is_bug: forked.append(name))
+    monkeypatch.setattr(sys, "argv", ["failures.py", "temperature"])
+    failures.main()
+    assert ran == [["on", None], ["on", failures.CAUGHT], ["off", None]]
+    assert forked == ["temperature", "temperature"]
+    assert capsys.readouterr().out.splitlines()[2:] == [
         "right, seed 1: 0.5, last scores 0.3",
         "temperature, seed 1: ended in step 1 by check_sampler",
         "temperature, no check, seed 1: 0.5, last scores 0.3",
     ]
+    right, ended, unchecked = read_json_lines(results)
     assert [line["completed_steps"] for line in (right, ended, unchecked)] == [40, 0, 40]
     assert ended["error"] == f"{failures.CAUGHT}: 0.06" and right["error"] is None
     assert unchecked["metrics"]["mismatch/kl"] == [0.5] * 40
 
-
-def test_commands_are_shown_with_the_check_off_as_well(call, capsys):
-    call("temperature", "--show")
-    made, *commands = capsys.readouterr().out.splitlines()[2:]
+    monkeypatch.setattr(sys, "argv", ["failures.py", "temperature", "--show"])
+    failures.main()
+    made, wrong, _, off = capsys.readouterr().out.splitlines()[2:]
     assert made == "python scripts/fork.py --bug temperature grpo_temperature.py"
-    programs = ["grpo_temperature.py", "grpo_vllm_async.py"]
-    programs.append("scripts/benchmark/failures.py --run off grpo_temperature.py")
-    for line, program in zip(commands, programs, strict=True):
-        assert line.startswith(f"python {program} --dataset") and "--temperature 0.7" in line
-    assert call.ran == []
-
-
-# ----------------------------------------------------------------------------- with a real vLLM
+    assert wrong.startswith("python grpo_temperature.py --dataset") and "perature 0.7" in wrong
+    assert off.startswith("python scripts/benchmark/failures.py --run off grpo_temperature.py --d")
+    assert len(ran) == 3
 
 
 @pytest.mark.slow

@@ -5,20 +5,19 @@ import itertools
 import json
 import queue
 import shutil
-import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import REPO
-from helpers.endings import check_end, new_mark
+from helpers import GRPO
 from helpers.files import read_json_lines, write_text
 from helpers.processes import CPU
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
-from helpers.runs import without_clock
+from helpers.runs import check_equal_to_the_bit, without_clock
 
 pytestmark = pytest.mark.slow
 
@@ -26,32 +25,23 @@ pytestmark = pytest.mark.slow
 PROMPTS = [prompt_of([2 + (5 * i * j + j) % (VOCAB - 2) for j in range(140)]) for i in range(16)]
 # Most responses last for several rounds
 OPTIONS = {"response_length": 24, "temperature": 1.5, "total_episodes": 192, "num_evals": 2}
-IN_FLIGHT = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2}
 
 
 @pytest.fixture(scope="module")
-def fork(git, tmp_path_factory):
-    """The forked script, a path."""
-    sys.path.insert(0, str(REPO / "scripts"))
-    path = tmp_path_factory.mktemp("fork") / "grpo_inflight.py"
-    importlib.import_module("fork").write_fork("inflight", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def module(fork):
-    sys.path.insert(0, str(fork.parent))  # vLLM's process imports it, too
-    yield importlib.import_module("grpo_inflight")
-    sys.path.remove(str(fork.parent))
+def module(import_fork):
+    return import_fork("inflight")
 
 
 # -------------------------------------------------------------------------------- rounds of vLLM
 
 
+SIZES = {"local_rollout_batch_size": 2, "number_samples_per_prompt": 4, "local_mini_batch_size": 8}
+SIZES |= {"total_episodes": 96}
+
+
 def args_of(module, **changes):
     options = {"dtype": "float32", "response_length": 64, "stop_token_ids": (STOP,)}
-    options |= {"num_evals": 3, "local_rollout_batch_size": 2, "number_samples_per_prompt": 4}
-    options |= {"local_mini_batch_size": 8, "total_episodes": 96, "vllm_enforce_eager": True}
+    options |= {"num_evals": 3, "vllm_enforce_eager": True} | SIZES
     return module.fill_in(module.Args(**options | changes), world_size=1)
 
 
@@ -61,15 +51,13 @@ def engine(module, engines):
     args = args_of(module)
     model = tiny_model()
     model.lm_head.weight.data.mul_(0.3)  # float32 rounds large logits to 1e-5
-    settings = module.vllm_settings
 
-    def with_few_slots(*settings_args):
-        environment, options = settings(*settings_args)
-        return environment, options | {"max_num_seqs": 8}
+    def with_few_slots(call):  # else all batches would be sampled side by side
+        return lambda *given: (call(*given)[0], call(*given)[1] | {"max_num_seqs": 8})
 
-    module.vllm_settings = with_few_slots  # else all batches would be sampled side by side
-    vllm = module.VLLM((0, 1, ()), model.config, MAX_LENGTH, args)
-    module.vllm_settings = settings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "vllm_settings", with_few_slots(module.vllm_settings))
+        vllm = module.VLLM((0, 1, ()), model.config, MAX_LENGTH, args)
     first = {name: weight.clone() for name, weight in model.state_dict().items()}
     yield SimpleNamespace(vllm=vllm, model=model, args=args, first=first)
     module.end_children()
@@ -126,20 +114,18 @@ def test_each_token_has_the_logprob_of_the_version_on_its_label(module, engine, 
     for step, batch in enumerate(seen.batches):
         assert len(batch) == 8
         for response in batch:
-            assert response.finished and len(response.versions) == len(response.token_ids)
-            assert (np.diff(response.versions) >= 0).all()
-            ages |= set((step - response.versions).tolist())
-            parts = max(parts, len(set(response.versions)))
-            for version in set(response.versions):
-                labelled = response.versions == version
-                others = [np.inf]
-                for weights in seen.weights:
-                    theirs = logprobs_of(module, engine, weights, response)[labelled]
-                    others.append(np.abs(response.logprobs[labelled] - theirs).max())
-                    if weights is seen.weights[version]:
-                        assert others.pop() < 1e-4
+            versions = response.versions
+            assert response.finished and len(versions) == len(response.token_ids)
+            assert (np.diff(versions) >= 0).all()
+            ages |= {*(step - versions).tolist()}
+            parts = max(parts, len({*versions}))
+            of_each = [logprobs_of(module, engine, weights, response) for weights in seen.weights]
+            errors = np.abs(response.logprobs - np.array(of_each))
+            for version in {*versions}:
+                own, *others = np.roll(errors[:, versions == version].max(1), -version)
+                assert own < 1e-4
                 # Of few tokens another version may say the same
-                assert min(others) > 1e-3 or sum(labelled) < 4
+                assert min(others) > 1e-3 or sum(versions == version) < 4
     assert ages == {0, 1, 2, 3, 4}  # up to the bound, and no further
     assert parts >= 2  # of one response
 
@@ -151,29 +137,18 @@ def test_a_response_that_goes_on_does_not_get_the_same_random_numbers(module):
     assert seeds[0] == 7 and len(set(seeds)) == 4
 
 
-def test_an_evaluation_is_of_one_version_and_a_round_waits_for_it(module, run_rounds):
+def test_an_evaluation_is_of_one_version_and_a_round_waits_for_it(run_rounds):
     seen = run_rounds(num_held_out=3, max_staleness=2)
-    asked = [version for version, answers in enumerate(seen.answers) if answers]
-    assert asked == [0, 4, 8]
-    for version in asked:
-        assert len(seen.answers[version]) == 3
-        for answer in seen.answers[version]:
-            assert answer.finished and set(answer.versions) == {version}
+    counts = [len(answers) for answers in seen.answers]
+    assert {version: count for version, count in enumerate(counts) if count} == {0: 3, 4: 3, 8: 3}
+    for version, answers in enumerate(seen.answers):
+        assert all(answer.finished and {*answer.versions} == {version} for answer in answers)
 
 
-def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(module, run_rounds):
-    import grpo_vllm_async as script
-
+def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(run_rounds):
+    script = importlib.import_module("grpo_vllm_async")
     seen = run_rounds(max_staleness=2)
-    args = script.fill_in(
-        script.Args(
-            local_rollout_batch_size=2,
-            number_samples_per_prompt=4,
-            local_mini_batch_size=8,
-            total_episodes=96,
-        ),
-        world_size=1,
-    )
+    args = script.fill_in(script.Args(**SIZES), world_size=1)
     final = {response.seed: response for batch in seen.batches for response in batch}
     for step, batch in enumerate(seen.batches, start=1):
         request = script.make_request(step, PROMPTS, [], args)
@@ -190,8 +165,7 @@ def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(
 
 
 def test_a_round_without_a_clock_ends_when_a_batch_of_responses_has_finished(run_rounds):
-    seen = run_rounds(max_staleness=4, deterministic=True)
-    again = run_rounds(max_staleness=4, deterministic=True)
+    seen, again = (run_rounds(max_staleness=4, deterministic=True) for _ in range(2))
     for one, other in zip(seen.under_way, again.under_way, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a.token_ids, b.token_ids)
@@ -206,26 +180,15 @@ def test_a_round_without_a_clock_ends_when_a_batch_of_responses_has_finished(run
 # ------------------------------------------------------------------------------------- whole runs
 
 
-def lines_of(run):
-    return [without_clock(line) for line in run.metrics]
-
-
-def check_same(one, other):
-    assert lines_of(one) == lines_of(other)
-    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-
-
 def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
-    fork, run_script, small_eval, tmp_path
+    module, run_script, small_eval, tmp_path
 ):
     options = OPTIONS | {"eval_dataset": small_eval}
-    turns = run_script(
-        "grpo_vllm_async.py", tmp_path / "turns", async_mode=False, save_batches=True, **options
-    )
-    forked = run_script(fork, tmp_path / "forked", max_staleness=0, **options)
+    turns = run_script(*GRPO, tmp_path / "turns", async_mode=False, save_batches=True, **options)
+    forked = run_script(module.__file__, tmp_path / "forked", max_staleness=0, **options)
     assert turns.returncode == forked.returncode == 0, forked.output
-    assert [line | {"policy/staleness_max": 0.0} for line in lines_of(turns)] == lines_of(forked)
+    lines, of_fork = (list(map(without_clock, run.metrics)) for run in (turns, forked))
+    assert [line | {"policy/staleness_max": 0.0} for line in lines] == of_fork
     name = "model/model.safetensors"
     assert (turns.run_dir / name).read_bytes() == (forked.run_dir / name).read_bytes()
     samples = [read_json_lines(run.run_dir / "samples.jsonl") for run in (turns, forked)]
@@ -246,25 +209,27 @@ def score(data_source, response, ground_truth):
 
 
 def test_two_ranks_resume_to_the_bit_with_responses_under_way(
-    fork, run_script, few_prompts, tmp_path
+    module, run_script, few_prompts, tmp_path
 ):
-    """In the third and in the fifth batch each rank has a response that is long."""
-    import grpo_vllm_async as script
+    """In the third and in the fifth batch each rank has a response that is long.
 
+    No thread calls vLLM while another's call runs, which saving_batches.py asserts.
+    """
     third, fifth = (
-        {script.stable_hash(1, "episode", 16 * batch + rank * 8) for rank in (0, 1)}
+        {module.stable_hash(1, "episode", 16 * batch + rank * 8) for rank in (0, 1)}
         for batch in (2, 4)
     )
-    text = fork.read_text()
+    text = Path(module.__file__).read_text()
     for old, new in LENGTHS.items():
         assert text.count(old) == 1
         text = text.replace(old, new.format(third | fifth))
     path = write_text(tmp_path / "grpo_copy.py", text)
     reward = write_text(tmp_path / "varies.py", VARIES)
-    options = IN_FLIGHT | {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
+    options = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2}
+    options |= {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
     options |= {"number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
-    options |= {"local_mini_batch_size": 8, "ranks": 2, "env": CPU}
-    options |= {"reward_fn": f"{reward}:score"}
+    options |= {"local_mini_batch_size": 8, "reward_fn": f"{reward}:score"}
+    options |= {"ranks": 2, "env": CPU | {"PYTHONPATH": str(tmp_path)}, "save_batches": True}
     whole = run_script(path, tmp_path / "whole", **options)
     assert whole.returncode == 0, whole.output
     assert all(line["optim/grad_norm"] > 0 for line in whole.metrics)
@@ -276,29 +241,8 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
     saved = json.loads((tmp_path / "again/run/checkpoints/step_2/state.json").read_text())
     halves = {seed: row for seed, row in saved["under_way"].items() if not row["finished"]}
-    assert set(map(int, halves)) == third
+    assert {*map(int, halves)} == third
     assert all(2 < len(row["token_ids"]) < 24 for row in halves.values())
     again = run_script(path, tmp_path / "again", resume_from_checkpoint="latest", **options)
     assert "Resumed after step 2" in again.stdout, again.output
-    check_same(again, whole)
-
-
-def test_killed_with_responses_under_way_it_leaves_nothing(fork, run_with_fault, tmp_path):
-    # Its program asserts that no thread calls vLLM while another call runs
-    mark = new_mark()
-    env = mark | CPU | {"PYTHONPATH": str(fork.parent)}
-    options = OPTIONS | {"max_staleness": 2, "total_episodes": 320}
-    run = run_with_fault(fork, "SIGKILL", tmp_path, env=env, **options)
-    check_end(run, mark)
-    assert len(run.metrics) == 1
-
-
-def test_the_preflight_knows_the_fork(fork, assets, capsys, monkeypatch):
-    preflight = importlib.import_module("preflight")
-    monkeypatch.setattr(preflight, "ask_vllm", lambda config, dtype: "")  # it takes seconds
-    words = [str(fork), "--dataset", str(assets / "train.parquet")]
-    words += ["--model_name_or_path", str(assets / "model"), "--total_episodes", "5120"]
-    assert preflight.main([*words, "--max_staleness", "4"]) == 0
-    assert "of 64 prompts x 8 responses" in capsys.readouterr().out
-    assert preflight.main([*words, "--no-async_mode"]) == 2
-    assert "async_mode" in capsys.readouterr().err
+    check_equal_to_the_bit(again, whole)

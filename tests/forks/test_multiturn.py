@@ -1,29 +1,24 @@
 """The fork multiturn: ids that only grow, masks that leave out what was observed, an environment.
 
-First without vLLM; then one run with it, which all look at.
+First without vLLM; then one run with it, at which all look.
 """
 
-import importlib
-import math
 import sys
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import groupby
 from types import SimpleNamespace
 
-import fork as forks
-import inspect_run
 import numpy as np
 import pytest
 import torch
-from helpers import loops
+from helpers import GRPO
 from helpers.files import read_json_lines, write_text
-from helpers.formulas import logprobs_and_entropies
-from helpers.rollouts import STOP, one_of_ranks, tiny_language_model
+from helpers.formulas import logprobs_and_entropies, reference_gradient
+from helpers.rollouts import STOP, TINY, check_any_cut, one_of_ranks, tiny_language_model
 from helpers.runs import VLLM_OPTIONS, weights_of_versions, without_clock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-NAME = "grpo_multiturn.py"
 # Answers the first two turns, unless they end with one of three digits
 ENVIRONMENT = """
 def step(text, ground_truth, turn):
@@ -55,22 +50,8 @@ NUMBERED = CHATML.replace("{{ message['role'] }}", "{{ message['role'] }} {{ loo
 
 
 @pytest.fixture(scope="module")
-def folder(git, tmp_path_factory):
-    """That of the fork and of its environment."""
-    folder = tmp_path_factory.mktemp("fork")
-    forks.write_fork("multiturn", folder / NAME)
-    write_text(folder / "environment.py", ENVIRONMENT)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fork(folder):
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    yield importlib.import_module("grpo_multiturn")
-    sys.path.remove(str(folder))
-    for name in ("grpo_multiturn", "environment"):
-        sys.modules.pop(name, None)
+def fork(import_fork):
+    return import_fork("multiturn")
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +73,8 @@ def byte_tokenizer(template):
 
 
 def ids_of(tokenizer, contents):
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
-    ]
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -114,26 +94,22 @@ def test_observation_is_what_the_template_writes_after_a_turn(fork, template):
             assert whole[-len(ids) - 1 :] == [end, *ids]
 
 
-def test_what_cannot_have_turns_is_refused(fork, assets):
+def test_what_cannot_have_turns_is_refused(fork):
     args = fork.Args(env_fn="environment.py:step", max_turns=2)
-    for changes in ({"env_fn": None}, {"max_turns": None}, {"max_turns": 0}):
-        with pytest.raises(ValueError, match="--env_fn and --max_turns need each other"):
-            fork.fill_in(replace(args, **changes), world_size=1)
+    with pytest.raises(ValueError, match="--env_fn and --max_turns need each other"):
+        fork.fill_in(replace(args, max_turns=None), world_size=1)
     row = {"prompt": "21543=", "data_source": "debug/sorting"}
     row["reward_model"] = {"ground_truth": "12345"}
     with pytest.raises(ValueError, match="it is a string"):
         fork.read_prompt(row, "row 3", byte_tokenizer(CHATML), args, is_eval=False)
 
-    model = tiny_language_model()
-    tokenizer = byte_tokenizer(CHATML)
+    model, tokenizer = tiny_language_model(), byte_tokenizer(CHATML)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.vocab_size = len(tokenizer)
     assert fork.find_stop_tokens(args, tokenizer, model) == (tokenizer.eos_token_id,)
     for template in (OPEN, NUMBERED, "?"):
-        tokenizer = byte_tokenizer(template)
         with pytest.raises(ValueError, match="must end a turn with a stop token"):
-            fork.find_stop_tokens(args, tokenizer, model)
-    fork.find_stop_tokens(replace(args, env_fn=None), tokenizer, model)  # it has one turn
+            fork.find_stop_tokens(args, byte_tokenizer(template), model)
 
 
 # -------------------------------------------------------------------------------- a conversation
@@ -153,9 +129,8 @@ class ScriptedVLLM:
         ids = np.array(self.tokenizer(text)["input_ids"], np.int32)
         token_ids = np.concatenate([response.token_ids, ids])
         logprobs = np.full(response.num_sampled + len(ids), -0.5, np.float32)
-        return replace(
-            response, token_ids=token_ids, logprobs=logprobs, stopped=ids[-1] == self.stop
-        )
+        is_end = ids[-1] == self.stop
+        return replace(response, token_ids=token_ids, logprobs=logprobs, stopped=is_end)
 
     def sample(self, responses, seeds, temperature):
         self.asked.append([(r.row.tolist(), s) for r, s in zip(responses, seeds, strict=True)])
@@ -166,11 +141,12 @@ class ScriptedVLLM:
 def converse(fork, tokenizer, monkeypatch):
     """converse({prompt: turns}, step, max_turns=2): the responses, and the engine."""
 
+    def call(workers, response, args, call):
+        return call(args, response)
+
     def run(turns, step=None, **options):
         monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
-        monkeypatch.setattr(
-            fork, "call_worker", lambda workers, response, args, call: call(args, response)
-        )
+        monkeypatch.setattr(fork, "call_worker", call)
         defaults = {"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
         args = fork.Args(**defaults | {"stop_token_ids": (STOP,)} | options)
         vllm = ScriptedVLLM(tokenizer, turns)
@@ -221,16 +197,14 @@ def test_turns_and_observations_follow_each_other(fork, converse, tokenizer):
     assert sorted(seen) == [("11", "1", 0), ("12", "1", 1), ("20", "2", 1), ("21", "2", 0)]
 
     # What was asked for grows: token by token what has been there, and what was observed
-    first, second, third = vllm.asked
     assert [len(turn) for turn in vllm.asked] == [3, 2, 1]
-    for response, *asked in ((one, first[0], second[0], third[0]), (two, first[1], second[1])):
-        row = response.row.tolist()
+    for i, response in enumerate((one, two)):
         ends = [0, *(end for _, end in response.observed)]
-        assert [ids for ids, _ in asked] == [
-            row[: len(response.prompt.token_ids) + end] for end in ends
-        ]
-    assert [seed for _, seed in first] == [100, 101, 102]  # the script's own
-    assert len({seed for turn in vllm.asked for _, seed in turn}) == 6
+        start = len(response.prompt.token_ids)
+        asked = [turn[i][0] for turn in vllm.asked if i < len(turn)]
+        assert asked == [response.row.tolist()[: start + end] for end in ends]
+    seeds = [seed for turn in vllm.asked for _, seed in turn]
+    assert seeds[:3] == [100, 101, 102] and len({*seeds}) == 6  # the script's own; and others
 
 
 def test_observation_that_does_not_fit_cuts_the_response(converse):
@@ -242,23 +216,18 @@ def test_observation_that_does_not_fit_cuts_the_response(converse):
         assert response.is_sampled[-1]  # what a reward model reads
 
 
-def test_end_token_that_the_policy_has_not_sampled_is_observed(
-    fork, converse, tokenizer, monkeypatch
-):
+def test_end_token_that_the_policy_has_not_sampled_is_observed(converse, tokenizer, monkeypatch):
     """A turn may stop at another token than the chat template's."""
-    other = tokenizer.convert_tokens_to_ids("<|unknown|>")
-    monkeypatch.setattr(ScriptedVLLM, "stop", other)
+    monkeypatch.setattr(ScriptedVLLM, "stop", tokenizer.convert_tokens_to_ids("<|unknown|>"))
     (response,), _ = converse({"1": ["9<|unknown|>", "8"]}, lambda *_: "77", max_turns=2)
-    observed = tokenizer.decode(response.token_ids[slice(*response.observed[0])])
-    assert observed == "<|end|><|user|>77<|assistant|>"
+    assert shown(tokenizer, response) == "9<|unknown|>[<|end|><|user|>77<|assistant|>]8"
 
 
 def test_markers_of_turns_need_not_be_special_to_be_refused(fork):
     tokenizer = byte_tokenizer(CHATML.replace("<|im_start|>", "[turn]"))
     tokenizer.add_tokens(["[turn]", "<tool>"])
     marker, tag = tokenizer.convert_tokens_to_ids(["[turn]", "<tool>"])
-    assert {marker, tokenizer.eos_token_id} <= fork.turn_markers(tokenizer)
-    assert tag not in fork.turn_markers(tokenizer)
+    assert {marker, tokenizer.eos_token_id} <= fork.turn_markers(tokenizer) - {tag}
 
 
 def test_share_of_an_engine_is_its_own(converse, monkeypatch):
@@ -329,73 +298,48 @@ def made_up(fork):
         yield replace(response, logprobs=-np.ones(response.num_sampled, np.float32))
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_gradient_of_observed_tokens_is_exactly_zero(fork, aggregation):
-    """Where the model says what is next, and the next token was observed."""
-    options = {"dtype": "float32", "response_length": 40, "loss_aggregation": aggregation}
-    options |= {"cliprange": 9.0, "cliprange_higher": 9.0}  # no gradient is clipped away
-    options |= {"importance_sampling_level": "sequence" if aggregation == "token" else "token"}
-    args = fork.Args(**options, beta=0.0 if aggregation == "token" else 0.1)
-    policy = fork.PolicyModel(tiny_language_model(), args)
-    responses = sorted(made_up(fork), key=lambda response: len(response.row))  # as passes sort
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_sampling_level": "sequence", "beta": 0.0},
+        {"loss_aggregation": "sequence"},
+        {"loss_aggregation": "constant"},
+    ],
+    ids=str,
+)
+def test_gradient_is_that_of_sampled_tokens_alone(fork, options):
+    """However it is cut. Of what was observed a batch says rubbish, which nobody must read."""
+    options = TINY | {"response_length": 40, "beta": 0.1, "tis_cap": 1.5} | options
+    args = fork.Args(**options, cliprange=9.0, cliprange_higher=9.0)  # nothing is clipped away
+    policy = fork.PolicyModel(tiny_language_model(), args).double()
+    responses = list(made_up(fork))
     batch = fork.collate(responses, "cpu")
-    mask = batch.mask
+    mask = batch.mask.double()
+    for response, row in zip(responses, mask.tolist(), strict=True):
+        start = len(response.prompt.token_ids)
+        observed = {start + i for span in response.observed for i in range(*span)}
+        sampled = {*range(start, len(response.row))} - observed
+        assert {i for i, is_in in enumerate(row) if is_in} == sampled
     noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
     batch = replace(
         batch,
-        # Rubbish where it must not be read
-        logprobs=torch.where(mask == 1, -2.9 + 0.1 * noise, -1e3),
-        ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise, 1e3),
+        mask=mask,
+        loss_mask=mask,
+        logprobs=torch.where(mask == 1, -2.9 + 0.1 * noise.double(), -1e3),
+        ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise.double(), 1e3),
+        sampler_logprobs=torch.where(mask == 1, -3.1, 1e3),
         advantages=torch.arange(-3.5, 4.5)[:, None].expand(mask.shape),
+        computed=torch.ones(8),
     )
-    seen = []
-
-    def note(model, given, output):
-        seen.append(output.last_hidden_state)
-        seen[-1].retain_grad()
-
-    policy.model.base_model.register_forward_hook(note)
-    sums, _ = fork.accumulate_gradients(
-        one_of_ranks(0, 1), policy, batch, list(range(len(mask))), False, args
-    )
-    for response, of_row in zip(responses, seen[0].grad.abs().amax(-1).tolist(), strict=True):
-        start, end = len(response.prompt.token_ids), len(response.row)
-        sampled = set(range(start, end))
-        for first, last in response.observed:
-            sampled -= set(range(start + first, start + last))
-        assert {i + 1 for i, size in enumerate(of_row) if size > 0} == sampled
-    assert sums["tokens"] == sum(response.num_sampled for response in responses)
-    assert all(math.isfinite(value) for value in sums.values())
+    check_any_cut([policy], batch, args, *reference_gradient([policy], batch, args))
 
 
-# ------------------------------------------------------------------------------ the run as a whole
-
-
-def run_with_stub(fork, files, folder, monkeypatch, **options):
-    """loops.run_loop of the fork, whose engine is asked for turns, not for responses."""
-    make_stub = loops.make_stub
-
-    def make(script):
-        stub = make_stub(script)
-        sample = stub.sample
-        if script is fork:
-            stub.sample = lambda self, responses, seeds, temperature: sample(
-                self, [response.prompt for response in responses], [*seeds], temperature
-            )
-        return stub
-
-    monkeypatch.setattr(loops, "make_stub", make)
-    name = NAME if fork else "grpo_vllm_async.py"
-    return loops.run_loop(name, files, folder, eval_dataset=files / "test.parquet", **options)
-
-
-def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, few_prompts, tmp_path, monkeypatch):
-    own = run_with_stub(None, few_prompts, tmp_path / "own", monkeypatch)
-    forked = run_with_stub(fork, few_prompts, tmp_path / "fork", monkeypatch)
-    for line, expected in zip(forked.metrics, own.metrics, strict=True):
-        line = without_clock(line)
+def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, run_main, few_prompts):
+    data = few_prompts / "test.parquet"
+    own, forked = (run_main(name, eval_dataset=data) for name in (*GRPO, "grpo_multiturn.py"))
+    for line in forked.metrics:
         assert {line.pop(name) for name in [*line] if name.endswith("/turns")} == {1.0}
-        assert line == without_clock(expected)
+    assert list(map(without_clock, forked.metrics)) == list(map(without_clock, own.metrics))
     for name in ("samples.jsonl", "rollouts.jsonl"):
         lines = read_json_lines(forked.run_dir / name)
         for line in lines:
@@ -405,55 +349,48 @@ def test_run_of_one_turn_is_the_scripts_own_to_the_bit(fork, few_prompts, tmp_pa
     assert (forked.run_dir / path).read_bytes() == (own.run_dir / path).read_bytes()
 
 
-def test_turns_are_shown():
-    row = {"score": 1.0, "stopped": True, "length": 3, "prompt": "1=", "ground_truth": "2"}
-    row |= {"training_step": 1, "policy_version": 0, "response": "9", "turns": ["7", "8", "9"]}
-    padding = [*inspect_run.show_responses([row], 8)][-2]
-    assert padding.renderable == "7 [8] 9"
-    *_, last = inspect_run.describe_samples([row, row | {"policy_version": 4}])
-    assert last == "  after, score 1: 7 [8] 9"
-
-
 # -------------------------------------------------------------------------------------- with vLLM
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder, run_script, small_eval, tmp_path_factory):
-    options = VLLM_OPTIONS | {"env_fn": folder / "environment.py:step", "max_turns": 4}
+def one_rank(fork, run_script, small_eval, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    environment = write_text(folder / "environment.py", ENVIRONMENT)
+    options = VLLM_OPTIONS | {"env_fn": f"{environment}:step", "max_turns": 4}
     options |= {"eval_dataset": small_eval, "response_length": 24, "learning_rate": 1e-3}
     options |= {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
     options |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # of PPO
-    env = {"PYTHONPATH": str(folder)}
-    run = run_script(folder / NAME, tmp_path_factory.mktemp("run"), env=env, **options)
+    env = {"PYTHONPATH": fork.__file__.rpartition("/")[0]}
+    run = run_script(fork.__file__, folder, env=env, **options)
     assert run.returncode == 0, run.output
     return run
 
 
-def batch_of(run, step):
-    return SimpleNamespace(**torch.load(run.run_dir / "batches" / f"{step}.pt"))
-
-
-def parts_of(batch, row):
-    """A row as [(whether the policy sampled it, token ids)], the prompt first."""
-    tokens = zip(batch.mask[row].tolist(), batch.input_ids[row].tolist(), strict=True)
-    parts = groupby(islice(tokens, int(batch.lengths[row])), key=lambda token: token[0])
-    return [(sampled == 1, [token for _, token in part]) for sampled, part in parts]
+@pytest.fixture(scope="module")
+def steps(one_rank):
+    """Of each step its batch, and each row of it as [(whether it was sampled, token ids)]."""
+    found = []
+    for step in range(1, 5):
+        batch = SimpleNamespace(**torch.load(one_rank.run_dir / "batches" / f"{step}.pt"))
+        rows = []
+        for mask, ids, length in zip(batch.mask, batch.input_ids, batch.lengths, strict=True):
+            tokens = zip(mask[:length].tolist(), ids[:length].tolist(), strict=True)
+            parts = groupby(tokens, key=lambda token: token[0] == 1)
+            rows.append([(is_sampled, [i for _, i in part]) for is_sampled, part in parts])
+        found.append((batch, rows))
+    return found
 
 
 @pytest.mark.slow
-def test_tokens_that_vllm_saw_are_those_that_are_trained_on(one_rank, fork, tokenizer, assets):
+def test_tokens_that_vllm_saw_are_those_that_are_trained_on(one_rank, steps, tokenizer, assets):
     """Sampled ones have the log-probabilities of the version that sampled; others have none."""
-    versions = weights_of_versions(one_rank)
-    counts = set()
-    for step in range(1, 5):
-        batch = batch_of(one_rank, step)
+    versions, counts = weights_of_versions(one_rank), set()
+    for step, (batch, rows) in enumerate(steps, 1):
         model = AutoModelForCausalLM.from_pretrained(assets / "model")
         model.load_state_dict(versions[max(0, step - 2)])
         prompts, responses, masks = [], [], []
-        for row in range(len(batch.lengths)):
-            (_, prompt), *turns = parts_of(batch, row)
+        for (_, prompt), *turns in rows:
             digits = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("=")
-            truth = "".join(sorted(digits))
             assert prompt == tokenizer(f"<|user|>{digits}=<|assistant|>")["input_ids"]
             for i, (is_sampled, ids) in enumerate(turns):
                 assert is_sampled == (i % 2 == 0)
@@ -461,12 +398,12 @@ def test_tokens_that_vllm_saw_are_those_that_are_trained_on(one_rank, fork, toke
                     assert STOP not in ids[:-1]
                     assert ids[-1] == STOP or i == len(turns) - 1
                 else:
-                    expected = f"<|user|>{truth[i // 2 :]}<|assistant|>"
-                    assert ids == tokenizer(expected)["input_ids"]
-            assert sum(len(ids) for _, ids in turns) <= 24
+                    told = "".join(sorted(digits))[i // 2 :]
+                    assert ids == tokenizer(f"<|user|>{told}<|assistant|>")["input_ids"]
             counts.add(len(turns) // 2 + 1)
             prompts.append(prompt)
             responses.append([token for _, ids in turns for token in ids])
+            assert len(responses[-1]) <= 24
             masks += [is_sampled for is_sampled, ids in turns for _ in ids]
         logprobs, _ = logprobs_and_entropies(model, prompts, responses, temperature=1.5)
         expected = torch.cat(logprobs)[torch.tensor(masks)]
@@ -478,24 +415,20 @@ def test_tokens_that_vllm_saw_are_those_that_are_trained_on(one_rank, fork, toke
 
 
 @pytest.mark.slow
-def test_metrics_and_files_tell_of_turns(one_rank, tokenizer):
-    for step, line in enumerate(one_rank.metrics, 1):
-        batch = batch_of(one_rank, step)
-        parts = [parts_of(batch, row) for row in range(len(batch.lengths))]
-        failed = batch.has_score == 0  # which is left out of the loss; what was cut has a penalty
+def test_metrics_and_files_tell_of_turns(one_rank, steps, tokenizer):
+    for line, (batch, rows) in zip(one_rank.metrics, steps, strict=True):
+        # What failed is left out of the loss; what was cut has a penalty
         assert torch.equal(batch.loss_mask.amax(1), batch.has_score)
         expected = {
-            "objective/turns": sum(len(row) // 2 for row in parts) / len(parts),
-            "objective/sequence_lengths": batch.mask.sum().item() / len(parts),
-            "objective/reward_failures": failed.float().mean().item(),
+            "objective/turns": sum(len(row) // 2 for row in rows) / len(rows),
+            "objective/sequence_lengths": batch.mask.sum().item() / len(rows),
+            "objective/reward_failures": 1 - batch.has_score.mean().item(),
         }
         assert {name: line[name] for name in expected} == pytest.approx(expected)
-    for name in ("samples.jsonl", "rollouts.jsonl"):
-        lines = read_json_lines(one_rank.run_dir / name)
-        assert max(len(line["observed"]) for line in lines) == 2
-        for line in lines:
-            assert line["response"] in line["turns"][-2:]  # the last answer may not have fitted
-            if "token_ids" in line:
-                texts = [tokenizer.decode(line["token_ids"][a:b]) for a, b in line["observed"]]
-                told = [f"<|user|>{text}<|assistant|>" for text in line["turns"][1::2]]
-                assert texts == told[: len(texts)]
+    lines = read_json_lines(one_rank.run_dir / "rollouts.jsonl")
+    assert max(len(line["observed"]) for line in lines) == 2
+    for line in lines:
+        assert line["response"] in line["turns"][-2:]  # the last answer may not have fitted
+        texts = [tokenizer.decode(line["token_ids"][a:b]) for a, b in line["observed"]]
+        told = [f"<|user|>{text}<|assistant|>" for text in line["turns"][1::2]]
+        assert texts == told[: len(texts)]

@@ -33,3 +33,12 @@ def write_configurations(folder, configurations):
 
 def read_json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def swap_tokens(folder):
+    """Has a tokenizer read two words for each other."""
+    path = folder / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    words = tokens["model"]["vocab"]
+    words["1"], words["2"] = words["2"], words["1"]
+    path.write_text(json.dumps(tokens))

@@ -5,8 +5,6 @@ from collections import Counter
 
 import torch
 
-from helpers.runs import sequences_of
-
 
 def gae_by_definition(rewards, values, gamma, lam):
     """Of one response, (tokens,): sum over l of (gamma * lam)^l delta_(t+l), 1506.02438 eq. 16."""
@@ -87,11 +85,13 @@ def reference_gradient(models, batch, args):
     level = getattr(args, "importance_sampling_level", "token")
     aggregation = getattr(args, "loss_aggregation", "token")
     total, kept, sums = 0.0, 0, Counter()
-    for row, (prompt, response) in enumerate(sequences_of(vars(batch))):
-        inside = batch.loss_mask[row].bool()
+    for row, inside in enumerate(batch.loss_mask.bool()):
         if not inside.any():
             continue
         kept += 1
+        ids, start = batch.input_ids[row, : batch.lengths[row]].tolist(), int(inside.int().argmax())
+        prompt, response = ids[:start], ids[start:]
+        in_loss = inside[start : len(ids)]  # a fork's response may have tokens that are not
         of_row = {
             name: value[row, inside]
             for name, value in vars(batch).items()
@@ -99,26 +99,26 @@ def reference_gradient(models, batch, args):
         }
         old, advantages = of_row["logprobs"], of_row["advantages"]
         every = log_softmax_of(policy.model, prompt, response, args.temperature)
-        new = at(every, response)
+        new = at(every, response)[in_loss]
         weights = weights_by_definition(old, of_row["sampler_logprobs"], args, level)
         token_ratio = ratio = (new - old).exp()
         if level == "sequence":  # GSPO, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|)
-            ratio = geometric_mean(token_ratio).expand(len(response))
+            ratio = geometric_mean(token_ratio).expand(len(new))
         higher = getattr(args, "cliprange_higher", args.cliprange)
         surrogate = surrogate_loss(ratio, advantages, args.cliprange, higher)
         per_token = weights * surrogate
         of_metrics = {
-            "tokens": torch.ones(len(response)),
+            "tokens": torch.ones(len(new)),
             "loss/policy_avg": per_token,
             "policy/approxkl_avg": (new - old) ** 2 / 2,
             "policy/clipfrac_avg": surrogate != -ratio * advantages,
-            "policy/entropy_avg": entropies_of(every),
+            "policy/entropy_avg": entropies_of(every)[in_loss],
             "val/ratio": ratio,
             "val/ratio_var": (ratio - 1) ** 2,
             "mismatch/masked": (weights == 0).double(),
         }
         if value_models:
-            values = values_of(value_models[0].model, prompt, response)
+            values = values_of(value_models[0].model, prompt, response)[in_loss]
             limit = args.cliprange_value or math.inf
             near = values.clamp(of_row["values"] - limit, of_row["values"] + limit)
             squares = torch.stack([(x - of_row["returns"]) ** 2 for x in (values, near)])

@@ -83,6 +83,7 @@ def make_stub(script):
             self.temperatures += [temperature] * len(seeds)
             if not prompts:
                 return []
+            prompts = [getattr(p, "prompt", p) for p in prompts]  # of a fork's responses
             rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -11,13 +10,16 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
+import evaluate
+import plot_runs
 import pytest
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import REPO, SCRIPTS
-from helpers.files import write_rows, write_text
-from helpers.processes import end, environment, wait_until
+from helpers.files import write_text
+from helpers.processes import CPU, end, environment, wait_until
+from helpers.programs import call_main
 from torch.distributed.run import get_args_parser
 
 import ppo_vllm_async
@@ -49,27 +51,20 @@ def test_default_file_does_not_rule_a_launch_that_names_another(tmp_path):
     assert "FSDP" not in run.stdout and "WORLD_SIZE" not in run.stdout
 
 
-def launches_of(text):
-    """What follows the launcher, or the preflight, in the commands of a text."""
-    text = re.sub(r"\\\n[+-]?", " ", text)
-    calls = re.findall(r"(?:accelerate launch|scripts/preflight\.py) ([^`\n]+)", text)
-    return [call for call in calls if ".py" in call or "$" in call]
-
-
 def test_every_launch_names_its_file():
     """Also every question to the preflight. Else accelerate's default file is read."""
     paths = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), *map(REPO.joinpath, SCRIPTS)]
     for kind in ("py", "sh", "md", "yaml", "diff"):
         paths += (REPO / "scripts").rglob(f"*.{kind}")
-    calls = {path: launches_of(path.read_text()) for path in paths}
-    assert sum(map(bool, calls.values())) > 10
+    count = 0
     for path in paths:
-        has_variable = re.search(r"\blaunch=[(\"]--config_file ", path.read_text())
-        for call in calls[path]:
-            is_named = "--config_file " in call or (
-                has_variable and re.search(r"\$\{?launch\b", call)
-            )
-            assert is_named, f"{path}: {call}"
+        text = re.sub(r"\\\n[+-]?", " ", path.read_text())
+        variable = "launch" if re.search(r"\blaunch=[(\"]--config_file ", text) else "none"
+        for call in re.findall(r"(?:accelerate launch|scripts/preflight\.py) ([^`\n]+)", text):
+            if ".py" in call or "$" in call:
+                assert re.search(rf"--config_file |\$\{{?{variable}\b", call), f"{path}: {call}"
+                count += 1
+    assert count > 10
 
 
 # ------------------------------------------------------------------------- process 1 of a container
@@ -102,13 +97,9 @@ def in_container(tmp_path_factory):
     program = write_text(tmp_path_factory.mktemp("container") / "program.py", ENDS_WITH_LAUNCHER)
 
     def run(*command, **variables):
-        return subprocess.run(
-            [*container, *(str(program) if word == "PROGRAM" else word for word in command)],
-            env=environment(variables),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        command = [str(program) if word == "PROGRAM" else word for word in command]
+        streams = {"capture_output": True, "text": True, "timeout": 600}
+        return subprocess.run([*container, *command], env=environment(variables), **streams)
 
     return run
 
@@ -117,10 +108,8 @@ def in_container(tmp_path_factory):
 @pytest.mark.parametrize(("words", "ranks", "below_a_shell"), LAUNCHERS)
 def test_launcher_may_be_process_1(words, ranks, below_a_shell, in_container):
     """Torch's calls itself pt_elastic there."""
-    command = [sys.executable, "-m", *words, "PROGRAM"]
-    if below_a_shell:
-        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
-    result = in_container(*command, ACCELERATE_USE_CPU="true")
+    shell = ["sh", "-c", '"$@"; exit $?', "sh"] if below_a_shell else []
+    result = in_container(*shell, sys.executable, "-m", *words, "PROGRAM", **CPU)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("goes on") == ranks
 
@@ -129,9 +118,8 @@ def test_launcher_may_be_process_1(words, ranks, below_a_shell, in_container):
 def test_script_whose_launcher_is_gone_says_so_and_ends(in_container):
     """Process 1 has adopted it: a shell, which stays until the script has closed its output."""
     leaves_it = """sh -c '"$@" orphan & exit 0' sh "$@" 2>&1 | cat"""
-    result = in_container(
-        "sh", "-c", leaves_it, "sh", sys.executable, "PROGRAM", TORCHELASTIC_RUN_ID="1"
-    )
+    shell = ("sh", "-c", leaves_it, "sh")
+    result = in_container(*shell, sys.executable, "PROGRAM", TORCHELASTIC_RUN_ID="1")
     assert "goes on" not in result.stdout
     assert "program.py ends: its launcher is gone" in result.stdout
 
@@ -177,12 +165,13 @@ signal.signal(signal.SIGUSR1, save)
 open("started", "w").close()
 while "--run" in sys.argv and not os.path.exists("ended"):
     time.sleep(0.01)
+sys.exit(3 * ("--fail" in sys.argv))
 """
 
 
 @pytest.fixture
 def job(tmp_path):
-    """job(flags, variables): the batch script as a job of its name, in a folder without Slurm."""
+    """job(*flags, **variables): the batch script as a job, in a folder without Slurm."""
     for name, text in STUBS.items():
         write_text(tmp_path / name, f"#!/bin/bash\n{text}\n").chmod(0o755)
     for name in ("accelerate", "torchrun"):
@@ -191,19 +180,13 @@ def job(tmp_path):
     variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
     variables |= {"SLURM_JOB_NAME": f"job_{uuid.uuid4().hex}", "LEFT": "0"}
     variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
-
     started = []
 
     def start(*flags, **more):
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(
-                ["bash", SBATCH, *flags],
-                cwd=tmp_path,
-                env=environment(variables | more),
-                stdout=log,
-            )
-        started.append(process)
-        return process
+        log = open(tmp_path / "log", "w")  # noqa: SIM115
+        command, env = ["bash", SBATCH, *flags], environment(variables | more)
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log))
+        return started[-1]
 
     yield start
     (tmp_path / "ended").touch()  # for ranks that have lost their parent
@@ -249,44 +232,20 @@ def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job
     assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if saves else "")
 
 
-def test_job_ends_with_the_status_of_its_script(job, tmp_path):
-    write_text(tmp_path / "ppo_vllm_async.py", "import sys\nsys.exit(3)\n")
-    assert job().wait(120) == 3
+def test_job_ends_with_the_status_of_its_script(job):
+    assert job("--fail").wait(120) == 3
 
 
 # -------------------------------------------------------------------------------------------- home
 
-# A program, what it is told, and what it then says, {home} being the user's
-CALLS = [
-    ("evaluate.py", "~/run --model=~/no", "{home}/no: no such folder"),
-    ("plot_runs.py", "~/run --output=~/run/there.png", "{home}/run/there.png exists"),
-    (
-        "data_preprocess/gsm8k.py",
-        "--local_save_dir=~/new --local_dataset_path=~/rows",
-        "{home}/new",
-    ),
-]
 
-
-@pytest.mark.parametrize(("program", "flags", "said"), CALLS)
-def test_home_is_expanded_where_no_shell_does_it(
-    program, flags, said, tmp_path, monkeypatch, capfd
-):
+def test_home_is_expanded_where_no_shell_does_it(tmp_path, monkeypatch):
     """Such as in --output=~/x, or in a quoted variable."""
-    home, path = tmp_path / "home", str(REPO / "scripts" / program)
-    write_text(home / "run" / "args.json", "{}")
-    write_text(home / "run" / "metrics.jsonl", '{"training_step": 1, "episode": 8}\n')
-    write_text(home / "run" / "there.png", "")
-    write_rows(home / "rows" / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    ending = ""
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except (SystemExit, OSError) as error:
-        ending = str(error)
-    assert said.format(home=home) in ending + "".join(capfd.readouterr())
-    assert list(Path.cwd().iterdir()) == []
+    for name in ("args.json", "metrics.jsonl"):
+        write_text(tmp_path / "run" / name, '{"training_step": 1, "episode": 8}\n')
+    write_text(tmp_path / "there.png", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    answers = call_main(plot_runs, "~/run", "--output=~/there.png")
+    assert f"{tmp_path}/there.png exists" in "".join(map(str, answers))
+    answers = call_main(evaluate, "~/run", "--model=~/no")
+    assert f"{tmp_path}/no: no such folder" in "".join(map(str, answers))

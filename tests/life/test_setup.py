@@ -55,67 +55,55 @@ if os.environ.get("VERSION"):
 class Machine:
     """A clone in an empty folder, and a PATH that holds stubs and the shell's own programs only."""
 
-    def __init__(self, folder):
-        self.bin, self.clone = folder / "bin", folder / "clone"
-        self.bin.mkdir()
-        (self.clone / "scripts").mkdir(parents=True)
+    def __init__(self, folder, has_gpus):
+        self.bin, self.clone, self.calls = folder / "bin", folder / "clone", folder / "calls.txt"
+        for path in (self.bin, self.clone / "scripts"):
+            path.mkdir(parents=True)
         shutil.copy(REPO / "scripts" / "setup.sh", self.clone / "scripts")
         for path in REPO.glob("requirements*.txt"):
             shutil.copy(path, self.clone)
         for name in PROGRAMS.split():
             (self.bin / name).symlink_to(shutil.which(name))
-        for name, text in STUBS.items():
-            self.add(name, text)
+        for name, text in (STUBS | {"nvidia-smi": NVIDIA_SMI} if has_gpus else STUBS).items():
+            (self.bin / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
+            (self.bin / name).chmod(0o755)
         (self.bin / "sitecustomize.py").write_text(SITE)
         (folder / "Python.h").touch()
-        self.calls_file = folder / "calls.txt"
         paths = {"PATH": self.bin, "STUBS": self.bin, "PYTHON": self.bin / "python"}
-        paths |= {"HOME": folder, "INCLUDE": folder, "CALLS": self.calls_file}
+        paths |= {"HOME": folder, "INCLUDE": folder, "CALLS": self.calls}
         self.environment = {name: str(path) for name, path in paths.items()}
         self.environment |= {"GLIBC": "glibc 2.36", "FAILS": "", "PIP_CONFIG_FILE": os.devnull}
-
-    def add(self, name, text):
-        (self.bin / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
-        (self.bin / name).chmod(0o755)
-
-    def give_gpus(self):
-        self.add("nvidia-smi", NVIDIA_SMI)
         self.environment["GPUS"] = "580.65.06, 9.0\n580.65.06, 9.0"
 
     def set_up(self, **environment):
-        self.calls_file.unlink(missing_ok=True)
+        """How it ended, and what it called."""
+        self.calls.write_text("")
         environment = self.environment | environment
         command, streams = ["bash", "scripts/setup.sh"], {"capture_output": True, "text": True}
-        return subprocess.run(command, cwd=self.clone, env=environment, **streams)
-
-    @property
-    def calls(self):
-        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
-
-    @property
-    def installs(self):
-        """What uv and pip were to install, without what is always there."""
-        text = "\n".join(call for call in self.calls if " install " in call and " -q " not in call)
-        text = re.sub(r"python -m pip .*install", "pip", text)
-        of_uv = "uv pip install --python .venv/bin/python --compile-bytecode"
-        of_uv += " --index-strategy unsafe-best-match"
-        return text.replace(of_uv, "uv").splitlines()
+        result = subprocess.run(command, cwd=self.clone, env=environment, **streams)
+        return result, self.calls.read_text().splitlines()
 
 
 @pytest.fixture
-def machine(tmp_path):
-    return Machine(tmp_path)
+def make_machine(tmp_path):
+    return lambda has_gpus=False: Machine(tmp_path, has_gpus)
+
+
+def installs_of(calls):
+    """What uv and pip were to install, without what is always there."""
+    text = "\n".join(call for call in calls if " install " in call and " -q " not in call)
+    text = re.sub(r"python -m pip .*install", "pip", text)
+    of_uv = "uv pip install --python .venv/bin/python --compile-bytecode"
+    return text.replace(f"{of_uv} --index-strategy unsafe-best-match", "uv").splitlines()
 
 
 REFUSED = [
     # (has GPUs, the environment, a program that lacks, words)
-    (False, {"GLIBC": "glibc 2.28"}, None, "needs glibc 2.31"),
     (False, {"GLIBC": "glibc 2.4"}, None, "needs glibc 2.31"),
     (False, {"GLIBC": ""}, None, "needs glibc 2.31"),
     (False, {"VERSION": "3.11.1"}, None, "python is not Python 3.11.2 to 3.13"),
     (False, {"VERSION": "3.14.0"}, None, "python is not Python 3.11.2 to 3.13"),
     (False, {"FREE": "7"}, None, "7 GB free here, 8 GB are needed"),
-    (True, {"GPUS": "570.172.08, 9.0"}, None, "is 570.172.08, and CUDA 13 needs 580 or newer"),
     (True, {"GPUS": "99.1, 9.0"}, None, "is 99.1, and CUDA 13 needs 580 or newer"),
     (True, {"GPUS": ""}, None, "needs driver 580 or newer"),  # it does not know the question
     (True, {"GPUS": "580.1, 9.0\n580.1, 7.5"}, None, "compute capability 7.5; 8.0 is needed"),
@@ -125,18 +113,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("has_gpus", "environment", "lacking", "words"), REFUSED)
-def test_machine_that_lacks_something_is_told_what(has_gpus, environment, lacking, words, machine):
-    if has_gpus:
-        machine.give_gpus()
+def test_machine_that_lacks_something_is_told_what(
+    has_gpus, environment, lacking, words, make_machine
+):
+    machine = make_machine(has_gpus)
     if lacking:
         (machine.bin / lacking).unlink()
     old = machine.clone / ".venv" / "old"
     old.mkdir(parents=True)
-    result = machine.set_up(**environment)
-    assert result.returncode == 1
+    result, calls = machine.set_up(**environment)
+    assert (result.returncode, calls, old.exists()) == (1, [], True)
     assert words in result.stderr
-    assert machine.calls == []
-    assert old.exists()
 
 
 ENOUGH = [
@@ -149,70 +136,62 @@ ENOUGH = [
 
 
 @pytest.mark.parametrize(("has_gpus", "environment", "is_written"), ENOUGH)
-def test_machine_that_has_enough_passes(has_gpus, environment, is_written, machine):
+def test_machine_that_has_enough_passes(has_gpus, environment, is_written, make_machine):
+    machine = make_machine(has_gpus)
     (machine.bin / "gcc").unlink()
-    if has_gpus:
-        machine.give_gpus()
-    result = machine.set_up(**environment)
+    result, calls = machine.set_up(**environment)
     assert result.returncode == 0, result.stderr
     of_cpus = "" if has_gpus else " torchvision torchaudio"
-    (uninstall,) = [call for call in machine.calls if " uninstall " in call]
+    (uninstall,) = [call for call in calls if " uninstall " in call]
     assert uninstall.endswith(f" torchcodec{of_cpus}")
-    assert ("python scripts/dev/make_libnuma_stub.py" in machine.calls) == is_written
+    assert ("python scripts/dev/make_libnuma_stub.py" in calls) == is_written
     assert ("apt-get install libnuma1" in result.stdout) == is_written
 
 
 CPU = "-r requirements-cpu.txt"
+BY_UV, BY_PIP = [f"uv {CPU}", f"uv {CPU} {PYTORCH}"], [f"pip {CPU}", f"pip {CPU} {PYTORCH}"]
 INSTALLS = [
     # (has GPUs, what fails, the exit status, what was tried)
-    (False, "", 0, [f"uv {CPU}"]),
     (True, "", 0, ["uv -r requirements.txt"]),
-    (False, "cpu.txt$", 0, [f"uv {CPU}", f"uv {CPU} {PYTORCH}"]),
-    (
-        False,
-        "^uv|cpu.txt$",
-        0,
-        [f"uv {CPU}", f"uv {CPU} {PYTORCH}", f"pip {CPU}", f"pip {CPU} {PYTORCH}"],
-    ),
-    (False, "install -q uv", 0, [f"pip {CPU}"]),
+    (False, "cpu.txt$", 0, BY_UV),
+    (False, "^uv|cpu.txt$", 0, BY_UV + BY_PIP),
+    (False, "install -q uv", 0, BY_PIP[:1]),
     (True, " -r ", 1, ["uv -r requirements.txt", "pip -r requirements.txt"]),
-    (False, " import accelerate", 1, [f"uv {CPU}"]),
+    (False, " import accelerate", 1, BY_UV[:1]),
 ]
 
 
 @pytest.mark.parametrize(("has_gpus", "fails", "status", "installs"), INSTALLS)
-def test_what_fails_is_tried_otherwise(has_gpus, fails, status, installs, machine):
-    if has_gpus:
-        machine.give_gpus()
-    result = machine.set_up(FAILS=fails)
+def test_what_fails_is_tried_otherwise(has_gpus, fails, status, installs, make_machine):
+    machine = make_machine(has_gpus)
+    result, calls = machine.set_up(FAILS=fails)
     assert result.returncode == status, result.stderr
-    assert machine.installs == installs
+    assert installs_of(calls) == installs
     assert (machine.clone / ".venv" / ".complete").exists() == (status == 0)
     if status == 0:
-        assert "up to date" in machine.set_up().stdout
-        assert machine.calls == []
+        again, calls = machine.set_up()
+        assert "up to date" in again.stdout and calls == []
     else:
         assert "no torch here" in result.stdout + result.stderr
 
 
-def test_uv_is_told_what_pip_is_configured_for(machine, tmp_path):
+def test_uv_is_told_what_pip_is_configured_for(make_machine, tmp_path):
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://a/simple\nextra-index-url =\n  https://b/1\n  https://b/2\n"
         "find-links = /wheels\nconstraint = /cap.txt\ntrusted-host = a\ntimeout = 60\n"
         "[install]\nconstraint = /lower.txt\n"
     )
+    machine = make_machine()
     machine.environment["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
-    result = machine.set_up(PIP_FIND_LINKS="/more /wheels")
-    assert result.returncode == 0, result.stderr
-    assert machine.installs == [
+    _, calls = machine.set_up(PIP_FIND_LINKS="/more /wheels")
+    assert installs_of(calls) == [
         "uv --index-url https://a/simple --extra-index-url https://b/1 --extra-index-url https://b/2"
         " --find-links /more --find-links /wheels --constraint /lower.txt --trusted-host a"
         f" {CPU}"
     ]
     # What it cannot be told is left to pip
     (machine.clone / ".venv" / ".complete").unlink()
-    assert machine.set_up(PIP_NO_BINARY="1").returncode == 0
-    assert machine.installs == [f"pip {CPU}"]
+    assert installs_of(machine.set_up(PIP_NO_BINARY="1")[1]) == BY_PIP[:1]
 
 
 def test_the_compiler_of_kernels_is_of_one_release():

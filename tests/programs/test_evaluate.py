@@ -50,14 +50,12 @@ def test_figures_are_means_over_the_prompts_that_have_them():
     assert figures["reward/strict"] == {"mean": 0.5, "low": 0.15, "high": 0.85, "prompts": 4}
     assert figures["pass@1"]["mean"] == 0.2 and figures["score"]["prompts"] == 5
 
-
-def test_prompts_are_the_units_however_often_they_are_answered():
+    # Prompts are the units, however often they are answered; one that is there twice is no pass@2
     few = [row(prompt, float(prompt < 15)) for prompt in range(30)]
     expected = {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
     for rows in (few, [line for line in few for _ in range(32)]):
         figures = evaluate.summarize(rows)
         assert figures["score"] == figures["pass@1"] == expected
-    # A prompt that is there twice makes no pass@2
     assert [name for name in evaluate.figures_of([*few, few[0]]) if "pass" in name] == ["pass@1"]
 
 
@@ -75,18 +73,6 @@ def test_interval_ends_where_scores_do():
     mean, width = statistics.fmean(scores), 1.96 * statistics.stdev(scores) / 10
     ends = [figure["score"][end] for end in ("low", "high")]
     assert ends == pytest.approx([mean - width, mean + width], abs=0.05)
-
-
-def test_what_is_printed_says_of_how_many_prompts_it_is_by_source(capsys):
-    rows = [row(prompt, None, failure="hangs") for prompt in range(20)]
-    rows += [row(prompt, 1.0, "ab"[prompt % 2]) for prompt in range(20, 40)]
-    evaluation = {"model": "M", "dataset": "D", "settings": {"samples": 1, "eval_temperature": 0.0}}
-    evaluation |= {"results": evaluate.summarize(rows)}
-    evaluate.show(evaluation | {"by_source": evaluate.summarize_sources(rows)})
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "40 prompts, 40 responses, the reward failed on 20" in said
-    assert "pass@1 1 0.8389 to 1 of 20 of 40 prompts" in said
-    assert any(line.startswith("pass@1 a 1 ") and "10 of 30 prompts" in line for line in said)
 
 
 def test_two_models_are_compared_prompt_by_prompt():
@@ -192,13 +178,7 @@ def test_several_samples_of_each_prompt(faked_run):
     places = [(i, sample, float(sample == 0)) for i in range(10) for sample in range(3)]
     assert [(row["prompt_index"], row["sample"], row["score"]) for row in rows] == places
     assert [figures[f"pass@{k}"]["mean"] for k in (1, 2)] == [0.3333, 0.6667]
-
-
-def test_same_question_is_asked_anew_and_nothing_is_lost(faked_run):
-    said = call(faked_run, "--prompts", 500) + call(faked_run, "--prompts", 500)
-    names = {path.name for path in faked_run.glob("evaluations/trained_test_32x1_t0_*")}
-    assert len(names) == len(FakeVLLM.made) == 2  # of 500 prompts there were 32
-    assert "prompt by prompt" not in said  # of a model with itself
+    assert "--temperature 0 is greedy" in call(faked_run, "--samples", 4, "--temperature", 0)
 
 
 def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp_path):
@@ -217,6 +197,12 @@ def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp
     assert [vllm.truths for vllm in FakeVLLM.made] == expected
     assert "4 prompts, 10 responses" in said
     assert evaluation_in(faked_run)[0]["pass@2"]["prompts"] == 3
+
+    other = shutil.copytree(faked_run / "model", tmp_path / "other")
+    tokenizer = script.AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    assert "has other tokens than the run's" in call(faked_run, "--model", other)
 
 
 REWARD = """
@@ -270,35 +256,26 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
 
 
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, reward):
+    """The newest of each, and no model with itself; not where the question is another."""
     base = REPO / "debug_assets" / "model"
-    assert "prompt by prompt" not in call(faked_run, "--samples", 2)
+    said = call(faked_run, "--samples", 2) + call(faked_run, "--samples", 2)
+    names = {path.name for path in faked_run.glob("evaluations/trained_10x2_*")}
+    assert "prompt by prompt" not in said and len(names) == len(FakeVLLM.made) == 2
     other = shutil.copytree(faked_run, faked_run.with_name("other"))
     os.utime(other / "model" / "config.json", (1e9, 1e9))
     shutil.rmtree(other / "evaluations")
     script.VLLM.is_blind = True
     said = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
     assert f"\n{other}/model less {faked_run}/model, prompt by prompt" in said
-    assert "\nscore -0.5 -0.573 to -0.2603 0 10 0\n" in said
-    # The newest of each; beside each other, without a flag; and not where the question is another
+    assert "\nscore -0.5 -0.573 -0.2603 0 10 0\n" in said
     script.VLLM.is_blind = False
     said = call(faked_run, "--samples", 2, "--model", base)
     assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
-    assert "score 0 " in said
+    assert "\nscore 0 " in said
     assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
     for flags, what in ((["--reward_fn", reward], "reward"), (["--prompts", 5], "prompts")):
         said = call(other, "--samples", 2, "--compare", faked_run, *flags)
         assert f"(the nearest differs in {what})" in said
-
-
-def test_tokens_of_another_model_are_not_those_of_the_prompts(faked_run, tmp_path):
-    other = shutil.copytree(faked_run / "model", tmp_path / "other")
-    tokenizer = script.AutoTokenizer.from_pretrained(other)
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(other)
-    last = call(faked_run, "--model", other)
-    assert last.startswith("evaluate.py: error: ") and "has other tokens than the run's" in last
-    assert "--temperature 0 is greedy" in call(faked_run, "--samples", 4, "--temperature", 0)
-    assert FakeVLLM.made == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import run_files
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from inspect_run import RATE, SCORE
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long
 LINE = {"policy/staleness": 1.0, "time/training": 4.0, "time/update": 3.0, "time/forward": 0.8}
@@ -135,6 +136,35 @@ def test_last_lines_of_a_run(run_dir):
     alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
     assert "at last 0.25: there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
+
+
+def test_runs_are_compared_by_model_flops_of_the_peak(run_dir):
+    """By hand: in 4 s a token's passes at 2,000 and 500 a second; a head that is tied counts."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100}
+    policy = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    policy.save_pretrained(run_dir / "model")
+    write_text(run_dir / "prompt_lengths.json", "[10, 20]")
+    args = run_files.read_args(run_dir) | {"world_size": 2}
+    metrics = [LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}] * 4
+    assert "500 response tokens a second; a step 4 s (update 3, " in inspect_run.describe_costs(
+        run_dir, args, metrics
+    )
+    rates = {"perf/learner_tokens_per_second": 2500.0, "perf/update_tokens_per_second": 2000.0}
+    metrics = [line | rates | {"val/sequence_lengths": 35.0} for line in metrics]
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100
+    forward, most = 2 * matrices + 4 * 2 * 64 * 50, 2 * 989e12
+    args["provenance"]["gpu"] = "2 x NVIDIA H200"
+    said = inspect_run.describe_costs(run_dir, args, metrics)
+    assert "500 response tokens a second, 2,500 learner tokens a second; model FLOPs" in said
+    shares = 3 * forward * 2000 * 4 / 3 / most, forward * (3 * 2000 + 500) / most
+    times = {"training": 4e9, "update": 3e9}
+    for rate in metrics:  # a percentage has one digit
+        rate |= {name: 1e9 * rate[name] for name in rates}
+    said = inspect_run.describe_utilization(run_dir, args, metrics, times)
+    assert f"{1e9 * shares[0]:.1%} of the peak in updates, {1e9 * shares[1]:.1%} over" in said
+    args["provenance"]["gpu"] = "1 x Tesla T4"
+    assert inspect_run.describe_utilization(run_dir, args, metrics, times) == ""
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():

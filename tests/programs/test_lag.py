@@ -1,11 +1,9 @@
 """scripts/benchmark/lag.py: whose weights the sampler has; the rows of docs/async.md."""
 
 import importlib
-import json
 import re
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import lag
@@ -16,17 +14,6 @@ from helpers.files import read_json_lines
 from helpers.runs import without_clock
 
 GRPO = "grpo_vllm_async.py"
-
-
-def check_equal(one, other):
-    assert [without_clock(line) for line in one.metrics] == [
-        without_clock(line) for line in other.metrics
-    ]
-    for name in ("rollouts.jsonl", "model/model.safetensors"):
-        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-
-
-# ------------------------------------------------------------------------- with a stub of vLLM
 
 
 @pytest.fixture
@@ -44,29 +31,31 @@ def run_lagged(run_main, monkeypatch):
         monkeypatch.setattr(loops, "make_stub", make_lagging)
         # Else the stub says more or less of a response by how old it takes it to be
         monkeypatch.setattr(loops, "report_logprobs", lambda *given: report(*given[:-1], False))
-        return run_main(name, async_mode=async_mode, **changes)
+        made = run_main(name, async_mode=async_mode, **changes)
+        files = ("rollouts.jsonl", "samples.jsonl", "model/model.safetensors")
+        paths = [made.run_dir / file for file in files]
+        left = [path.read_bytes() for path in paths if path.exists()]
+        return [without_clock(line) for line in made.metrics], left
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("script", "correction"), [(GRPO, "sequence"), ("ppo_vllm_async.py", "truncate")]
-)
-def test_lag_0_is_the_script_in_turns(script, correction, run_lagged):
-    options = lag.CORRECTIONS[correction]
-    check_equal(run_lagged(script, None, **options), run_lagged(script, 0, **options))
+# A run as it is, and the lag that is the same
+SAME = [
+    (GRPO, lag.CORRECTIONS["sequence"], False, 0),
+    ("ppo_vllm_async.py", lag.CORRECTIONS["truncate"], False, 0),
+    (GRPO, {"beta": 0.1, "num_evals": 2}, True, 1),
+]
 
 
-def test_lag_1_is_the_asynchronous_script(run_lagged, few_prompts):
-    changes = {"beta": 0.1, "eval_dataset": few_prompts / "test.parquet", "num_evals": 2}
-    asynchronous = run_lagged(GRPO, None, async_mode=True, **changes)
-    of_lag_1 = run_lagged(GRPO, 1, **changes)
-    check_equal(of_lag_1, asynchronous)
-    samples = [run.run_dir / "samples.jsonl" for run in (of_lag_1, asynchronous)]
-    assert samples[0].read_bytes() == samples[1].read_bytes()
-
-
-# ----------------------------------------------------------------------------- without any vLLM
+@pytest.mark.parametrize(("script", "options", "async_mode", "lag_"), SAME)
+def test_lag_0_is_the_script_in_turns_and_lag_1_the_asynchronous_one(
+    script, options, async_mode, lag_, run_lagged, few_prompts
+):
+    if "num_evals" in options:
+        options = options | {"eval_dataset": few_prompts / "test.parquet"}
+    as_it_is = run_lagged(script, None, async_mode, **options)
+    assert as_it_is[0] and run_lagged(script, lag_, **options) == as_it_is
 
 
 @pytest.fixture
@@ -99,69 +88,44 @@ def given():
     return given
 
 
-@pytest.mark.parametrize(
-    ("lag_", "versions"),
-    [(0, [0, 1, 2, 3, 4, 5, 6]), (2, [0, 0, 0, 1, 2, 3, 6]), (16, [0, 0, 0, 0, 0, 0, 6])],
-)
-def test_engine_gets_the_weights_of_its_label_and_at_last_the_newest(lag_, versions, given):
-    seen = given(lag_)
-    assert [label for label, _ in seen] == versions
-    for label, weights in seen:
-        assert weights["a"].eq(1 + label).all() and weights["b"].eq(2).all()
+def test_engine_gets_the_weights_of_its_label_and_at_last_the_newest(given):
+    expected = {0: [0, 1, 2, 3, 4, 5, 6], 2: [0, 0, 0, 1, 2, 3, 6], 16: [0, 0, 0, 0, 0, 0, 6]}
+    for lag_, versions in expected.items():
+        seen = given(lag_)
+        assert [label for label, _ in seen] == versions
+        for label, weights in seen:
+            assert weights["a"].eq(1 + label).all() and weights["b"].eq(2).all()
 
 
 def test_noise_is_relative_and_one_for_a_version_and_none_at_last(given):
-    seen, again = given(2, noise=0.01), given(2, noise=0.01)
-    for label, weights in seen[:-1]:
-        for name, value in (("a", 1 + label), ("b", 2)):
+    *seen, (label, last) = given(2, noise=0.01)
+    for version, weights in seen:
+        for name, value in (("a", 1 + version), ("b", 2)):
             assert weights[name].std() / value == pytest.approx(0.01, rel=0.1)
             assert weights[name].mean() / value == pytest.approx(1, abs=2e-3)
     (_, first), (_, second), _, (_, fourth) = seen[:4]  # of versions 0, 0, 0, 1
     assert first["b"].equal(second["b"]) and not first["b"].equal(fourth["b"])
     assert not (first["a"] * 2).equal(first["b"])
-    assert all(a[1]["a"].equal(b[1]["a"]) for a, b in zip(seen, again, strict=True))
-    label, last = seen[-1]
     assert label == 6 and last["a"].eq(7).all() and last["b"].eq(2).all()
 
 
-def test_run_has_a_line_if_its_staleness_is_the_lag(monkeypatch):
-    lines = [{"policy/staleness": staleness} for staleness in (0, 1, 1)]
-    args, given = {"provenance": {"commit": "abc"}}, []
-
-    def run(words, folder):
-        given.append(" ".join(words))
-        Path(folder, "run").mkdir()
-        Path(folder, "run/args.json").write_text(json.dumps(args))
-        return lines, ""
-
-    monkeypatch.setattr(lag, "run", run)
-    cell = {"task": "grpo", "correction": "none", "rate": None, "noise": 0.0, "seed": 1}
+def test_figures_are_of_a_run_whose_staleness_is_the_lag(monkeypatch):
+    evaluation = {"mismatch/ess": 0.5, "mismatch/kl": 0.3, "eval/verifiable_correct_rate": 0.95}
+    lines, said = [{"mismatch/ess": 1.0, "mismatch/kl": 0.0}, evaluation, evaluation], []
+    lines = [line | {"policy/staleness": min(1, i)} for i, line in enumerate(lines)]
+    monkeypatch.setattr(lag, "run", lambda words, folder: said.append(words) or (lines, ""))
+    cell = {"task": "grpo", "correction": "none", "rate": None, "noise": 0.0, "seed": 3}
     with pytest.raises(AssertionError, match="version 2"):
         lag.run_cell(lag=2, **cell)
-    monkeypatch.setattr(lag, "figures_of", lambda metrics: {"final": 1.0})
-    line = lag.run_cell(lag=1, **cell)
-    assert cell | {"lag": 1, "rate": 5e-4, "final": 1.0, "commit": "abc"} == {
-        name: line[name] for name in (*cell, "lag", "final", "commit")
-    }
-    assert "lag.py --run 1 0.0 grpo_vllm_async.py --dataset" in given[1]
-    flags = "--learning_rate 0.0005 --seed 1 --tis_cap 0.0 --mismatch_mask none"
-    assert given[1].endswith(flags)
-
-
-def test_figures_of_a_run_by_hand():
-    metrics = [
-        {"mismatch/ess": 1.0, "mismatch/kl": 0.0, "eval/policy_version": 0.0},
-        {"mismatch/ess": 0.5, "mismatch/kl": 0.2, "eval/policy_version": 0.0},
-        {"mismatch/ess": 0.6, "mismatch/kl": 0.1},
-        {"mismatch/ess": 0.7, "mismatch/kl": 0.1, "eval/policy_version": 4.0},
-    ]
-    rates = {"eval/verifiable_correct_rate": 0.5, "eval/scores": 0.25}
-    metrics = [line | (rates if "eval/policy_version" in line else {}) for line in metrics]
-    metrics[-1]["eval/verifiable_correct_rate"] = 0.95
-    figures = lag.figures_of(metrics)
-    assert figures["evaluations"] == [[0, 0.5, 0.25], [4, 0.95, 0.25]]
-    assert (figures["final"], figures["steps_to_90"]) == (0.95, [0, 4])
-    assert (figures["ess"], figures["kl"]) == (0.7, 0.1)
+    figures = lag.run_cell(lag=1, **cell)
+    figures.pop("seconds")
+    assert figures == {"rate": 5e-4, "final": 0.95, "ess": 0.6667, "kl": 0.2}
+    _, *words = said[-1]
+    assert words[:4] == ["--run", "1", "0.0", GRPO]
+    module = importlib.import_module(GRPO.removesuffix(".py"))
+    args = module.fill_in(module.tyro.cli(module.Args, args=words[4:]), 1)
+    assert (args.learning_rate, args.tis_cap, args.mismatch_mask, args.seed) == (5e-4, 0, "none", 3)
+    assert args.num_training_steps == 40 and args.dtype == "float32"
 
 
 def test_rows_of_the_page_are_those_of_its_runs():
@@ -187,11 +151,3 @@ def test_rows_of_the_page_are_those_of_its_runs():
             rates = [100 * value for value in of_cell.values()]
             text = f"{statistics.fmean(rates):.1f} ({min(rates):.1f})" if rates else ""
             assert cell.strip() == text, (task, rate, correction, age)
-
-
-@pytest.mark.parametrize("task", ["grpo", "ppo"])
-def test_flags_of_a_task_are_those_of_its_command(task):
-    script, *words = lag.command_of(task)
-    module = importlib.import_module(script.removesuffix(".py"))
-    args = module.tyro.cli(module.Args, args=words)
-    assert module.fill_in(args, 1).num_training_steps == 40 and args.dtype == "float32"

@@ -6,9 +6,11 @@ import fits
 import plan
 import preflight_cases as cases
 import pytest
+import torch
 import transformers
 from plan import GIB
 from torch.distributed import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import ppo_vllm_async
 
@@ -122,3 +124,38 @@ def test_adapters_take_16_bytes_a_parameter_and_the_base_two():
     assert parts["policy, frozen"] == 2 * plan.count_parameters(run.model)
     assert parts["value model, frozen"] == 2 * plan.count_parameters(run.value_model)
     assert plan.checkpoints_on_disk(run)[1] == 12 * trained
+
+
+# --------------------------------------------------------------------------------------- the clock
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])  # Qwen3's queries are wider
+def test_flops_of_a_token_are_those_that_torch_counts(family):
+    model, _ = tiny(family=family)
+    model.set_attn_implementation("eager")
+    run, ids = launch(GRPO), torch.zeros(2, 40, dtype=torch.long)
+    run.max_length = lambda: 40
+    for passes, counted in enumerate(plan.flops_of(run, model)):
+        with FlopCounterMode(display=False) as counter:
+            logits = model(ids).logits
+            if passes:  # an update
+                logits.sum().backward()
+        assert counted * ids.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
+    """A step by hand, of rows of 512 + 1,024 tokens, on H100s."""
+    run = launch(GRPO, "1.7", 80, "ddp.yaml", 1, 2, (2,))
+    rows, args = 256, run.args
+    args.episodes_per_step, args.num_training_steps = rows, 100
+    matrices = plan.count_parameters(run.model)  # but for the norms; its head is tied
+    learner = rows / 2 * 1536 * (8 * matrices + 16 * 28 * 2048 * 1536) / 989e12
+    assert plan.learner_seconds(run) == pytest.approx(learner, rel=1e-3)
+    read = 1024 * (2 * matrices + rows * 2 * 28 * 1024 * 2 * 1024)  # all at once, on average 1,024
+    assert plan.sampling_seconds(run) == pytest.approx(read / 3.35e12, rel=1e-3)
+    ends = plan.hours(run)
+    assert ends[0] == pytest.approx(max(learner / 0.45, read / 3.35e12) / 36, rel=1e-3)
+    args.async_mode = False
+    in_turns = (learner / 0.45 + read / 3.35e12) / 36, (learner / 0.3 + 3 * read / 3.35e12) / 36
+    assert plan.hours(run) == pytest.approx(in_turns, rel=1e-3)
+    assert plan.hours(run)[1] > ends[1] > ends[0]

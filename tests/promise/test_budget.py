@@ -14,7 +14,7 @@ BUDGETS = {
     "scripts/train_reward_model.py": 2_850,
     "scripts/preflight.py": 7_850,
     "scripts/odd_data.py": 1_900,
-    "scripts/plan.py": 2_750,
+    "scripts/plan.py": 3_475,
 }
 
 # What stands around the scripts: lines of programs, lines of tests, words of the pages

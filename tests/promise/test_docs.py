@@ -1,6 +1,5 @@
 """README.md and docs/: what they point at is there, and tables are what a command prints."""
 
-import ast
 import dataclasses
 import importlib
 import re
@@ -8,9 +7,8 @@ import runpy
 import subprocess
 import sys
 
-import fork
 import pytest
-from helpers import PAGES, REPO, SCRIPTS, TRAINER
+from helpers import PAGES, REPO, SCRIPTS
 
 # Flags of other programs: the launchers, the preflight, the benchmarks, docker
 OTHER_FLAGS = """
@@ -87,40 +85,24 @@ def test_metrics_of_a_run_are_those_of_the_page(name, run_main, few_prompts):
     assert logged == explained - OTHER_METRICS
 
 
-def refused_on_resume(text):
-    """The arguments that a program compares with those of a checkpoint's run: MUST_AGREE.
-
-    The reward model's training has them in its loop.
-    """
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MUST_AGREE":
-            return set(ast.literal_eval(node.value))
-        if isinstance(node, ast.For) and "saved_args" in ast.unparse(node.body):
-            return set(ast.literal_eval(node.iter))
-    raise ValueError("nothing is compared")
-
-
-@pytest.mark.usefixtures("git")
-def test_page_has_all_that_a_resumed_run_must_keep(tmp_path):
+def test_page_has_all_that_a_resumed_run_must_keep(import_fork):
     rows = re.findall(r"^\| (.*) \| (.*) \|$", (REPO / "docs" / "checkpoints.md").read_text(), re.M)
     said = {who: set(re.findall(r"`(\w+)`", what)) for who, what in rows}
     scripts, of_ppo = said["all three"], said["both PPO scripts"]
-    of_async, of_inflight = said["the asynchronous ones and their forks"], said["the fork inflight"]
+    of_async = scripts | said["the asynchronous ones and their forks"]
     expected = {
-        "ppo_sync.py": scripts | of_ppo,
-        "ppo_vllm_async.py": scripts | of_ppo | of_async,
-        "grpo_vllm_async.py": scripts | of_async,
-        TRAINER: said["`train_reward_model.py`"],
-        "multiturn": scripts | of_async,
-        "inflight": scripts | of_async | of_inflight,
-        "refill": scripts | of_async,
+        "ppo_sync": scripts | of_ppo,
+        "ppo_vllm_async": of_async | of_ppo,
+        "grpo_vllm_async": of_async,
+        "train_reward_model": said["`train_reward_model.py`"],
+        "grpo_multiturn": of_async,
+        "grpo_inflight": of_async | said["the fork inflight"],
+        "grpo_refill": of_async,
     }
+    for name in ("multiturn", "inflight", "refill"):
+        import_fork(name)
     for name, arguments in expected.items():
-        path = REPO / name
-        if not path.exists():  # a fork
-            path = tmp_path / f"{name}.py"
-            fork.write_fork(name, path)
-        assert refused_on_resume(path.read_text()) == arguments, name
+        assert set(importlib.import_module(name).MUST_AGREE) == arguments, name
 
 
 @pytest.fixture

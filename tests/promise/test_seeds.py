@@ -12,103 +12,71 @@ import plot_runs
 import pytest
 from accelerate import Accelerator
 from helpers import REPO, SCRIPTS
-from helpers.files import read_json_lines, write_rows
+from helpers.files import read_json_lines, swap_tokens, write_rows
 from transformers import AutoTokenizer
 
 import ppo_sync as script
 
 # open-instruct, docs/algorithms/ppo.md, "Training Metrics"
-METRICS = [
-    "episode",
-    "lr",
-    "epoch",
-    "objective/kl",
-    "objective/scores",
-    "objective/rlhf_reward",
-    "objective/non_score_reward",
-    "objective/entropy",
-    "objective/loss",
-    "objective/verifiable_correct_rate",
-    "loss/policy_avg",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "policy/entropy_avg",
-    "time/from_scratch",
-    "time/training",
-    "val/sequence_lengths",
-    "val/num_stop_token_ids",
-]
+METRICS = """
+    episode lr epoch objective/kl objective/scores objective/rlhf_reward
+    objective/non_score_reward objective/entropy objective/loss objective/verifiable_correct_rate
+    loss/policy_avg policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg
+    time/from_scratch time/training val/sequence_lengths val/num_stop_token_ids
+"""
 
-# A feature, and a test or a file that shows it
+# A feature, and a file or the first words of a test that show it
 FEATURES = {
     # open-instruct
-    "training and generation side by side": "test_runs.py::test_generation_and_training_overlap_"
-    "and_only_then_are_responses_a_step_old",
-    "the sampling policy is a step old": "test_loop.py::test_weights_go_out_before_the_"
-    "request_that_they_answer",
+    "training and generation side by side": "test_runs.py::generation_and_training_overlap",
+    "the sampling policy is a step old": "test_loop.py::weights_go_out_before_the_request",
     "a debug command": "scripts/train/debug/ppo.sh",
     "the recipe of Tulu 3 by PPO on two nodes": "scripts/train/tulu3/ppo_8b.sh",
-    "the upload is linked with the tracked run": "test_hub.py::test_card_has_the_address_of_the_"
-    "tracked_run",
-    "lengths of prompts in wandb": "test_seeds.py::test_trackers_get_lengths_and_samples",
-    "and as a picture": "test_seeds.py::test_lengths_of_prompts_are_drawn_or_told",
-    "samples": "test_runs.py::test_wandb_gets_the_metrics_the_samples_and_the_config",
-    "samples without held-out prompts": "test_seeds.py::test_trackers_get_lengths_and_samples",
-    "dropout is off": "test_forward.py::test_dropout_of_the_checkpoint_is_off_and_gradient_"
-    "checkpointing_on",
-    "the head of a new reward model": "test_reward_model.py::test_new_head_is_small_and_the_body_"
-    "the_policys_without_dropout",
-    "other vocabularies are refused": "test_seeds.py::test_models_of_other_tokens_are_refused",
-    "prompts are shuffled and come again": "test_dataset.py::test_every_prompt_comes_once_per_pass_"
-    "whatever_the_batch_size",
-    "responses end at the stop token": "test_engine.py::test_responses_are_cut_at_a_stop_token_and_"
-    "nowhere_else",
-    "a penalty without stop token": "test_rewards.py::test_score_is_the_sum_of_the_rewards_or_the_"
-    "penalty",
-    "the format reward": "test_rewards.py::test_format_is_one_thought_and_one_answer",
+    "the upload is linked with the tracked run": "test_hub.py::card_has_the_address_of_the_tracked",
+    "lengths of prompts in wandb": "test_seeds.py::trackers_get_lengths_and_samples",
+    "and as a picture": "test_seeds.py::lengths_of_prompts_are_drawn_or_told",
+    "samples": "test_runs.py::wandb_gets_the_metrics_the_samples",
+    "samples without held-out prompts": "test_seeds.py::trackers_get_lengths_and_samples",
+    "dropout is off": "test_forward.py::dropout_of_the_checkpoint_is_off",
+    "the head of a new reward model": "test_reward_model.py::new_head_is_small",
+    "other vocabularies are refused": "test_seeds.py::models_of_other_tokens_are_refused",
+    "prompts are shuffled and come again": "test_dataset.py::every_prompt_comes_once_per_pass",
+    "responses end at the stop token": "test_engine.py::responses_are_cut_at_a_stop_token",
+    "a penalty without stop token": "test_rewards.py::score_is_the_sum_of_the_rewards_or_the_penal",
+    "the format reward": "test_rewards.py::format_is_one_thought_and_one_answer",
     # verl
-    "parquet in verl's columns": "test_dataset.py::test_row_has_the_ground_truth_that_its_columns_"
-    "say",
+    "parquet in verl's columns": "test_dataset.py::row_has_the_ground_truth_that_its_columns_say",
     "GSM8K": "scripts/data_preprocess/gsm8k.py",
     "MATH": "scripts/data_preprocess/math.py",
     "HellaSwag": "scripts/data_preprocess/hellaswag.py",
     "full_hh_rlhf": "scripts/data_preprocess/full_hh_rlhf.py",
-    "rules by data source": "test_graders.py::test_unknown_source_names_the_known_ones_and_the_way_"
-    "out",
-    "a reward of one's own": "test_rewards.py::test_reward_gets_what_belongs_to_a_response_"
-    "and_has_its_neighbours",
-    "a reward model": "test_loop.py::test_reward_model_scores_times_its_multiplier_and_starts_the_"
-    "value_model",
+    "rules by data source": "test_graders.py::source_says_who_grades_its_rows",
+    "a reward of one's own": "test_rewards.py::reward_is_called_by_the_names",
+    "a reward model": "test_loop.py::reward_model_scores_times_its_multiplier",
     "code goes to a sandbox": "scripts/rewards/code_sandbox.py",
-    "validation is by the rule": "test_seeds.py::test_evaluation_is_by_the_rule_where_there_is_a_"
-    "truth",
-    "where roles are placed": "test_ranks.py::test_engines_belong_to_the_first_ranks_of_each_node",
+    "validation is by the rule": "test_seeds.py::evaluation_is_by_the_rule",
+    "where roles are placed": "test_ranks.py::engines_belong_to_the_first_ranks",
     "FSDP": "test_fsdp2.py",
-    "generalized advantages": "test_losses.py::test_advantages_are_those_of_the_definition",
+    "generalized advantages": "test_losses.py::advantages_are_those_of_the_definition",
 }
 
 
-TESTS = {path.name: path for path in REPO.glob("tests/*/test_*.py")}
-
-
 def test_every_feature_has_what_shows_it():
+    texts = {path.name: path.read_text() for path in REPO.glob("tests/*/test_*.py")}
     for shown in FEATURES.values():
         file, _, test = shown.partition("::")
-        text = TESTS[file].read_text() if file in TESTS else ""
-        assert f"def {test}(" in text or (not test and (text or (REPO / file).exists())), shown
+        is_there = f"\ndef test_{test}" in texts.get(file, "") if test else file in texts
+        assert is_there or (not test and (REPO / file).exists()), shown
 
 
-@pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 5, 5, 40]])
-def test_lengths_of_prompts_are_drawn_or_told(lengths, tmp_path, capsys):
-    (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
+def test_lengths_of_prompts_are_drawn_or_told(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps({"max_prompt_token_length": 64}))
-    plot_runs.draw_lengths(tmp_path)
-    picture = tmp_path / "token_length.png"
-    if len(set(lengths)) == 1:
-        assert capsys.readouterr().out == "All 3 prompts have 3 tokens\n"
-        assert not picture.exists()
-    else:
-        assert picture.read_bytes().startswith(b"\x89PNG")
+    for lengths in ([3, 3, 3], [2, 5, 5, 40]):
+        (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
+        plot_runs.draw_lengths(tmp_path)
+        assert (tmp_path / "token_length.png").exists() == (len(lengths) == 4)
+    assert "All 3 prompts have 3 tokens\n" in capsys.readouterr().out
+    assert (tmp_path / "token_length.png").read_bytes().startswith(b"\x89PNG")
 
 
 class FakeTracker:
@@ -144,9 +112,8 @@ def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
     rows = [of_row | {"prompt": "1" * (1 + i % 7) + "="} for i in range(64)]
     data = write_rows(tmp_path / "prompts.jsonl", rows)
     run = run_main(name, dataset=data, num_evals=1, beta=0.1)
-    assert len(METRICS) == 18
-    for line in run.metrics:
-        assert [metric for metric in METRICS if metric not in line] == []
+    names = METRICS.split()
+    assert len(names) == 18 and all(set(names) <= set(line) for line in run.metrics)
     (values,) = tracker.logged
     histogram = values["prompt_lengths"]
     lengths = json.loads((run.run_dir / "prompt_lengths.json").read_text())
@@ -155,39 +122,33 @@ def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
     assert (histogram.bins[0], histogram.bins[-1]) == (min(lengths), max(lengths))
     ((table_name, table),) = tracker.tables  # in step 1, where an evaluation would have been
     rollouts = read_json_lines(run.run_dir / "rollouts.jsonl")
-    first = [sample for sample in rollouts if sample["training_step"] == 1]
-    assert table_name == "sample_completions"
-    assert list(table["response"]) == [sample["response"] for sample in first]
+    first = [sample["response"] for sample in rollouts if sample["training_step"] == 1]
+    assert table_name == "sample_completions" and list(table["response"]) == first
     assert set(table["policy_version"]) == {0}
 
 
 @pytest.mark.parametrize("flag", ["reward_model_path", "value_model_path"])
 def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
     """One that reads other words, silently; or an id that its embedding does not have."""
-    for folder in ("swapped", "small", "padded", "more"):
+    folders = {"swapped": 17, "small": 16, "padded": 64, "more": 64}  # sizes of vocabularies
+    for folder, size in folders.items():
         shutil.copytree(assets / "model", tmp_path / folder)
-    tokens = json.loads((tmp_path / "swapped/tokenizer.json").read_text())
-    vocabulary = tokens["model"]["vocab"]
-    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
-    (tmp_path / "swapped/tokenizer.json").write_text(json.dumps(tokens))
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    swap_tokens(tmp_path / "swapped")
     # As trainers of reward models add a token to pad with
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(tmp_path / "more")
-    for folder, size in (("small", len(vocabulary) - 1), ("padded", 64), ("more", 64)):
-        config = json.loads((tmp_path / folder / "config.json").read_text())
-        (tmp_path / folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
 
     def load(folder, policy=assets / "model"):
         path = {flag: str(tmp_path / folder)}
         return script.load_tokenizer(script.Args(model_name_or_path=str(policy), **path))
 
-    with pytest.raises(ValueError, match=f"--{flag} .*swapped must know the policy's tokens"):
-        load("swapped")
-    with pytest.raises(ValueError, match=f"--{flag} .*small: its vocab_size"):
-        load("small")
-    assert load("padded").get_vocab()  # sizes differ within a family
-    assert load("more").get_vocab() == load("padded").get_vocab()
+    for folder, said in (("swapped", "must know the policy's tokens"), ("small", "its vocab_size")):
+        with pytest.raises(ValueError, match=f"--{flag} .*{folder}:? {said}"):
+            load(folder)
+    assert load("more").get_vocab() == load("padded").get_vocab()  # sizes differ within a family
     # Not so the other way round: the policy could sample what the other does not know
     with pytest.raises(ValueError, match="must know the policy's tokens"):
         load("padded", policy=tmp_path / "more")
