@@ -395,7 +395,9 @@ def main(args):
     args.data_hash = ppo.stable_hash(train_pairs)
 
     # ---- The run, or what it goes on from
-    if ppo.is_finished(accelerator, run_dir, args.num_updates, args):
+    is_over = args.resume_from_checkpoint == "auto" and ppo.is_finished(run_dir, args.num_updates)
+    if broadcast_object_list([is_over])[0]:  # as the first rank sees it
+        accelerator.print(f"{run_dir} is finished")
         return
     first_step, state = 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
     if checkpoint_dir:

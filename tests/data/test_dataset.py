@@ -217,7 +217,7 @@ def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_pat
 def test_tokenizer_that_loses_spaces_is_refused_and_one_that_loses_few_is_not(tmp_path, capsys):
     """As transformers 5.19 loads some byte-level ones by SentencePiece's rules."""
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": "hello world,\nhow many"} | RULE])
-    with pytest.raises(ValueError, match=r"data.jsonl: .*loses spaces.*TokenizersBackend"):
+    with pytest.raises(ValueError, match=r"data.jsonl: .*the spaces between.*TokenizersBackend"):
         load(path, characters(lost=" \n"))
     assert len(load(path, characters(lost="\n"))) == 1
     assert "loses: \\n\n" in capsys.readouterr().out

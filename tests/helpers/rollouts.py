@@ -205,6 +205,7 @@ def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
         sums, _ = sums  # without the new log-probabilities
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])
+    del sums["val/update_tokens"]  # ranks may need rows besides
     return vector, {name: value.item() for name, value in sums.items()}
 
 

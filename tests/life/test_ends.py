@@ -8,8 +8,6 @@ text but for the order of the steps, so two of them have a few faults only.
 import fcntl
 import os
 import re
-import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -93,11 +91,8 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
         told = len(re.findall(f"^{re.escape(cause)}", run.output, re.MULTILINE))
         assert told == {BURNT: 2, NOT_FINITE: told or 1}.get(cause, 1)
     # How to go on was told when it began
-    (command,) = re.findall(r"^To go on later:\n(.*)$", run.stdout, re.MULTILINE)
-    words = shlex.split(command)
-    assert words[-4:] == ["--run_name", "run", "--resume_from_checkpoint", "latest"]
-    assert words[-6:-4] == ["--output_dir", str(run.run_dir.parent)] and shutil.which(words[0])
-    assert ("accelerate.commands.launch" in words) == ("launched" in vllm)
+    (flags,) = re.findall(r"^To go on later: the same command with (.*)$", run.stdout, re.MULTILINE)
+    assert flags == "--run_name run --resume_from_checkpoint latest"
     if cause == NOT_FINITE:
         assert torch.load(run.run_dir / "bad_batch.pt", weights_only=False)["mask"].any()
 

@@ -247,11 +247,12 @@ def test_auto_begins_goes_on_and_ends(whole, six_steps, tmp_path):
     assert files_of(run.run_dir) == before
 
 
-def test_ranks_go_by_what_the_first_one_finds(tmp_path, monkeypatch):
+def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
     """A network file system may show a folder late to others."""
-    monkeypatch.setattr(script, "broadcast_object_list", lambda objects: [True])
-    accelerator, args = SimpleNamespace(print=print), Args(resume_from_checkpoint="auto")
-    assert script.is_finished(accelerator, tmp_path, 5, args)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(script, "find_run", pytest.fail)
+    monkeypatch.setattr(script, "broadcast_object_list", lambda objects: ["the first one's"])
+    assert script.agree_on_run(Args(resume_from_checkpoint="auto")) == "the first one's"
 
 
 @pytest.mark.parametrize("option", ["latest", "auto"])
