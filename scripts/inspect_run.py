@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-from plot_runs import Curve, Run, draw_run, lines_of_table
+from plot_runs import Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -345,7 +345,7 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
         return
     yield describe_progress(run_dir, args, metrics)
     run = Run(args["run_name"], metrics, args)
-    yield "\n".join(["", *lines_of_table([Curve(run.name, [run])]), ""])
+    yield "\n".join(["", *lines_of_table([run]), ""])
     yield from [*describe_evaluations(metrics), *describe_troubles(metrics)]
     yield describe_speed(metrics) or "Nothing stands out that limited its speed"
     steps = read_rollouts(run_dir)

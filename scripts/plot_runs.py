@@ -7,9 +7,8 @@ Metrics of your own come after those that the scripts have.
     python scripts/plot_runs.py output/RUN
     # several runs: comparison.png in this folder, and a table on the terminal
     python scripts/plot_runs.py output/A output/B
-    # runs that differ in their seed alone as one curve, by the time they took
-    python scripts/plot_runs.py output/A1 output/A2 output/B1 output/B2 \\
-        --seeds --x seconds
+    # by the time they took
+    python scripts/plot_runs.py output/A output/B --x seconds
     # token_length.png in the run's folder: how long its prompts are
     python scripts/plot_runs.py output/RUN --lengths
 """
@@ -40,13 +39,11 @@ class Panel(NamedTuple):
     at_least: tuple[float, float] | None = None  # what the y axis shows, whatever the values
     at_most: tuple[float, float] | None = None  # and what it never goes beyond
     logarithmic: bool = False
-    fewest: int = 1  # metrics; a run with fewer of them has no such panel
 
 
 LARGEST = "Sampler against learner: largest log-probability difference"
 SECONDS = ["time/training", "time/generation", "time/update"]
 RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
-PARTS = ["verifiable_score", "reward_model_score"]
 PANELS = [
     # The first three are the reward trainer's
     Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
@@ -54,7 +51,6 @@ PANELS = [
     Panel("Score of chosen less rejected", ["eval/margin", "objective/margin"]),
     Panel("Answered right", [f"eval/{RIGHT}", f"objective/{RIGHT}"], (0, 1)),
     Panel("Score", ["eval/scores", "objective/scores"]),
-    Panel("Parts of the score, training", [f"objective/{part}" for part in PARTS], fewest=2),
     Panel("KL to the reference policy (nats per response)", ["objective/kl"], (0, 0.01)),
     Panel("Entropy (nats per token)", ["policy/entropy_avg"]),
     Panel("Response length (tokens)", [f"eval/{LENGTHS}", f"objective/{LENGTHS}"]),
@@ -65,7 +61,7 @@ PANELS = [
     Panel(LARGEST, ["mismatch/logprob_diff_max"], logarithmic=True),
     Panel("Seconds per step, without a process's first", SECONDS, (0, 0)),
 ]
-# All that the scripts and the reward trainer log; what has no panel is drawn if --metrics names it
+# All that the scripts and the reward trainer log; report.py draws what has no panel
 OF_TRAINER = {"eval/calibration_error", "eval/scores_mean", "eval/scores_std"}
 KNOWN = {"training_step", *health.METRICS, *OF_TRAINER}
 KNOWN |= {"time", "perf", "mismatch", *(name for panel in PANELS for name in panel.metrics)}
@@ -87,27 +83,12 @@ COLUMNS = {
 }
 FOOTNOTE = "* the last evaluation, on held-out prompts or pairs; other columns, but steps and "
 FOOTNOTE += f"minutes: means of the last {LAST_STEPS} training steps"
-# Arguments in which the runs of one group may differ: what a seed changes, and names
-OF_A_RUN = {"seed", "data_hash", "run_name", "output_dir", "resume_from_checkpoint", "provenance"}
-OF_A_RUN |= {"with_tracking", "wandb_project_name", "wandb_entity"}
-OF_A_RUN |= {"push_to_hub", "hf_entity", "hf_repo_id", "hf_repo_revision"}
 
 
 class Run(NamedTuple):
     name: str
     metrics: list[dict]  # the lines of metrics.jsonl
     args: dict  # of args.json; empty without it
-
-
-class Curve(NamedTuple):
-    """What has one colour: a run, or several that differ in their seed."""
-
-    name: str
-    runs: list[Run]
-
-
-def lines_of(curves: list[Curve]) -> list[dict]:
-    return [line for curve in curves for run in curve.runs for line in run.metrics]
 
 
 # ------------------------------------------------------------------------------ reading
@@ -124,14 +105,17 @@ def read_runs(run_dirs: list[Path]) -> list[Run]:
     return runs
 
 
-def own_metrics(metrics: list[dict]) -> list[str]:
-    """Names of metrics that are none of the scripts': a fork's, or from a reward's dictionary.
+def own_metrics(names: set[str]) -> list[str]:
+    """Those that are none of the scripts': a fork's, or from a reward's dictionary.
 
     Without those that split another metric by data source.
     """
-    names = {name for line in metrics for name in line}
     wholes = tuple(f"{whole}/" for whole in KNOWN | names)
     return sorted(name for name in names - KNOWN if not name.startswith(wholes))
+
+
+def names_in(runs: list[Run]) -> set[str]:
+    return {name for run in runs for line in run.metrics for name in line}
 
 
 def short_name(name: str) -> str:
@@ -139,30 +123,11 @@ def short_name(name: str) -> str:
     return name.removeprefix("eval/").removeprefix("objective/")
 
 
-def group_seeds(runs: list[Run]) -> list[Curve]:
-    """Runs whose arguments differ in nothing but seed and names become one curve.
-
-    It is called by its script, and by what sets it apart from the others.
-    """
-    groups = {}
-    for run in runs:
-        same = {name: value for name, value in run.args.items() if name not in OF_A_RUN}
-        groups.setdefault(json.dumps(same, sort_keys=True), []).append(run)
-    settings = [json.loads(same) for same in groups]
-    curves = []
-    for own, group in zip(settings, groups.values(), strict=True):
-        apart = [name for name in own if any(other.get(name) != own[name] for other in settings)]
-        name = ", ".join([own["exp_name"], *(f"{name} {own[name]}" for name in apart[:3])])
-        name = group[0].name if len(group) == 1 else f"{name} ({len(group)} runs)"
-        curves.append(Curve(name, group))
-    return curves
-
-
 # ------------------------------------------------------------------------------ the picture
 
 
-def points_of(metrics: list[dict], key: str, x_axis: str) -> dict[int, tuple[float, float]]:
-    """{training steps that were done: (x, value)} of one metric.
+def points_of(metrics: list[dict], key: str, x_axis: str) -> list[tuple[float, float]]:
+    """(x, value) of one metric.
 
     An evaluation is of the policy before its line's update, but for the last one. Seconds are
     without the first step of each process, which has the start of vLLM or of CUDA in its time.
@@ -181,34 +146,20 @@ def points_of(metrics: list[dict], key: str, x_axis: str) -> dict[int, tuple[flo
             step = line.get("eval/policy_version", step)
         if step in x_of:
             points[step] = (x_of[step], line[key])
-    return points
+    return [*points.values()]
 
 
-def mean_points(runs: list[Run], key: str, x_axis: str) -> list[tuple[float, ...]]:
-    """(x, mean, least, greatest) of each step that all runs with the metric have come to."""
-    every = [points for run in runs if (points := points_of(run.metrics, key, x_axis))]
-    rows = []
-    for step in sorted(set.intersection(*map(set, every))) if every else []:
-        xs, values = zip(*(points[step] for points in every), strict=True)
-        rows.append((mean(xs), mean(values), min(values), max(values)))
-    return rows
-
-
-def panels_of(curves: list[Curve], x_axis: str, more: list[str]) -> list[Panel]:
-    """The panels that the runs have metrics for: the scripts', the runs' own, and `more`."""
-    own = {}
-    for name in own_metrics(lines_of(curves)):
+def panels_of(runs: list[Run]) -> list[Panel]:
+    """The panels that the runs have metrics for: the scripts', and the runs' own."""
+    names, own = names_in(runs), {}
+    for name in own_metrics(names):
         own.setdefault(short_name(name), []).append(name)
-    every = PANELS + [Panel(title, names) for title, names in own.items()]
-    every += [Panel(name, [name]) for name in more]
     panels = []
-    for panel in every:
-        runs = [curve.runs for curve in curves]
+    for panel in PANELS + [Panel(title, metrics) for title, metrics in own.items()]:
         drawn = [
-            key for key in panel.metrics if any(mean_points(each, key, x_axis) for each in runs)
+            key for key in panel.metrics if any(points_of(run.metrics, key, "step") for run in runs)
         ]
-        if len(drawn) >= panel.fewest:
-            panels.append(panel._replace(metrics=drawn))
+        panels += [panel._replace(metrics=drawn)] if drawn else []
     return panels
 
 
@@ -229,25 +180,21 @@ def set_y_axis(axes, panel: Panel):
     axes.set_ylim(middle - 0.55 * span, middle + 0.55 * span)
 
 
-def draw_panel(axes, panel: Panel, curves: list[Curve], x_axis: str):
-    """Lines with dots are of held-out prompts; a shade goes from the least run to the greatest."""
+def draw_panel(axes, panel: Panel, runs: list[Run], x_axis: str):
+    """Lines with dots are of held-out prompts."""
     from matplotlib.lines import Line2D
 
     handles, styles = [], iter(LINE_STYLES)
     for key in panel.metrics:
         held_out = key.startswith("eval/")
         look = {"linewidth": 1.2, "markersize": 4, "linestyle": "--" if held_out else next(styles)}
-        for number, curve in enumerate(curves):
-            points = mean_points(curve.runs, key, x_axis)
-            if not points:
-                continue
-            xs, means, least, greatest = zip(*points, strict=True)
+        for number, run in enumerate(runs):
+            points = points_of(run.metrics, key, x_axis)
             # A line of one point is not to be seen
-            look["marker"] = "o" if held_out else "." if len(xs) == 1 else None
-            axes.plot(xs, means, color=f"C{number}", **look)
-            if len(curve.runs) > 1:
-                axes.fill_between(xs, least, greatest, color=f"C{number}", alpha=0.2, linewidth=0)
-        color = "0.3" if len(curves) > 1 else "C0"
+            look["marker"] = "o" if held_out else "." if len(points) == 1 else None
+            if points:
+                axes.plot(*zip(*points, strict=True), color=f"C{number}", **look)
+        color = "0.3" if len(runs) > 1 else "C0"
         kind = "held-out" if held_out else "training"
         handles.append(Line2D([], [], color=color, label=f"{kind}: {key}", **look))
     set_y_axis(axes, panel)
@@ -256,38 +203,33 @@ def draw_panel(axes, panel: Panel, curves: list[Curve], x_axis: str):
     axes.legend(handles=handles, fontsize=7)
 
 
-def draw_curves(curves: list[Curve], x_axis="step", more=()):
+def draw_curves(runs: list[Run], x_axis="step"):
     """A figure with one panel for each group of metrics that the runs have."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    panels = panels_of(curves, x_axis, more)
+    panels = panels_of(runs)
     if not panels:
-        raise SystemExit("plot_runs.py: these runs have no metric that it draws; see --metrics")
+        raise SystemExit("plot_runs.py: these runs have no metric that it draws")
     rows, columns = math.ceil(len(panels) / 3), min(3, len(panels))
     figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), dpi=90, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     x_metric, x_title = X_AXES[x_axis]
-    farthest = max(line.get(x_metric, 0) for line in lines_of(curves))
+    farthest = max(line.get(x_metric, 0) for run in runs for line in run.metrics)
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number, xlabel=x_title)
-        draw_panel(axes, panel, curves, x_axis)
+        draw_panel(axes, panel, runs, x_axis)
         axes.set_xlim(-0.03 * farthest, 1.03 * farthest)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-
-    runs = [run for curve in curves for run in curve.runs]
     if len(runs) == 1:
         figure.suptitle(f"{runs[0].name} ({runs[0].args.get('exp_name', '')})", fontsize=12)
         return figure
-    title = f"{len(runs)} runs"
-    if len(curves) < len(runs):
-        title += "; lines: means; shades: from the least to the greatest"
     handles = [
-        Line2D([], [], color=f"C{number}", linewidth=3, label=curve.name)
-        for number, curve in enumerate(curves)
+        Line2D([], [], color=f"C{number}", linewidth=3, label=run.name)
+        for number, run in enumerate(runs)
     ]
-    figure.legend(handles=handles, title=title, loc="outside upper center", ncols=columns)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns)
     return figure
 
 
@@ -302,8 +244,7 @@ def save(write, path: Path):
 
 
 def draw_run(run_dir: Path):
-    (run,) = read_runs([run_dir])
-    save(draw_curves([Curve(run.name, [run])]).savefig, run_dir / "curves.png")
+    save(draw_curves(read_runs([run_dir])).savefig, run_dir / "curves.png")
 
 
 def draw_lengths(run_dir: Path):
@@ -333,45 +274,27 @@ def draw_lengths(run_dir: Path):
 # ------------------------------------------------------------------------------ the table
 
 
-def show(number: float | None) -> str:
-    if number is None:
-        return ""
-    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
-
-
-def last_number(metrics: list[dict], name: str, is_mean: bool) -> float | None:
-    """A metric's last value, or its mean over the last steps; None: the run does not have it."""
+def last_number(metrics: list[dict], name: str, is_mean: bool) -> str:
+    """A metric's last value, or its mean over the last steps; "": the run does not have it."""
     lines = metrics[-LAST_STEPS:] if is_mean else metrics
     values = [line[name] for line in lines if line.get(name) is not None]
     if not values:
-        return None
+        return ""
     number = mean(values) if is_mean else values[-1]
-    return number / 60 if name == "time/from_scratch" else number
+    number = number / 60 if name == "time/from_scratch" else number
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def lines_of_table(curves: list[Curve]) -> list[str]:
-    """A row for each run, and one for the means of those that share a curve.
-
-    The columns are those that the runs have numbers for: COLUMNS, and their own metrics.
-    """
-    lines = lines_of(curves)
-    own = {}
-    for name in own_metrics(lines):
+def lines_of_table(runs: list[Run]) -> list[str]:
+    """A row for each run. The columns are those that the runs have: COLUMNS, and their own."""
+    names, own = names_in(runs), {}
+    for name in own_metrics(names):
         held_out = name.startswith("eval/")
         own[short_name(name) + "*" * held_out] = (name, not held_out)
-    logged = {name for line in lines for name in line}
-    columns = {title: column for title, column in (COLUMNS | own).items() if column[0] in logged}
-
+    columns = {title: column for title, column in (COLUMNS | own).items() if column[0] in names}
     table = [["run", *columns]]
-    for curve in curves:
-        rows = []
-        for run in curve.runs:
-            rows.append([last_number(run.metrics, *column) for column in columns.values()])
-            table.append([run.name, *map(show, rows[-1])])
-        if len(rows) > 1:
-            every = zip(*rows, strict=True)
-            means = [None if None in numbers else mean(numbers) for numbers in every]
-            table.append([f"mean: {curve.name}", *map(show, means)])
+    for run in runs:
+        table.append([run.name, *(last_number(run.metrics, *each) for each in columns.values())])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     said = [
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
@@ -383,58 +306,40 @@ def lines_of_table(curves: list[Curve]) -> list[str]:
 # ------------------------------------------------------------------------------ the program
 
 
-def check(args, parser):
-    """What a user may have got wrong is one line, before anything is drawn or written."""
-    known = set()
-    for run_dir in args.runs:
-        metrics = read_metrics(run_dir)
-        if not metrics:
-            parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
-        if X_AXES[args.x][0] not in metrics[-1]:
-            parser.error(f"--x {args.x}: {run_dir} has no metric {X_AXES[args.x][0]}")
-        if args.seeds and not (run_dir / "args.json").is_file():
-            parser.error(f"--seeds compares the runs' args.json, and {run_dir} has none")
-        known.update(*metrics)
-    for name in args.metrics:
-        if name not in known:
-            parser.error(f"none of these runs has the metric {name}")
-    if args.output.exists() and not args.overwrite and args.output.name != "curves.png":
-        parser.error(f"{args.output} exists: --overwrite replaces it, --output names another")
-
-
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    add("--x", choices=X_AXES, default="step", help="what the x axis shows; default: step")
-    add("--seeds", action="store_true", help="runs that differ in their seed alone are one curve")
-    metrics = "metrics of the scripts that have no panel otherwise, with a panel each"
-    add("--metrics", nargs="+", default=[], metavar="NAME", help=metrics)
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    add("--x", choices=X_AXES, default="step", help="the x axis; default: step")
     output = "the picture, .png, .svg or .pdf, in place of curves.png or comparison.png"
     add("--output", type=Path, metavar="FILE", help=output)
     add("--overwrite", action="store_true", help="replace a picture; curves.png always is")
     add("--lengths", action="store_true", help="a script's own call: how long its prompts are")
     args = parser.parse_args()
-    args.runs = [run.expanduser() for run in args.runs]
+    run_dirs = [run.expanduser() for run in args.runs]
     if args.lengths:
-        draw_lengths(args.runs[0])
+        draw_lengths(run_dirs[0])
         return
-    one = args.runs[0] / "curves.png" if len(args.runs) == 1 else Path("comparison.png")
-    args.output = (args.output or one).expanduser()
-    check(args, parser)
-
-    runs = read_runs(args.runs)
-    curves = group_seeds(runs) if args.seeds else [Curve(run.name, [run]) for run in runs]
+    one = run_dirs[0] / "curves.png" if len(run_dirs) == 1 else Path("comparison.png")
+    output = (args.output or one).expanduser()
+    runs = read_runs(run_dirs)
+    for run_dir, run in zip(run_dirs, runs, strict=True):
+        if not run.metrics:
+            parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
+        if X_AXES[args.x][0] not in run.metrics[-1]:
+            parser.error(f"--x {args.x}: {run_dir} has no metric {X_AXES[args.x][0]}")
+    if output.exists() and not args.overwrite and output.name != "curves.png":
+        parser.error(f"{output} exists: --overwrite replaces it, --output names another")
     try:
-        save(draw_curves(curves, args.x, args.metrics).savefig, args.output)
+        save(draw_curves(runs, args.x).savefig, output)
     except (OSError, ValueError) as error:  # no such folder, or kind of picture
-        parser.error(f"--output {args.output}: {error}")
-    print(f"Wrote {args.output}")
+        parser.error(f"--output {output}: {error}")
+    print(f"Wrote {output}")
     if len(runs) > 1:
-        print(*lines_of_table(curves), sep="\n")
+        print(*lines_of_table(runs), sep="\n")
 
 
 if __name__ == "__main__":

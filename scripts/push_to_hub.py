@@ -1,5 +1,5 @@
-"""Uploads a run's model to the Hugging Face hub, with a card that says how it
-was made.
+"""Uploads a run's model to the Hugging Face hub, with a card that says how it was
+made.
 
     python scripts/push_to_hub.py output/RUN
     python scripts/push_to_hub.py output/RUN --repo_id me/name --private
@@ -84,11 +84,6 @@ def is_of_the_hub(name: str | None) -> bool:
     return name is not None and not is_file and paths.may_be_on_the_hub(name)
 
 
-def name_of_data(name: str | None, split: str) -> str | None:
-    """A dataset as a card names it; only those of the hub have splits."""
-    return f"`{name}`, split `{split}`" if is_of_the_hub(name) else name and f"`{name}`"
-
-
 def method_of(args: dict) -> str:
     """How a run trained, by the arguments that only its script has."""
     if "value_learning_rate" in args:
@@ -118,18 +113,6 @@ def find_tracked(args: dict) -> str | None:
         return None
 
 
-def in_lines(command: list[str]) -> str:
-    r"""A command for a shell, a line for each flag.
-
-    >>> print(in_lines(["python", "ppo_sync.py", "--run_name", "a run", "--seed", "2"]))
-    python ppo_sync.py \
-      --run_name 'a run' \
-      --seed 2
-    """
-    words = [shlex.quote(word) for word in command]
-    return " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)
-
-
 def lines_that_load(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     """Lines of Python that load the model from its branch, and ask it."""
     task, call = "text-generation", f'"...", max_new_tokens={args.get("response_length")}'
@@ -146,35 +129,23 @@ print(model({call}))
 
 def facts_of(args: dict, last: dict) -> dict[str, str | None]:
     """What a card says of a run in its table. last: the last line of its metrics."""
-    steps = args.get("num_training_steps", args["num_updates"])
-    minutes = last["time/from_scratch"] / 60
-    evaluated = name_of_data(args["eval_dataset"], args["eval_dataset_split"])
-    if evaluated and "eval_temperature" in args:
-        evaluated += f", at temperature {args['eval_temperature']:g}"
-    lora = f"LoRA, rank {args.get('lora_rank')}, alpha {args.get('lora_alpha')}; merged"
-    facts = {
-        "base model": f"`{args['model_name_or_path']}`",
-        "adapter": lora if args.get("lora_rank") else None,
-        "dataset": name_of_data(args["dataset"], args["dataset_split"]),
-        "evaluated on": evaluated,
-        "steps": f"{last['training_step']:.0f} of {steps}, in {minutes:.1f} minutes",
+    steps = args.get("num_training_steps") or args["num_updates"]
+    rank, made = args.get("lora_rank"), args.get("provenance", {})
+    versions = [f"{name} {version}" for name, version in made.get("versions", {}).items()]
+    return {
+        "base model": args["model_name_or_path"],
+        "adapter": f"LoRA, rank {rank}, alpha {args['lora_alpha']}; merged" if rank else None,
+        "dataset": args["dataset"],
+        "evaluated on": args["eval_dataset"],
+        "steps": f"{last['training_step']:.0f} of {steps}",
+        "minutes": f"{last['time/from_scratch'] / 60:.1f}",
         "seed": str(args["seed"]),
         "tracked": find_tracked(args),
+        "commit": made.get("commit"),
+        "script's SHA-256": made.get("script_sha256"),
+        "versions": ", ".join(versions),
+        "GPUs": made.get("gpu"),
     }
-    made = args.get("provenance")
-    return (
-        facts
-        | {
-            "commit": made["commit"],
-            "script's SHA-256": made["script_sha256"],
-            "versions": ", ".join(
-                f"{name} {version}" for name, version in made["versions"].items()
-            ),
-            "GPUs": made["gpu"] or "none",
-        }
-        if made
-        else facts
-    )
 
 
 def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
@@ -183,11 +154,10 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
 
     metrics, method = read_metrics(run_dir), method_of(args)
     config = json.loads((run_dir / "model/config.json").read_bytes())
+    base, dataset = args["model_name_or_path"], args["dataset"]
     data = ModelCardData(
-        base_model=args["model_name_or_path"]
-        if is_of_the_hub(args["model_name_or_path"])
-        else None,
-        datasets=[args["dataset"]] if is_of_the_hub(args["dataset"]) else None,
+        base_model=base if is_of_the_hub(base) else None,
+        datasets=[dataset] if is_of_the_hub(dataset) else None,
         library_name="transformers",
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
@@ -203,7 +173,7 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         evaluations=[*evaluations[:1], *evaluations[1:][-1:]],
         has_curves=(run_dir / "curves.png").exists(),
         call=lines_that_load(run_dir, args, repo, revision),
-        command=in_lines(args.get("provenance", {}).get("command", [])),
+        command=shlex.join(args.get("provenance", {}).get("command", [])),
     )
     return f"{card.content}\n"
 
@@ -224,9 +194,7 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None
         repo = repo if "/" in repo else f"LOGIN/{repo}"  # who will be logged in
         card = make_card(run_dir, args, repo, revision)
         print(f"Would be uploaded to {repo}, branch {revision}:")
-        for name, file in sorted(gather(run_dir, card).items()):
-            size = len(file) if isinstance(file, bytes) else file.stat().st_size
-            print(f"{size:18,}  {name}")
+        print(*sorted(gather(run_dir, card)), sep="\n")
         default = "public, unless its owner's default is another (--private)"
         seen_by = "private" if options.private else default
         print(f"A repo that does not exist is made: {seen_by}.\n\nREADME.md:\n\n{card}", end="")

@@ -88,8 +88,8 @@ def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
 def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     """{metric: [steps, values]}; of many points the least and the greatest of neighbours."""
     curves = {}
-    for name in sorted({name for line in run.metrics for name in line} - {"training_step"}):
-        points = [*plots.points_of(run.metrics, name, "step").values()]
+    for name in sorted(plots.names_in([run]) - {"training_step"}):
+        points = plots.points_of(run.metrics, name, "step")
         points = [(x, float(f"{y:.5g}")) for x, y in points if math.isfinite(y)]
         size = -(-2 * len(points) // most)
         if size > 2:
@@ -236,13 +236,11 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
 def make_page(run_dirs: list[Path]) -> bytes:
     """The whole file: it loads nothing, and a browser runs no script but its own."""
     runs = plots.read_runs(run_dirs)
-    names = {name for run in runs for line in run.metrics for name in line}
-    points = min(500, MOST_CURVES // (16 * len(runs) * len(names)))
-    curves = [plots.Curve(run.name, [run]) for run in runs]
+    points = min(500, MOST_CURVES // (16 * len(runs) * len(plots.names_in(runs))))
     data = {
         "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
-        "table": "\n".join(plots.lines_of_table(curves)) if len(runs) > 1 else "",
-        "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(curves, "step", [])],
+        "table": "\n".join(plots.lines_of_table(runs)) if len(runs) > 1 else "",
+        "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(runs)],
         "meanings": health.METRICS,
         "tried": health.TRIED,
         **answers_of(run_dirs, runs, MOST_ANSWERS),

@@ -2,15 +2,13 @@
 
 A test that starts vLLM or other processes, or waits for seconds, has the mark `slow`; the others
 take two minutes together.
-    bash scripts/test.sh                          all of them, two files at a time
-    bash scripts/test.sh fast                     those without the mark
-    .venv/bin/python -m pytest -k gae             some, by name
+    bash scripts/test.sh                      all of them, two files at a time
+    bash scripts/test.sh fast                 those without the mark
+    .venv/bin/python -m pytest -k gae         some, by name
 The tests of a file run in their order, in one process. What needs a real run of a script gets it
-from a fixture, so that many tests look at one run.
-
-Functions that the scripts share are tested through ppo_vllm_async.py alone; test_scripts_agree.py
-holds the other scripts to the same text. main() is each script's own: test_loop.py and
-test_resume.py run it in all three, in seconds.
+from a fixture, so that many tests look at one run. Functions that the scripts share are tested
+through ppo_vllm_async.py alone; test_scripts_agree.py holds the other scripts to the same text.
+main() is each script's own: test_loop.py and test_resume.py run it in all three, in seconds.
 
 Which folder.
     algorithm    mathematics, passes, gradients; main() with a stub of vLLM, step by step
@@ -22,17 +20,14 @@ Which folder.
     promise      the seeds' list, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
 
-Helpers, in tests/helpers; each says more in its first lines.
+Helpers, in tests/helpers.
     formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
-    loops, hooks, modules               main() with a stub of vLLM; in a function's way
+    loops, hooks, modules, programs     main() with a stub of vLLM; in a function's way
     runs, files, processes, endings     what a run has written; rows; processes, and what they left
-    machines                            what a test needs of the machine
+    zygote, machines                    forked runs; what a test needs of the machine
     real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
     saving_batches, run_with_fault, compute_on_ranks    are programs
-    wandb_log, programs                 what wandb wrote; a program called in this process
-
-How a fault is injected. In a function: monkeypatch. In a run: by the fixture run_with_fault; a
-new fault is a function of helpers/run_with_fault.py.
+A fault in a function: monkeypatch; in a run: a function of run_with_fault.py, by its fixture.
 A new test: break what it tests once, and see it fail.
 """
 
@@ -220,36 +215,33 @@ def start_script(assets, take_rows, request):
     A Zygote forks it, on so many ranks; with a launcher, () being Python alone, it is started as a
     user starts it.
     """
-    # All 20,000 prompts would take two seconds to read, on each rank
-    dataset = take_rows({"train.parquet": 1000}) / "train.parquet"
     started = []
+    defaults = {
+        "run_name": "run",
+        # All 20,000 prompts would take two seconds to read, on each rank
+        "dataset": take_rows({"train.parquet": 1000}) / "train.parquet",
+        "model_name_or_path": assets / "model",
+        "dtype": "float32",
+        "response_length": 8,
+        "total_episodes": 64,
+        "local_rollout_batch_size": 16,
+        "number_samples_per_prompt": 2,
+        "local_mini_batch_size": 32,
+        "per_device_train_batch_size": 8,
+        "local_rollout_forward_batch_size": 32,
+        "reward_workers": 1,
+        "learning_rate": 5e-4,
+    }
 
     def start(
         script, folder, launcher=None, ranks=1, env=None, program=(), save_batches=False, **options
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        defaults = {
-            "output_dir": folder,
-            "run_name": "run",
-            "dataset": dataset,
-            "model_name_or_path": assets / "model",
-            "dtype": "float32",
-            "response_length": 8,
-            "total_episodes": 64,
-            "local_rollout_batch_size": 16,
-            "number_samples_per_prompt": 2,
-            "local_mini_batch_size": 32,
-            "per_device_train_batch_size": 8,
-            "local_rollout_forward_batch_size": 32,
-            "reward_workers": 1,
-            "learning_rate": 5e-4,
-            "value_learning_rate": 1e-3,
-        }
         if save_batches:
-            program = (str(REPO / "tests" / "helpers" / "saving_batches.py"),)
-        if any("grpo" in str(part) for part in (script, *program)):
-            del defaults["value_learning_rate"]
-        argv = [*program, str(script), *flags_of(defaults | options)]
+            program = (REPO / "tests" / "helpers" / "saving_batches.py",)
+        words = [*map(str, (*program, script))]
+        of_ppo = {} if "grpo" in "".join(words) else {"value_learning_rate": 1e-3}
+        argv = [*words, *flags_of(defaults | of_ppo | {"output_dir": folder} | options)]
         if launcher is None:
             zygote = request.getfixturevalue("zygote")
             process = zygote.start(argv, environment(env), folder, ranks)

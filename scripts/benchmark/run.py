@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,16 +41,6 @@ def debug_command(name):
 def make_debug_assets():
     command = [sys.executable, REPO / "scripts/dev/make_debug_assets.py"]
     subprocess.run(command, cwd=REPO, check=True, capture_output=True)
-
-
-def make_endless_model(folder):
-    """The debug model with an end token that it does not know: its responses end at the cap."""
-    make_debug_assets()
-    shutil.copytree(REPO / "debug_assets/model", folder)
-    for name in ("config", "generation_config", "tokenizer_config"):
-        path = folder / f"{name}.json"
-        end = {"eos_token": "<|unknown|>"} if name == "tokenizer_config" else {"eos_token_id": 5}
-        path.write_text(json.dumps(json.loads(path.read_bytes()) | end), "utf-8")
 
 
 def read_lines(path):

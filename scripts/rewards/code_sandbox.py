@@ -232,7 +232,12 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
             setup = truth.get("test_setup_code") or ""
             cases = [equality_case(setup, test) or {"test": f"{setup}\n{test}"} for test in tests]
         case {"inputs": inputs, "outputs": outputs}:
-            pairs = zip(map(as_text, inputs), map(as_text, outputs), strict=True)
+            # Some rows of APPS have lists of lines
+            texts = [
+                [each if isinstance(each, str) else "\n".join(each) for each in column]
+                for column in (inputs, outputs)
+            ]
+            pairs = zip(*texts, strict=True)
             cases = [{"stdin": given, "expected": expected} for given, expected in pairs]
         case {"test": test, "entry_point": function}:
             prefix = truth.get("prompt") or ""
@@ -263,11 +268,6 @@ def equality_case(setup: str, test: str) -> dict | None:
                     expected = canonical(ast.literal_eval(literal))
                     return {"setup": setup, "call": ast.unparse(call), "expected": expected}
     return None
-
-
-def as_text(value: str | list[str]) -> str:
-    """Some rows of APPS have lists of lines."""
-    return value if isinstance(value, str) else "\n".join(value)
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -561,14 +561,10 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
     limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20, "look_seconds": 0.05}
     limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
     column = list(ARCHITECTURES).index(platform.machine())
-    filter_options = {
-        "architecture": ARCHITECTURES[platform.machine()],
-        "closed": [numbers[column] for numbers in CLOSED_CALLS.values()],
-        "restricted": [
-            (numbers[column], argument) for numbers, argument in RESTRICTED_CALLS.values()
-        ],
-    }
-    program = {"code": code, "number_cases": len(cases), "limits": limits, "filter": filter_options}
+    calls = {"architecture": ARCHITECTURES[platform.machine()]}
+    calls["closed"] = [numbers[column] for numbers in CLOSED_CALLS.values()]
+    calls["restricted"] = [(numbers[column], first) for numbers, first in RESTRICTED_CALLS.values()]
+    program = {"code": code, "number_cases": len(cases), "limits": limits, "filter": calls}
     given = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
     with open(os.memfd_create("job"), "w+b") as job:
         for text in (json.dumps(part).encode() for part in (program, *given)):
@@ -582,18 +578,13 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
         reason = stderr.decode(errors="replace").strip()[-300:] or f"not within {TOTAL_SECONDS} s"
         raise RuntimeError(f"the sandbox did not start: {reason}")
     results = [json.loads(line) for line in lines[1:]]
-    results += [{"reached_end": False}] * (len(cases) - len(results))
-    return [
-        result["reached_end"] and is_as_expected(result["stdout"], case)
-        for result, case in zip(results, cases, strict=True)
-    ]
-
-
-def is_as_expected(stdout: str, case: dict) -> bool:
-    """Whether a program that reached its end passed the case."""
-    if "call" in case:  # compared as text, and never parsed: a program may have written it
-        return stdout == case["expected"]
-    return "test" in case or same_output(stdout, case["expected"])
+    passed = []
+    for result, case in zip(results, cases, strict=False):
+        expected, stdout = case.get("expected"), result["stdout"]
+        # A call's is compared as text, and never parsed: a program may have written it
+        same = stdout == expected if "call" in case else same_output(stdout, expected or "")
+        passed.append(result["reached_end"] and ("test" in case or same))
+    return passed + [False] * (len(cases) - len(passed))
 
 
 def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
@@ -620,22 +611,19 @@ def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[b
 
 
 def find_sandbox() -> list[str]:
-    """The command of a sandbox that was seen to hold.
-
-    RuntimeError with one sentence where there is none.
-    """
+    """The command of a sandbox that was seen to hold. RuntimeError: there is none."""
     hint = "code is never run outside a sandbox"
     if not shutil.which("bwrap"):
         raise RuntimeError(
             "code is run in bubblewrap, which is not installed: "
             f"`apt-get install bubblewrap`; {hint}"
         )
-    if tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2]) < (5, 14):
-        versions = f"Linux 5.14 or newer, this is {platform.release()}"
-        raise RuntimeError(f"the code sandbox needs {versions}: update; {hint}")
-    if platform.machine() not in ARCHITECTURES:
-        machines = f"{' or '.join(ARCHITECTURES)}, this is {platform.machine()}"
-        raise RuntimeError(f"the code sandbox needs {machines}: take another machine; {hint}")
+    linux = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if linux < (5, 14) or platform.machine() not in ARCHITECTURES:
+        raise RuntimeError(
+            f"code is run on Linux 5.14 or newer, on {' or '.join(ARCHITECTURES)}; this is "
+            f"{platform.release()} on {platform.machine()}; {hint}"
+        )
     here, load_libc = os.path.abspath(__file__), "import ctypes\nlibc = ctypes.CDLL(None)\n"
     names = "{line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]}"
     probes = {
@@ -672,9 +660,7 @@ def find_sandbox() -> list[str]:
 
 def raises(statement: str, error: str) -> str:
     """A test that is passed when the statement raises that error."""
-    return (
-        f"import os, time\ntry:\n {statement}\nexcept {error}:\n pass\nelse:\n raise AssertionError"
-    )
+    return f"import os, time\ntry:\n {statement}\nexcept {error}:\n pass\nelse:\n assert False"
 
 
 SANDBOX = find_sandbox()

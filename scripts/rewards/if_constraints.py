@@ -39,11 +39,9 @@ except ImportError as error:
 langdetect.DetectorFactory.seed = 0  # its sampling would give one text two languages
 RULES = PunktParameters()
 ABBREVIATIONS = """
-    a.d a.m al apr assn ave b.c b.s aug blvd capt cf co col corp ct d.c dec dept dr e.g \
-est etc feb fig ft gen gov
-    hon i.e inc jan jr l.a lt ltd m.d messrs mr mrs ms mt n.y nov oct p.m p.s ph.d prof rep rev \
-sen sep sept sgt sr
-    st u.k u.n u.s u.s.a vol vs
+    a.d a.m al apr assn ave b.c b.s aug blvd capt cf co col corp ct d.c dec dept dr e.g est etc feb
+    fig ft gen gov hon i.e inc jan jr l.a lt ltd m.d messrs mr mrs ms mt n.y nov oct p.m p.s ph.d
+    prof rep rev sen sep sept sgt sr st u.k u.n u.s u.s.a vol vs
 """
 RULES.abbrev_types = set(ABBREVIATIONS.split())
 SENTENCES, WORDS = PunktSentenceTokenizer(RULES), NLTKWordTokenizer()
@@ -111,12 +109,6 @@ def is_in_language(text: str, language: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------- constraints
-def contains_keywords(text: str, keywords: list[str]) -> bool:
-    return all(keyword.lower() in text.lower() for keyword in keywords)
-
-
-def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return compare(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def avoids_words(text: str, forbidden_words: list[str]) -> bool:
@@ -125,23 +117,8 @@ def avoids_words(text: str, forbidden_words: list[str]) -> bool:
     return not any(re.search(word, text, re.IGNORECASE) for word in words)
 
 
-def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
-
-
-def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return compare(len(SENTENCES.tokenize(text)), relation, num_sentences)
-
-
-def number_words(text: str, num_words: int, relation: str) -> bool:
-    return compare(len(re.findall(r"\w+", text)), relation, num_words)
-
-
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs between dividers of three asterisks.
-
-    Between two dividers there must be something.
-    """
+    """Paragraphs between dividers of three asterisks, between which there must be something."""
     filled = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(filled[1:-1]) and sum(filled) == num_paragraphs
 
@@ -158,10 +135,6 @@ def nth_paragraph_first_word(
     return count == num_paragraphs and re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def number_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
-
-
 def has_postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     spellings = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -173,11 +146,6 @@ def number_bullets(text: str, num_bullets: int) -> bool:
     asterisks = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
     return len(asterisks + dashes) == num_bullets
-
-
-def is_one_of_the_answers(text: str) -> bool:
-    answers = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-    return any(answer in text for answer in answers)
 
 
 def number_highlights(text: str, num_highlights: int) -> bool:
@@ -200,22 +168,10 @@ def is_json(text: str) -> bool:
     return True
 
 
-def has_title(text: str) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
-
-
 def gives_two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
-
-
-def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def ends_with(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def is_quoted(text: str) -> bool:
@@ -223,35 +179,52 @@ def is_quoted(text: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    """Words as NLTK splits them: COVID-19 is one, NASA's is two."""
-    count = sum(word.isupper() for word in WORDS.tokenize(text))
-    return compare(count, capital_relation, capital_frequency)
-
-
 CONSTRAINTS = {
-    "keywords:existence": contains_keywords,
-    "keywords:frequency": keyword_frequency,
+    "keywords:existence": lambda text, keywords: all(
+        keyword.lower() in text.lower() for keyword in keywords
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        text.lower().count(keyword.strip().lower()), relation, frequency
+    ),
     "keywords:forbidden_words": avoids_words,
-    "keywords:letter_frequency": letter_frequency,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
     "language:response_language": is_in_language,
-    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        len(SENTENCES.tokenize(text)), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda text, num_words, relation: compare(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": has_postscript,
     "detectable_format:number_bullet_lists": number_bullets,
-    "detectable_format:constrained_response": is_one_of_the_answers,
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+    ),
     "detectable_format:number_highlighted_sections": number_highlights,
     "detectable_format:multiple_sections": number_sections,
     "detectable_format:json_format": is_json,
-    "detectable_format:title": has_title,
+    "detectable_format:title": lambda text: any(
+        title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)
+    ),
     "combination:two_responses": gives_two_responses,
-    "combination:repeat_prompt": repeats_prompt,
-    "startend:end_checker": ends_with,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": is_quoted,
-    "change_case:capital_word_frequency": capital_words,
+    # Words as NLTK splits them: COVID-19 is one, NASA's is two
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(word.isupper() for word in WORDS.tokenize(text)), capital_relation, capital_frequency
+    ),
     "change_case:english_capital": lambda text: text.isupper() and is_in_language(text, "en"),
     "change_case:english_lowercase": lambda text: text.islower() and is_in_language(text, "en"),
     "punctuation:no_comma": lambda text: "," not in text,

@@ -32,8 +32,9 @@ def tenth(truth: dict) -> int:
     return max(1, round(truth["N"] / 10))
 
 
+IFEVAL = ifeval.CONSTRAINTS
 RULES = {
-    "verify_keywords": lambda text, t: ifeval.contains_keywords(text, t["keyword_list"]),
+    "verify_keywords": lambda text, t: IFEVAL["keywords:existence"](text, t["keyword_list"]),
     "verify_keyword_frequency": lambda text, t: (
         re.findall(r"\w+", text.lower()).count(t["word"].lower()) == t["N"]
     ),
@@ -51,23 +52,27 @@ RULES = {
         text, t["N"], t["i"], t["first_word"]
     ),
     "verify_postscript": lambda text, t: ifeval.has_postscript(text, t["postscript_marker"]),
-    "validate_placeholders": lambda text, t: ifeval.number_placeholders(text, t["N"]),
+    "validate_placeholders": lambda text, t: IFEVAL["detectable_content:number_placeholders"](
+        text, t["N"]
+    ),
     "verify_bullet_points": lambda text, t: ifeval.number_bullets(text, t["N"]),
-    "validate_title": lambda text, t: ifeval.has_title(text),
+    "validate_title": lambda text, t: IFEVAL["detectable_format:title"](text),
     "validate_choice": lambda text, t: any(option in text for option in t["options"]),
     "validate_highlighted_sections": lambda text, t: ifeval.number_highlights(text, t["N"]),
     "validate_sections": lambda text, t: ifeval.number_sections(
         text, t["section_splitter"], t["N"]
     ),
     "validate_json_format": lambda text, t: ifeval.is_json(text),
-    "validate_repeat_prompt": lambda text, t: ifeval.repeats_prompt(text, t["original_prompt"]),
+    "validate_repeat_prompt": lambda text, t: IFEVAL["combination:repeat_prompt"](
+        text, t["original_prompt"]
+    ),
     "validate_two_responses": lambda text, t: ifeval.gives_two_responses(text),
     "validate_uppercase": lambda text, t: text == text.upper(),
     "validate_lowercase": lambda text, t: text == text.lower(),
     "validate_frequency_capital_words": lambda text, t: quantity(
         len(re.findall(r"\b[A-Z]+\b", text)), t, tenth(t)
     ),
-    "validate_end": lambda text, t: ifeval.ends_with(text, t["end_phrase"]),
+    "validate_end": lambda text, t: IFEVAL["startend:end_checker"](text, t["end_phrase"]),
     "validate_quotation": lambda text, t: ifeval.is_quoted(text),
     "validate_no_commas": lambda text, t: "," not in text,
 }

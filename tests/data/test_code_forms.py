@@ -9,7 +9,6 @@ import pytest
 from helpers import REPO
 
 SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
-TESTS = ["assert double(3) == 6", "assert double(0) == 0"]
 RIGHT = """def double(x):
     if not x:
         return x
@@ -128,57 +127,6 @@ BAD = {
     "an empty block": block(""),
     "nothing": "",
 }
-FORMS = [(name, response, 1.0) for name, response in GOOD.items()]
-FORMS += [(name, response, 0.0) for name, response in BAD.items()]
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    """The file without its last line, which needs bubblewrap."""
-    text = SCRIPT.read_text()
-    assert text.count("SANDBOX = find_sandbox()\n") == 1
-    module = types.ModuleType("code_sandbox_of_forms")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
-        exec(text.removesuffix("SANDBOX = find_sandbox()\n"), vars(module))
-    return module
-
-
-@pytest.fixture
-def extract_code(sandbox):
-    return sandbox.extract_code
-
-
-def passes(program):
-    """Whether one of the programs above, all of them harmless, is right."""
-    names = {}
-    try:
-        exec(program, names)
-        for test in TESTS:
-            exec(test, names)
-    except Exception:
-        return 0.0
-    return 1.0
-
-
-def test_program_is_found_in_every_form(extract_code):
-    found = {name: passes(extract_code(response)) for name, response, _ in FORMS}
-    assert found == {name: score for name, _, score in FORMS}
-
-
-def test_body_of_a_function_keeps_its_indentation(extract_code):
-    """HumanEval's prompt stands before it."""
-    body = "    return 2 * x\n"
-    for response in (block(body), block(body, info=""), f"So: {block(body)}", body):
-        assert extract_code(response) == body
-    assert extract_code(f"1. So:\n{block(body, margin='   ')}") == body
-
-
-def test_block_ends_at_a_fence_that_is_as_long(sandbox):
-    text = "````\na\n```\n~~~~\nb\n````` \nc\n"
-    assert sandbox.fenced_blocks(text) == [("", "a\n```\n~~~~\nb\n")]
-
-
 LONG_TEXTS = [
     "```\n" * 8000,
     '```python\n"""\n' + "```python\n```\n" * 4000,
@@ -191,8 +139,38 @@ LONG_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", LONG_TEXTS, ids=lambda text: text[:12])
-def test_long_text_is_no_hang(text, extract_code):
-    signal.alarm(60)  # it ends the process
-    assert extract_code(text) in text
+@pytest.fixture(scope="module")
+def extract_code():
+    """That of the file without its last line, which needs bubblewrap."""
+    text = SCRIPT.read_text()
+    assert text.count("SANDBOX = find_sandbox()\n") == 1
+    module = types.ModuleType("code_sandbox_of_forms")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
+        exec(text.removesuffix("SANDBOX = find_sandbox()\n"), vars(module))
+    return module.extract_code
+
+
+def passes(program):
+    """Whether one of the programs above, all of them harmless, is right."""
+    names = {}
+    try:
+        exec(program, names)
+        return names["double"](3) == 6 and names["double"](0) == 0
+    except Exception:
+        return False
+
+
+def test_program_is_found_in_every_form(extract_code):
+    found = {name: passes(extract_code(text)) for name, text in (GOOD | BAD).items()}
+    assert found == dict.fromkeys(GOOD, True) | dict.fromkeys(BAD, False)
+    body = "    return 2 * x\n"  # HumanEval's prompt stands before it
+    for response in (block(body), block(body, info=""), f"So: {block(body)}", body):
+        assert extract_code(response) == body
+    assert extract_code(f"1. So:\n{block(body, margin='   ')}") == body
+
+
+def test_long_text_is_no_hang(extract_code):
+    signal.alarm(100)  # it ends the process
+    assert all(extract_code(text) in text for text in LONG_TEXTS)
     signal.alarm(0)

@@ -1,7 +1,6 @@
 """scripts/rewards/code_sandbox.py: right programs score, and hostile ones reach nothing."""
 
 import contextlib
-import doctest
 import importlib
 import itertools
 import json
@@ -22,7 +21,6 @@ import pytest
 from helpers import REPO
 from helpers.machines import why_no_sandbox
 from helpers.processes import alive, descendants, environment, wait_until
-from test_code_forms import FORMS, TESTS
 
 SCRIPT = REPO / "scripts" / "rewards" / "code_sandbox.py"
 pytestmark = pytest.mark.slow
@@ -88,38 +86,35 @@ def double(x):
     return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())"""
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
-        (HONEST, HONEST_TESTS, 1.0),
-        (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
-        (READING_THE_ASSERTION, HONEST_TESTS, 0.0),
-        (HONEST, json.dumps(HONEST_TESTS), 1.0),
-        (HONEST.partition("\n```\nIt")[0], HONEST_TESTS, 1.0),  # cut off
-        (WRONG, HONEST_TESTS, 0.5),
-        ("I would rather not.", HONEST_TESTS, 0.0),
-        (HONEST, ["assert double(2) > 3", "assert double(2) < 3"], 0.5),
-        (NODE, MBPP, 1.0),  # the set-up uses the program's class
-        ("    return max(numbers)", HUMANEVAL, 1.0),
-        ("def largest(numbers): return max(numbers)", HUMANEVAL, 1.0),
-        ("    return min(numbers)", HUMANEVAL, 0.0),
-        ("if __name__ == '__main__': print(sum(map(int, open(0).read().split())))", PAIRS, 1.0),
-        ("print(3)", PAIRS, 0.5),
-        ("print(3)\nraise SystemExit(1)", PAIRS, 0.0),
-    ],
-)
-def test_score_is_the_share_of_test_cases_passed(response, truth, expected, score):
-    assert score(response, truth) == expected
+# A response, a ground truth, and the share of test cases that pass
+SCORES = [
+    (HONEST, HONEST_TESTS, 1.0),
+    (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
+    (READING_THE_ASSERTION, HONEST_TESTS, 0.0),
+    (HONEST, json.dumps(HONEST_TESTS), 1.0),
+    (HONEST.partition("\n```\nIt")[0], HONEST_TESTS, 1.0),  # cut off
+    (WRONG, HONEST_TESTS, 0.5),
+    ("I would rather not.", HONEST_TESTS, 0.0),
+    (HONEST, ["assert double(2) > 3", "assert double(2) < 3"], 0.5),
+    (NODE, MBPP, 1.0),  # the set-up uses the program's class
+    ("    return max(numbers)", HUMANEVAL, 1.0),
+    ("def largest(numbers): return max(numbers)", HUMANEVAL, 1.0),
+    ("    return min(numbers)", HUMANEVAL, 0.0),
+    ("if __name__ == '__main__': print(sum(map(int, open(0).read().split())))", PAIRS, 1.0),
+    ("print(3)", PAIRS, 0.5),
+    ("print(3)\nraise SystemExit(1)", PAIRS, 0.0),
+]
 
 
-def test_programs_of_every_form_run(sandbox):
-    texts = ["\n".join([sandbox.extract_code(text), *TESTS]) for _, text, _ in FORMS]
-    results = sandbox.run_in_sandbox("", [{"test": text} for text in texts])
-    assert dict(zip(FORMS, results, strict=True)) == {form: form[2] == 1 for form in FORMS}
+def test_score_is_the_share_of_test_cases_passed(score):
+    found = [(response, truth, score(response, truth)) for response, truth, _ in SCORES]
+    assert found == SCORES
+    for truth in ("def f", "[]", {"test_list": []}, {"inputs": ["1"]}):
+        with pytest.raises(ValueError, match="ground_truth must be a list of assertions"):
+            score(HONEST, truth)
 
 
 def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
-    assert doctest.testmod(sandbox).failed == 0
     values = [0, -0.0, False, 1, 1.0, True, 0.1, 10**300, -1e999, Fraction(1, 10), Decimal("0.1")]
     values += [None, "1", "1/1", "", "None", "\n", b"1", bytearray(b"1"), [], (), [1], (1,)]
     values += [["1, 1"], ["1", "1"], set(), {1, "1"}, frozenset({"1", True}), {}, {1: 2}, {"1": 2}]
@@ -129,12 +124,6 @@ def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
     for no_data in (object(), int, [1, range(3)]):
         with pytest.raises(TypeError):
             sandbox.canonical(no_data)
-
-
-@pytest.mark.parametrize("truth", ["def f", "[]", {"test_list": []}, {"inputs": ["1"]}])
-def test_ground_truth_of_no_known_form_is_an_error(score, truth):
-    with pytest.raises(ValueError, match="ground_truth must be a list of assertions"):
-        score(HONEST, truth)
 
 
 # Programs that use what the sandbox limits
@@ -165,32 +154,6 @@ def test_cases_have_what_they_need_and_nothing_of_those_before(run):
     assert run([CLOSED, CLEAN]) == [True, False]  # what a program closes costs its own cases
 
 
-# None of these programs comes to its end
-REACHING = {
-    "network": "socket.create_connection(('127.0.0.1', PORT), 5)",
-    "home folder": "open('HOME_FILE').read()",
-    "project": "os.listdir('REPO')",
-    "environment": "os.environ['TANDEM_SECRET']",
-    "writing outside": "open('OUTSIDE/written', 'w')",
-    "writing to /usr": "open('/usr/written', 'w')",
-    "parent's memory": "open('/proc/1/mem', 'rb')",
-    "parent's files": "open('/proc/1/fd/1', 'w')",
-}
-CALLING = {
-    "limiting its parent": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
-    "moving its parent": "os.sched_setaffinity(1, {0})",
-    "socket to another family": "socket.socketpair(socket.AF_INET)",
-    "user namespace": "assert libc.unshare(0x10000000) == 0",
-}
-LEAVING = {
-    "sys.exit": "sys.exit(0)",
-    "os._exit": "os._exit(0)",
-    "killing its parent": "one = os.getppid()\nos.kill(one, 9)\nassert os.getppid() != one",
-    "forging results": """for fd in range(64):
-    try: os.write(fd, b'{"reached_end": true, "stdout": ""}\\n' * 9)
-    except OSError: pass
-os._exit(0)""",
-}
 # Has three children that hold 300 MB each at the same time
 CHILDREN = """read, write = os.pipe()
 for _ in range(3):
@@ -202,7 +165,30 @@ for _ in range(3):
         time.sleep(60)
 ready = 0
 while ready < 3: ready += len(os.read(read, 3))"""
-TAKING = {
+# None of these programs comes to its end
+HOSTILE = {
+    # They reach for
+    "network": "socket.create_connection(('127.0.0.1', PORT), 5)",
+    "home folder": "open('HOME_FILE').read()",
+    "project": "os.listdir('REPO')",
+    "environment": "os.environ['TANDEM_SECRET']",
+    "writing outside": "open('OUTSIDE/written', 'w')",
+    "writing to /usr": "open('/usr/written', 'w')",
+    "parent's memory": "open('/proc/1/mem', 'rb')",
+    "parent's files": "open('/proc/1/fd/1', 'w')",
+    "limiting its parent": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))",
+    "moving its parent": "os.sched_setaffinity(1, {0})",
+    "socket to another family": "socket.socketpair(socket.AF_INET)",
+    "user namespace": "assert libc.unshare(0x10000000) == 0",
+    # They leave early
+    "sys.exit": "sys.exit(0)",
+    "os._exit": "os._exit(0)",
+    "killing its parent": "one = os.getppid()\nos.kill(one, 9)\nassert os.getppid() != one",
+    "forging results": """for fd in range(64):
+    try: os.write(fd, b'{"reached_end": true, "stdout": ""}\\n' * 9)
+    except OSError: pass
+os._exit(0)""",
+    # They take too much
     "processes": "pids = [os.fork() or time.sleep(60) for _ in range(100)]",
     "10 GB": "bytearray(10 << 30)",
     "disk": "file = open('x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))",
@@ -221,10 +207,9 @@ def test_every_closed_call_is_closed(sandbox, run):
 
 
 def test_hostile_program_gets_nothing_and_disturbs_nobody(run, tmp_path, monkeypatch):
-    programs = REACHING | CALLING | LEAVING | TAKING
     monkeypatch.setenv("TANDEM_SECRET", "1")
     tmp_path.chmod(0o777)
-    text = json.dumps([line for program in programs.values() for line in (program, "pass")])
+    text = json.dumps([line for program in HOSTILE.values() for line in (program, "pass")])
     with (
         tempfile.NamedTemporaryFile(dir=Path.home()) as file,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -233,8 +218,9 @@ def test_hostile_program_gets_nothing_and_disturbs_nobody(run, tmp_path, monkeyp
         for word, place in (places | {"REPO": REPO, "OUTSIDE": tmp_path}).items():
             text = text.replace(word, str(place))
         results = run(json.loads(text))
-    assert [name for name, came in zip(programs, results[::2], strict=True) if came] == []
-    assert [name for name, honest in zip(programs, results[1::2], strict=True) if not honest] == []
+    came, honest = (dict(zip(HOSTILE, results[i::2], strict=True)) for i in (0, 1))
+    assert came == dict.fromkeys(HOSTILE, False)
+    assert honest == dict.fromkeys(HOSTILE, True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -306,12 +292,6 @@ def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(RuntimeError, match=r"does not work here.*No permission.*--privileged"):
         load()
-
-
-def test_machine_whose_tests_are_skipped_has_no_sandbox():
-    if why_no_sandbox():
-        with pytest.raises(RuntimeError, match="never run outside"):
-            load()
 
 
 def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):

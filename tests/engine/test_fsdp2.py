@@ -43,27 +43,20 @@ def check_metrics(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "processes", "machines", "is_sharded"),
-    [
-        ("one_gpu.yaml", 1, 1, False),
-        ("ddp.yaml", 8, 1, False),
-        ("fsdp2.yaml", 8, 1, True),
-        ("fsdp2_two_nodes.yaml", 16, 2, True),
-    ],
+    ("name", "processes", "machines"),
+    [("one_gpu", 1, 1), ("ddp", 8, 1), ("fsdp2", 8, 1), ("fsdp2_two_nodes", 16, 2)],
 )
-def test_launcher_reads_our_files(name, processes, machines, is_sharded, monkeypatch):
+def test_launcher_reads_our_files(name, processes, machines, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    path = str(REPO / "scripts" / "accelerate" / name)
+    path = str(REPO / "scripts" / "accelerate" / f"{name}.yaml")
     args = launch_command_parser().parse_args(["--config_file", path, "script.py"])
     args, *_ = _validate_launch_command(args)
     assert (args.num_processes, args.num_machines) == (processes, machines)
-    assert args.mixed_precision == "no" and args.use_fsdp == is_sharded
-    variables = {}
-    if processes > 1:
-        args.main_process_ip, args.main_process_port, args.machine_rank = "host", 29500, 0
-        variables = prepare_multi_gpu_env(args)
-    sharding = {name: variables.get(name) for name in fsdp2.ENVIRONMENT}
-    assert sharding == (fsdp2.ENVIRONMENT if is_sharded else dict.fromkeys(sharding))
+    assert args.mixed_precision == "no" and args.use_fsdp == name.startswith("fsdp2")
+    args.main_process_ip, args.main_process_port, args.machine_rank = "host", 29500, 0
+    variables = prepare_multi_gpu_env(args) if processes > 1 else {}
+    sharding = {name: variables[name] for name in fsdp2.ENVIRONMENT if name in variables}
+    assert sharding == (fsdp2.ENVIRONMENT if args.use_fsdp else {})
 
 
 @pytest.mark.parametrize("is_fsdp2", [False, True])
@@ -190,35 +183,23 @@ def test_each_layer_is_a_unit_and_is_gathered_in_the_dtype_of_the_flag(together)
     # A whole trained model has 27 tensors; 14 layers have an adapter, of two matrices
     for name, count in (("trained", 27), ("adapted", 28), ("frozen", 0)):
         model = together.fsdp2["units"][name]
-        assert model["units"] == {"", *layers}, name
+        assert model["units"] == {"", *layers} and model["after"] == {True}  # parts again
         # Whole ones. What is trained and no layer computes in float32
-        dtypes = {f"{layer}.mlp": {(False, torch.bfloat16)} for layer in layers}
         embedding = torch.float32 if name == "trained" else torch.bfloat16
-        dtypes["model.model.embed_tokens"] = {(False, embedding)}
-        assert model["in forward"] == dtypes
-        assert model["after"] == {True}  # parts again
-        assert len(model["gradients"]) == count
-        for part, gradient in model["gradients"].items():  # sums finer than what each rank has
-            assert gradient.dtype == torch.float32
-            assert (gradient != gradient.bfloat16()).any(), part
+        dtypes = {f"{layer}.mlp": {(False, torch.bfloat16)} for layer in layers}
+        assert model["in forward"] == dtypes | {"model.model.embed_tokens": {(False, embedding)}}
+        gradients = model["gradients"].values()  # sums finer than what each rank has
+        assert len(gradients) == count and {g.dtype for g in gradients} <= {torch.float32}
+        assert all((gradient != gradient.bfloat16()).any() for gradient in gradients)
 
 
 # ------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ("alone", "ddp"),
-        ("alone", "fsdp2"),
-        ("ddp", "fsdp2"),
-        ("ddp", "one"),
-        ("fsdp2", "one"),
-        ("fsdp2", "fsdp2"),
-    ],
-)
-def test_checkpoint_is_read_under_any_number_of_ranks(writer, reader, together):
+@pytest.mark.parametrize("ways", ["alone ddp", "alone fsdp2", "ddp fsdp2", "ddp one", "fsdp2 one"])
+def test_checkpoint_is_read_under_any_number_of_ranks(ways, together):
+    writer, reader = ways.split()
     folder, saved = together.folder / f"checkpoint_{writer}", getattr(together, writer)["saved"]
     # The policy's optimizer had not stepped
     parts = {path.name for path in folder.iterdir()}
@@ -241,19 +222,6 @@ def test_four_steps_are_two_and_two_and_one_process_goes_on_alike(name, together
     alone = run_of(together, "one", "on", name)
     assert len(alone.metrics) == 4
     check_metrics(alone.metrics[2], run.metrics[2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_checkpoint_has_no_pickle_and_no_state_of_an_optimizer_that_has_not_stepped(name, together):
-    (folder,) = (run_of(together, "fsdp2", "four", name).run_dir / "checkpoints").iterdir()
-    # In PPO only the value model has learnt
-    models = {"policy", "value_model", "value_model_optimizer"}
-    models = models if name in PPO else {"policy", "policy_optimizer"}
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == models
-    ours = {path.suffix for path in folder.iterdir() if path.is_file()}
-    assert ours == {".json", ".jsonl"}
-    assert {path.suffix or path.name for path in folder.glob("*/*")} == {".distcp", ".metadata"}
 
 
 # -------------------------------------------------------------------------------------- whole runs

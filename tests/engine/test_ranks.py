@@ -1,7 +1,6 @@
 """Several ranks and engines: which are where, who answers what, and that the outcome is one.
 
-At the end a run of two ranks on one node, and what two nodes make of its checkpoint. vLLM is
-stub_vllm there; test_runs.py has two ranks with the real one.
+The runs are with stub_vllm; test_runs.py has two ranks with the real one.
 """
 
 import copy
@@ -131,56 +130,49 @@ def test_thread_answers_each_request_and_its_error_ends_the_process(without_rewa
 # -------------------------------------------------------------------------------- runs of two ranks
 
 
-@pytest.mark.slow
-def test_ranks_of_torchrun_meet_on_a_cpu_and_count_for_both(start_script, tmp_path):
-    """Without a variable of accelerate's each would have trained alone, on the same files."""
-    env = STUB | {"CUDA_VISIBLE_DEVICES": ""}
-    options = {"local_rollout_batch_size": 8, "local_mini_batch_size": 16, "save_batches": True}
-    process = start_script(
-        "ppo_vllm_async.py", tmp_path, launcher=TWO_RANKS, env=env, beta=0.1, **options
-    )
-    run = finish(process, 900, time.monotonic())
-    assert run.returncode == 0, run.output
-    assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
-    for step, line in enumerate(run.metrics, 1):
-        responses = batch_of(run, step)["sequences"]
-        assert line["episode"] == 32 * step and len(responses) == 32
-        assert line["val/num_stop_token_ids"] == 32 * line["objective/stop_rate"]
-        lengths = [len(response) for _, response in responses]
-        assert line["val/sequence_lengths"] == sum(lengths) / 32
-        loss = line["loss/policy_avg"] + line["loss/value_avg"]
-        assert line["objective/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+@pytest.fixture(scope="module")
+def run_nodes(start_script, small_eval):
+    """run_nodes([folder, ...], [launcher, ...], env): what the first of these nodes has made."""
+    options = {"eval_dataset": small_eval, "num_evals": 2, "total_episodes": 4 * 32, "beta": 0.1}
+    options |= dict.fromkeys(("local_rollout_batch_size", "local_mini_batch_size"), 8)
+    options |= {"per_device_train_batch_size": 4, "save_freq": 2, "save_batches": True}
 
-
-@pytest.mark.slow
-def test_two_nodes_with_an_engine_each_do_what_one_node_with_one_does(
-    start_script, small_eval, tmp_path
-):
-    """They go on from the checkpoint of two ranks on one node, which share an engine."""
-    options = {
-        "eval_dataset": small_eval,
-        "num_evals": 2,
-        "total_episodes": 4 * 32,
-        "local_rollout_batch_size": 8,
-        "local_mini_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "save_freq": 2,
-        "save_batches": True,
-        "env": CPU | STUB,
-    }
-
-    def run(folders, launchers, **more):
+    def run(folders, launchers, env, **more):
         nodes = [
-            start_script("ppo_vllm_async.py", folder, launcher=launcher, **options, **more)
-            for folder, launcher in zip(folders, launchers, strict=True)
+            start_script("ppo_vllm_async.py", *place, env=STUB | env, **options | more)
+            for place in zip(folders, launchers, strict=True)
         ]
         runs = [finish(node, 900, time.monotonic()) for node in nodes]
         for one in runs:
             assert one.returncode == 0 and one.stdout.count("Folders of vLLM") == 1, one.output
         return runs[0]
 
-    whole = run([tmp_path / "whole"], [TWO_RANKS], vllm_gpus=2)
-    shutil.copytree(whole.run_dir, tmp_path / "run")
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_node(run_nodes, tmp_path_factory):
+    """Its two ranks share an engine. No variable of accelerate's says that they are on a CPU."""
+    folder = tmp_path_factory.mktemp("one_node")
+    return run_nodes([folder], [TWO_RANKS], {"CUDA_VISIBLE_DEVICES": ""}, vllm_gpus=2)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_meet_on_a_cpu_and_count_for_both(one_node):
+    """Each would have trained alone, on the same files."""
+    assert json.loads((one_node.run_dir / "args.json").read_text())["world_size"] == 2
+    for step, line in enumerate(one_node.metrics, 1):
+        lengths = [len(response) for _, response in batch_of(one_node, step)["sequences"]]
+        assert line["episode"] == 32 * step and len(lengths) == 32
+        assert line["val/num_stop_token_ids"] == 32 * line["objective/stop_rate"]
+        assert line["val/sequence_lengths"] == sum(lengths) / 32
+
+
+@pytest.mark.slow
+def test_two_nodes_with_an_engine_each_go_on_from_the_checkpoint_of_one(
+    one_node, run_nodes, tmp_path
+):
+    shutil.copytree(one_node.run_dir, tmp_path / "run")
     for name in ("model", "batches"):
         shutil.rmtree(tmp_path / "run" / name)
     with socket.socket() as free:
@@ -188,12 +180,8 @@ def test_two_nodes_with_an_engine_each_do_what_one_node_with_one_does(
         port = str(free.getsockname()[1])
     node = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1")
     node += ("--master_addr", "127.0.0.1", "--master_port", port, "--node_rank")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
-    resumed = run(
-        [tmp_path / "node_0", tmp_path / "node_1"],
-        [(*node, "0"), (*node, "1")],
-        output_dir=tmp_path,
-        resume_from_checkpoint=checkpoint,
-    )
+    options = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_2"}
+    folders, launchers = [tmp_path / "0", tmp_path / "1"], [(*node, "0"), (*node, "1")]
+    resumed = run_nodes(folders, launchers, CPU, output_dir=tmp_path, **options)
     resumed.run_dir = tmp_path / "run"
-    check_equal_to_the_bit(whole, resumed, steps=(3, 4))
+    check_equal_to_the_bit(one_node, resumed, steps=(3, 4))

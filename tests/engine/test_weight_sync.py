@@ -37,9 +37,8 @@ def start_stub(monkeypatch):
 
     Where a call fails there, errors has what would have ended this process.
     """
-    exports, errors = [], []
-    faked_cuda.add_gpus(monkeypatch.setattr, exports)
-    put = monkeypatch.setattr
+    exports, errors, put = [], [], monkeypatch.setattr
+    faked_cuda.add_gpus(put, exports)
     put(script, "ProcessPoolExecutor", lambda workers, context, **_: ThreadPoolExecutor(workers))
     put(script, "start_llm", lambda options, config, folder: None)
     put(script, "process_groups", [])
@@ -49,8 +48,7 @@ def start_stub(monkeypatch):
         llm = StubLLM(lambda name, module: monkeypatch.setitem(sys.modules, name, module), faults)
         put(script, "end_at_once", lambda error: (errors.append(error), llm.end()))
         put(script, "llm", llm)
-        args = args_for(backend, **changes)
-        vllm = script.VLLM((0, 1, GPUS[backend]), None, MAX_LENGTH, args)
+        vllm = script.VLLM((0, 1, GPUS[backend]), None, MAX_LENGTH, args_for(backend, **changes))
         return SimpleNamespace(vllm=vllm, llm=llm, exports=exports, errors=errors)
 
     yield start
@@ -105,8 +103,8 @@ CALLS = ("init", "start", ALL, "finish", "reset_prefix_cache")
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_worker_that_fails_ends_the_process(backend, call, start_stub):
-    failure = MemoryError("no room")
+def test_worker_that_fails_or_hangs_ends_the_process(backend, call, start_stub, monkeypatch):
+    failure, over = MemoryError("no room"), threading.Event()
 
     def fail():
         raise failure
@@ -116,21 +114,15 @@ def test_worker_that_fails_ends_the_process(backend, call, start_stub):
     with pytest.raises((MemoryError, AssertionError)):
         sync(system.vllm, tiny_model(), 0)
     wait_until(lambda: system.errors, "the end")
-    assert system.errors == [failure]
-    assert system.llm.calls[-1] == call
+    assert system.errors == [failure] and system.llm.calls[-1] == call
     assert system.vllm.policy_version is None
 
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_worker_that_hangs_ends_the_sync(backend, call, start_stub, monkeypatch):
     monkeypatch.setattr(script, "WEIGHT_SYNC_TIMEOUT", 0.1)
-    over, model = threading.Event(), tiny_model()
     system = start_stub(backend, faults={call: lambda: over.wait(10)})
-    for _ in model.parameters():  # CUDA's broadcasts return before they are received
+    for _ in range(ALL):  # CUDA's broadcasts return before they are received
         system.llm.receipts.put("received")
     with pytest.raises(TimeoutError):
-        sync(system.vllm, model, 0)
+        sync(system.vllm, tiny_model(), 0)
     over.set()
 
 
@@ -150,14 +142,13 @@ def process(engines):
     """What takes the place of CUDA, and the process of all engines, one after the other."""
     executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     pynccl = "vllm.distributed.device_communicators.pynccl"
+    replaced = {"start_llm": faked_cuda.start_llm, "end_at_once": lambda error: None}
+    replaced |= {"ProcessPoolExecutor": lambda workers, context, **_: executor}
     with pytest.MonkeyPatch.context() as patch:
         faked_cuda.add_gpus(patch.setattr, exports=[])
         patch.setattr(f"{pynccl}.PyNcclCommunicator", faked_cuda.Communicator)
-        patch.setattr(script, "ProcessPoolExecutor", lambda workers, context, **_: executor)
-        patch.setattr(script, "start_llm", faked_cuda.start_llm)
-        patch.setattr(script, "end_at_once", lambda error: None)
-        patch.setattr(script, "process_groups", [])
-        patch.setattr(script, "folders", [])
+        for name, value in (replaced | {"process_groups": [], "folders": []}).items():
+            patch.setattr(script, name, value)
         # What an engine on the CPU has beside, and one on a GPU has not
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -41,10 +41,10 @@ def tell():
 def at_call(number, do):
     """A function that does this at one of its calls, on the rank that the fault is for."""
     count = itertools.count(1)
+    is_chosen = os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", "0")
 
     def maybe(*args):
-        rank, chosen = os.environ.get("RANK", "0"), os.environ.get("FAULT_RANK", "0")
-        if next(count) == number and rank == chosen:
+        if next(count) == number and is_chosen:
             tell()
             do(*args)
 
@@ -56,12 +56,8 @@ def in_update(do, script):
     before(script, "accumulate_gradients", at_call(2, do))
 
 
-def second(script):
-    """The number of the weight sync of the second step, and of the request that is answered in it.
-
-    An async script has sent weights and prompts twice until then.
-    """
-    return 3 if hasattr(script, "generation_thread") else 2
+# The number of the request of the second step: an async script has sent two until then
+SECOND = 3
 
 
 def is_request(script, given):
@@ -79,7 +75,7 @@ def burn(*_):
 
 
 def burn_instead(script):
-    maybe = at_call(second(script), lambda given: given.update(function=burn))
+    maybe = at_call(SECOND, lambda given: given.update(function=burn))
     before(script.VLLM, "submit", lambda given: is_request(script, given) and maybe(given))
 
 
@@ -88,7 +84,7 @@ def kill_vllm(script):
 
 
 def kill_vllm_at_work(script):
-    kill = at_call(second(script), lambda: kill_vllm(script))
+    kill = at_call(SECOND, lambda: kill_vllm(script))
 
     def submit(call, given):
         future = call()
@@ -128,7 +124,7 @@ def raise_without_output(_):
 
 
 def raise_in_generation(script):
-    before(script, "generate_rollout", at_call(second(script), raise_without_output))
+    before(script, "generate_rollout", at_call(SECOND, raise_without_output))
 
 
 def spoil_gradients(script):
@@ -166,18 +162,19 @@ def terminate(script):
     in_update(kill_self(signal.SIGTERM), script)
 
 
+def limit_files(most):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
 def fill_disk(script):
     """For the second checkpoint, no file may become larger. The first is asked for by a signal."""
-
-    def limit_files(given):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    limited = at_call(2, lambda _: limit_files(1000))
 
     def save(call, given):
         limited(given)
         call()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        limit_files(resource.RLIM_INFINITY)
 
-    limited = at_call(2, limit_files)
     around(script, "save_checkpoint", save)
     in_update(signal_all, script)
     for number in HANDLED:

@@ -2,12 +2,10 @@
 
 A run of `python SCRIPT` imports for five seconds, and so does its vLLM's process and the server of
 its reward workers; all else of a short run takes as long. The zygote, which is this file as a
-program, has imported what they import. To each connection of its Unix socket a request is sent, and
-it forks a process that does what `python ARGV` does, by runpy. What that starts by multiprocessing
-is forked, too, in place of spawned. The scripts know nothing of it.
-
-It forks from its main thread, while it has no other; test_runs.py holds its runs to the real
-command's, to the bit. What is about starting and ending is tested by the real command.
+program, has imported what they import. For each connection of its Unix socket it forks, while it
+has no other thread, a process that does what `python ARGV` does, by runpy. What that starts by
+multiprocessing is forked, too, in place of spawned. The scripts know nothing of it; test_runs.py
+holds its runs to the real command's, to the bit. Starting and ending is tested by the real command.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ import multiprocessing.popen_fork
 import multiprocessing.popen_forkserver
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -92,10 +90,8 @@ class Forked:
 
     def wait(self, timeout=None):
         if self.returncode is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.answers, selectors.EVENT_READ)
-                if not selector.select(timeout):
-                    raise subprocess.TimeoutExpired(self.args, timeout)
+            if not select.select([self.answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
             self.returncode = int(self.answers.readline())
             self.answers.close()
         return self.returncode
@@ -118,10 +114,8 @@ class EngineProcess(mp.context.ForkServerProcess):
         server.set_forkserver_preload(["vllm.entrypoints.llm", "ppo_vllm_async"])
         with mock.patch.dict(os.environ, AT_IMPORT):
             server.ensure_running()
-        process._target, process._args = (
-            born_with,
-            (dict(os.environ), process._target, process._args),
-        )
+        process._args = (dict(os.environ), process._target, process._args)
+        process._target = born_with
         connect = server.connect_to_new_process
         with mock.patch.object(mp.forkserver, "connect_to_new_process", connect):
             return mp.popen_forkserver.Popen(process)
@@ -152,54 +146,40 @@ def forked_engines():
 
 
 def serve(address):
-    """Forks for each request and tells of each end. In a forked process: its request.
+    """Forks for each request, in which it returns that. None: its input was closed.
 
-    None: its input was closed.
+    A process between waits for the end of the request's, and tells of it.
     """
-    ended, wake = socket.socketpair()
-    for side in (ended, wake):
-        side.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    selector = selectors.DefaultSelector()
-    for source in (sys.stdin, listener, ended):
-        selector.register(source, selectors.EVENT_READ)
     print("ready", flush=True)
-    connections = {}  # {number of a process: who asked for it}
     while True:
-        for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
-                return None
-            if key.fileobj is ended:
-                ended.recv(1000)
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                with connection.makefile() as lines:
-                    request = json.loads(lines.readline())
-                assert len(os.listdir("/proc/self/task")) == 1, "it has other threads"
-                pid = os.fork()
-                if pid == 0:
-                    selector.close()
-                    signal.set_wakeup_fd(-1)
-                    for used in (listener, ended, wake, connection, *connections.values()):
-                        used.close()
-                    return request
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
+        if sys.stdin in select.select([sys.stdin, listener], [], [])[0]:
+            return None
+        connection, _ = listener.accept()
+        assert len(os.listdir("/proc/self/task")) == 1, "it has other threads"
+        with connection, connection.makefile() as lines:
+            if os.fork():
+                continue
+            request = json.loads(lines.readline())
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            pid = os.fork()
+            if not pid:
+                return request
+            with contextlib.suppress(OSError):  # who asked may be gone
                 connection.sendall(f"{pid}\n".encode())
-                connections[pid] = connection
-        with contextlib.suppress(ChildProcessError):
-            while (end := os.waitpid(-1, os.WNOHANG))[0]:
-                with contextlib.suppress(OSError), connections.pop(end[0]) as connection:
-                    connection.sendall(f"{os.waitstatus_to_exitcode(end[1])}\n".encode())
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                connection.sendall(f"{status}\n".encode())
+            os._exit(0)
 
 
 def become(argv, env, folder):
     """Sets what `python ARGV` begins with."""
     os.setsid()
-    for number in (signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, name in enumerate(("stdout", "stderr"), start=1):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
@@ -243,16 +223,15 @@ def fork_ranks(count):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    of_all |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     ranks = []
     for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            variables = of_all | {"RANK": rank, "LOCAL_RANK": rank}
+        variables |= {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
             os.environ.update({name: str(value) for name, value in variables.items()})
             return
-        ranks.append(pid)
     while ranks:
         pid, status = os.wait()
         ranks.remove(pid)

@@ -17,27 +17,25 @@ from helpers.machines import why_no_sandbox
 BASH = shutil.which("bash")
 
 
-def add_program(folder, name, text):
+def add_program(folder, name, text=""):
     write_text(folder / name, f"#!{BASH}\n{text}\n").chmod(0o755)
-
-
-NAMESPACES = "bwrap: No permissions to create new namespace"
 
 
 def test_bubblewrap_that_may_make_no_namespaces_is_a_reason_to_skip(tmp_path, monkeypatch):
     """Also where root could be an ordinary user, whose processes the sandbox counts."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(platform, "release", lambda: "6.1.0-18-amd64")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     add_program(tmp_path, "setpriv", 'shift 5; exec "$@"')
+    reason = "bwrap: No permissions to create new namespace"
     for user in (0, 1000):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        add_program(tmp_path, "bwrap", f"echo {NAMESPACES!r} >&2; exit 1")
-        assert NAMESPACES in why_no_sandbox()
-        add_program(tmp_path, "bwrap", "")
+        monkeypatch.setattr(platform, "release", lambda: "6.1.0-18-amd64")
+        add_program(tmp_path, "bwrap", f"echo {reason!r} >&2; exit 1")
+        assert reason in why_no_sandbox()
+        add_program(tmp_path, "bwrap")
         assert why_no_sandbox() is None
-    monkeypatch.setattr(platform, "release", lambda: "5.4.0-1-generic")
-    assert "needs Linux 5.14" in why_no_sandbox()
+        monkeypatch.setattr(platform, "release", lambda: "5.4.0-1-generic")
+        assert "needs Linux 5.14" in why_no_sandbox()
 
 
 PACKAGES = {package.name for package in importlib.metadata.distributions()}
@@ -66,59 +64,43 @@ print({line.split()[-1] for line in open("/proc/self/maps") if "numa" in line})"
 # ---------------------------------------------------------------------------------------- test.sh
 
 
-@pytest.fixture
-def clone(tmp_path):
-    """A clone whose programs are stubs that write down how they are called, and its PATH."""
-    clone = tmp_path / "clone"
+@pytest.mark.parametrize("words", [[".ci/run"], ["scripts/test.sh", "fast"]])
+def test_programs_that_tests_need_are_installed_where_that_is_possible(words, tmp_path):
+    """In a clone whose programs are stubs that write down how they are called."""
+    clone, programs, calls = tmp_path / "clone", tmp_path / "bin", tmp_path / "calls"
     for name in ("scripts/test.sh", ".ci/run"):
         write_text(clone / name, (REPO / name).read_text())
-    record = f'echo "$(basename "$0") $*" >> {tmp_path}/calls'
-    write_text(clone / "scripts" / "setup.sh", "echo setup.sh")
+    write_text(clone / "scripts/setup.sh", "echo setup.sh")
+    record = f'echo "$(basename "$0") $*" >> {calls}'
     for name in ("python", "ruff"):
-        add_program(clone / ".venv" / "bin", name, record)
+        add_program(clone / ".venv/bin", name, record)
     for name in ("bash", "basename", "dirname"):
-        add_program(tmp_path / "bin", name, f'exec {shutil.which(name)} "$@"')
-    add_program(tmp_path / "bin", "id", "echo 0")
-    add_program(tmp_path / "bin", "timeout", f'{record}; shift; exec "$@"')
-    add_program(
-        tmp_path / "bin", "apt-get", f"{record}; [[ $* != install* ]] || exit ${{FAILS:-0}}"
+        add_program(programs, name, f'exec {shutil.which(name)} "$@"')
+    add_program(programs, "id", "echo 0")
+    add_program(programs, "timeout", f'{record}; shift; exec "$@"')
+    add_program(programs, "apt-get", f"{record}; [[ $* != install* ]] || exit ${{FAILS:-0}}")
+
+    def run(said, install="", **variables):
+        calls.write_text("")
+        env = {"PATH": str(programs)} | variables
+        assert re.fullmatch(
+            f"{said}setup.sh\n",
+            subprocess.check_output([BASH, *words], cwd=clone, env=env, text=True),
+        )
+        assert ("apt-get" in calls.read_text()) == bool(install)
+        if install:
+            by_apt = f"apt-get update\napt-get install -y --no-install-recommends {install}\n"
+            assert calls.read_text().startswith("timeout 60 ") and by_apt in calls.read_text()
+        assert "-m pytest" in calls.read_text()
+        assert ("not slow" in calls.read_text()) == ("fast" in words)
+
+    run("Tests: installed bubblewrap git\n", "bubblewrap git")
+    run(
+        "Tests: without bubblewrap git, .*; what needs it is skipped\n", "bubblewrap git", FAILS="1"
     )
-    return clone
-
-
-def run_bash(clone, *words, **variables):
-    """(its standard output, the calls of stubs)."""
-    calls, env = clone.parent / "calls", {"PATH": str(clone.parent / "bin")}
-    calls.unlink(missing_ok=True)
-    run = subprocess.run(
-        [BASH, *words], cwd=clone, env=env | variables, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout, calls.read_text()
-
-
-INSTALL = "apt-get install -y --no-install-recommends"
-
-
-@pytest.mark.parametrize("words", [[".ci/run"], ["scripts/test.sh", "fast"]])
-def test_programs_that_tests_need_are_installed_where_that_is_possible(words, clone):
-    programs = clone.parent / "bin"
-    out, calls = run_bash(clone, *words)
-    assert out == "Tests: installed bubblewrap git\nsetup.sh\n"
-    assert calls.startswith("timeout 60 ")
-    assert f"apt-get update\n{INSTALL} bubblewrap git\n" in calls
-    assert ("-m pytest" in calls) and ("not slow" in calls) == ("fast" in words)
-
-    out, calls = run_bash(clone, *words, FAILS="1")
-    assert re.match(r"Tests: without bubblewrap git, .*; what needs it is skipped\nsetup.sh\n", out)
-    assert "-m pytest" in calls
-
-    add_program(programs, "git", "")
-    _, calls = run_bash(clone, *words)
-    assert f"{INSTALL} bubblewrap\n" in calls
+    add_program(programs, "git")
+    run("Tests: installed bubblewrap\n", "bubblewrap")
     add_program(programs, "id", "echo 1000")
-    out, calls = run_bash(clone, *words)
-    assert out.startswith("Tests: without bubblewrap, ") and "apt-get" not in calls
-    add_program(programs, "bwrap", "")
-    out, calls = run_bash(clone, *words)
-    assert out == "setup.sh\n" and "-m pytest" in calls
+    run("Tests: without bubblewrap, .*\n")
+    add_program(programs, "bwrap")
+    run("")

@@ -67,8 +67,7 @@ def whole(six_steps):
 
 @pytest.fixture(scope="module")
 def broken(six_steps):
-    """broken("ppo_sync.py"): one that ends in step 5, when there are lines that the checkpoint,
-    after step 3, has not."""
+    """One that ends in step 5, with lines that the checkpoint, after step 3, has not."""
 
     @functools.cache
     def run(name, **changes):
@@ -123,35 +122,44 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     check_equal_to_the_bit(resumed, whole(name, **changes))
 
 
-def test_run_killed_while_saving_goes_on_and_may_be_interrupted_again(
+def test_auto_begins_goes_on_and_ends_also_after_a_death_while_it_saved(
     whole, six_steps, tmp_path, monkeypatch
 ):
-    name = "ppo_vllm_async.py"
-    options = {"output_dir": tmp_path, "save_freq": 2}
-    again = options | {"resume_from_checkpoint": "latest"}
-    expected = whole(name)  # a run of its own, with an id of its own
-    wandb_ids = set()
+    """The same command until the run is finished, as a cluster gives it again and again."""
+    name, wandb_ids, copy = "ppo_vllm_async.py", set(), shutil.copy
+    again = {"output_dir": tmp_path, "save_freq": 2, "resume_from_checkpoint": "auto"}
+    expected = whole(name)
+    assert "power" in str(six_steps(name, fails_at=3, **again).error)  # in step 2
+    assert len(read_json_lines(tmp_path / "run/metrics.jsonl")) == 1
 
     def note(given):
         wandb_ids.add(given["args"][-1]["wandb"]["id"])
 
-    def die_in_step_4(call, given):
+    def die_in_step_4(source, folder):
         if (tmp_path / "run/checkpoints/step_2").exists():
             raise RuntimeError("the power is gone")
-        call()
+        copy(source, folder)
 
     hooks.before(Accelerator, "init_trackers", note, put=monkeypatch.setattr)
     with monkeypatch.context() as patch:
-        hooks.around(script, "finish_checkpoint", die_in_step_4, put=patch.setattr)
-        assert "power" in str(six_steps(name, **options).error)
+        patch.setattr(shutil, "copy", die_in_step_4)
+        assert "power" in str(six_steps(name, **again).error)
     assert checkpoints_of(tmp_path / "run") == ["step_2", "unfinished"]
     # What it had written of step 4 must not be in the step 4 that follows
-    assert "power" in str(six_steps(name, **again, fails_at=7).error)
-    assert checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
-    resumed = six_steps(name, **again)
-    assert len(resumed.batches) == 2
-    check_equal_to_the_bit(resumed, expected)
-    assert len(wandb_ids) == 1
+    run = six_steps(name, fails_at=6, **again)  # in step 5
+    assert len(run.batches) == 2 and checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
+    run = six_steps(name, **again)
+    assert len(run.batches) == 2 and len(wandb_ids) == 1
+    check_equal_to_the_bit(run, expected)
+    # As if it had died in its last step, which is the last line
+    metrics = run.run_dir / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    run = six_steps(name, **again)
+    check_equal_to_the_bit(run, expected)
+    before = files_of(run.run_dir)
+    run = six_steps(name, push_to_hub=True, **again)  # the upload may have failed
+    assert run.vllm is None and run.programs == [("push_to_hub.py", 6)]
+    assert files_of(run.run_dir) == before
 
 
 # ---------------------------------------------------------------------------- the folder of a run
@@ -180,10 +188,12 @@ def test_run_that_came_to_its_end_goes_back_to_an_older_checkpoint_and_its_data_
 
 
 ASSETS = f"{REPO}/debug_assets/../debug_assets/model"
-SMALLER = {"local_rollout_batch_size": 8}
 OTHERS = {"seed": 2, "beta": 0.1, "num_epochs": 2, "lora_rank": 4, "lora_alpha": 16}
-OF_ANOTHER_RUN = [
-    *((name, {name: value}) for name, value in (OTHERS | {"model_name_or_path": ASSETS}).items()),
+OTHERS["model_name_or_path"] = ASSETS
+OF_PPO_ALONE = {"value_model_path": ASSETS, "reward_model_path": ASSETS}
+# What is told as another one, where it is not the flag
+SMALLER = {"local_rollout_batch_size": 8}
+DERIVED = [
     ("episodes_per_step", SMALLER | {"total_episodes": 192}),
     ("number_samples_per_prompt", SMALLER | {"number_samples_per_prompt": 2}),
     ("mini_batch_size", {"local_mini_batch_size": 16}),
@@ -205,10 +215,9 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
     rows = parquet.read_table(few_prompts / "train.parquet").to_pylist()
     rows[-1]["reward_model"]["ground_truth"] = "0"
     write_rows(few_prompts / "of_another_truth.parquet", rows)
-    of_ppo = [(path, {path: ASSETS}) for path in ("value_model_path", "reward_model_path")]
-    of_async = [(argument, {argument: value}) for argument, value in OF_ANOTHER_EVALUATION.items()]
-    refused = OF_ANOTHER_RUN + of_ppo * (name in PPO) + of_async * (name in ASYNC)
-    for argument, changes in refused:
+    flags = OTHERS | (OF_PPO_ALONE if name in PPO else {})
+    flags |= OF_ANOTHER_EVALUATION if name in ASYNC else {}
+    for argument, changes in [*DERIVED, *((flag, {flag: value}) for flag, value in flags.items())]:
         paths = {k: few_prompts / v for k, v in changes.items() if str(v).endswith("parquet")}
         with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {argument} was"):
             six_steps(name, **options | changes | paths)
@@ -223,28 +232,6 @@ def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, t
         for name, value in without_clock(line).items():
             assert name.startswith("eval/") or expected[name] == value, name
     assert ["eval/scores" in line for line in run.metrics] == [True, *[False] * 3, True, True]
-
-
-def test_auto_begins_goes_on_and_ends(whole, six_steps, tmp_path):
-    """The same command until the run is finished, as a cluster gives it again and again."""
-    name = "ppo_vllm_async.py"
-    again = {"output_dir": tmp_path, "save_freq": 2, "resume_from_checkpoint": "auto"}
-    assert "power" in str(six_steps(name, fails_at=3, **again).error)  # in step 2
-    assert len(read_json_lines(tmp_path / "run/metrics.jsonl")) == 1
-    run = six_steps(name, fails_at=10, **again)  # in step 5: its own fourth ended, none was skipped
-    assert len(run.batches) == 4 and checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
-    run = six_steps(name, **again)
-    assert len(run.batches) == 2
-    check_equal_to_the_bit(run, whole(name))
-    # As if it had died in its last step, which is the last line
-    metrics = run.run_dir / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    run = six_steps(name, **again)
-    check_equal_to_the_bit(run, whole(name))
-    before = files_of(run.run_dir)
-    run = six_steps(name, push_to_hub=True, **again)  # the upload may have failed
-    assert run.vllm is None and run.programs == [("push_to_hub.py", 6)]
-    assert files_of(run.run_dir) == before
 
 
 def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
@@ -306,18 +293,13 @@ def test_wish_for_a_checkpoint_is_any_ranks_and_is_granted_once(monkeypatch):
     assert due == [True, False, True, False]
 
 
-def save_fake_checkpoints(run_dir, steps, **changes):
-    """Checkpoints without a model and without responses."""
-    accelerator = SimpleNamespace(is_main_process=True)
-    for step in steps:
-        (run_dir / "checkpoints/unfinished").mkdir(parents=True)
-        script.finish_checkpoint(accelerator, run_dir, step, {"seconds": 1.0}, Args(**changes))
-
-
 @pytest.mark.parametrize(("keep", "kept"), [(2, [9, 10]), (0, [8, 9, 10])])
 def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     run_dir = tmp_path / "run"
-    save_fake_checkpoints(run_dir, (8, 9, 10), keep_last_n=keep)
+    for step in (8, 9, 10):
+        (run_dir / "checkpoints/unfinished").mkdir(parents=True)
+        accelerator, state = SimpleNamespace(is_main_process=True), {"seconds": 1.0}
+        script.finish_checkpoint(accelerator, run_dir, step, state, Args(keep_last_n=keep))
     assert [script.step_of(path) for path in script.list_checkpoints(run_dir)] == kept
     script.rewind_run(run_dir, run_dir / "checkpoints" / "step_10")
     assert checkpoints_of(run_dir) == sorted(f"step_{step}" for step in kept)
@@ -327,38 +309,18 @@ def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     assert checkpoints_of(run_dir) == [f"step_{step}" for step in kept[:-1]]
 
 
-def test_checkpoint_that_is_not_whole_has_no_name(tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    monkeypatch.setattr(script.shutil, "copy", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save_fake_checkpoints(tmp_path, [4])
-    assert checkpoints_of(tmp_path) == ["unfinished"]
-
-
-def test_responses_of_a_checkpoint_are_the_first_ranks_share(tmp_path, monkeypatch):
-    """Each rank would bring them, and the batch would be of another size."""
-    monkeypatch.setenv("RANK", "1")
-    rollout = script.load_rollout({"rollout": [{"token_ids": [5]}], "policy_version": 3}, None)
-    assert rollout == script.Rollout(3, [], [], {})
-
-
 # ------------------------------------------------------------------------------------ saved models
 
 
 # transformers loads some of these with a warning, and refuses to save them
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"do_sample": False, "temperature": 0.6},
-        {"repetition_penalty": 1.1, "eos_token_id": [1, 2], "a_field_of_the_users": "kept"},
-        None,
-    ],
-)
+SAMPLING = [{"do_sample": False, "temperature": 0.6}, {"repetition_penalty": 1.1, "users": "kept"}]
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLING, None])
 def test_end_tokens_alone_change_in_a_generation_config(sampling, assets, tmp_path):
-    shutil.copytree(assets / "model", tmp_path / "model")
-    path = tmp_path / "model" / "generation_config.json"
-    expected = json.loads(path.read_text()) | (sampling or {}) | {"eos_token_id": [1, 11]}
-    path.write_text(json.dumps(expected))
+    path = shutil.copytree(assets / "model", tmp_path / "model") / "generation_config.json"
+    expected = json.loads(path.read_text()) | (sampling or {})
+    path.write_text(json.dumps(expected | {"eos_token_id": [1, 2]}))
     if sampling is None:
         path.unlink()
     args = Args(dtype="float32", stop_token_ids=(1, 11))
@@ -368,6 +330,7 @@ def test_end_tokens_alone_change_in_a_generation_config(sampling, assets, tmp_pa
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [1, 11]
     if sampling:
-        assert saved | {"transformers_version": expected["transformers_version"]} == expected
+        same = {"eos_token_id": [1, 11], "transformers_version": saved["transformers_version"]}
+        assert saved == expected | same
     GenerationConfig.from_pretrained(tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "saved"]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ import sys
 from dataclasses import asdict
 from itertools import pairwise
 from typing import ClassVar
+from unittest.mock import Mock
 
 import evaluate
 import numpy as np
@@ -134,10 +134,8 @@ def faked_run(assets, small_eval, monkeypatch, tmp_path):
 
 
 def change_args(run_dir, **changes):
-    """Returns what args.json had before."""
     saved = json.loads((run_dir / "args.json").read_text())
     write_text(run_dir / "args.json", json.dumps(saved | changes))
-    return saved
 
 
 def call(*words):
@@ -155,7 +153,8 @@ def evaluation_in(run_dir):
 
 def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run):
     """Rounded to the bfloat16 of the run, the merged model would be another."""
-    name = change_args(faked_run, lora_rank=2)["model_name_or_path"]
+    change_args(faked_run, lora_rank=2)
+    name = str(faked_run / "model")
     args = script.Args(model_name_or_path=name, lora_rank=2)
     model = script.load_model(script.AutoModelForCausalLM, name, args, True)
     script.save_adapter(dict(script.gather_weights(model, args)), faked_run / "adapter", args)
@@ -205,33 +204,13 @@ def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp
     assert "has other tokens than the run's" in call(faked_run, "--model", other)
 
 
-REWARD = """
-def score(data_source, response, ground_truth, extra_info=None):
-    return {"score": 0.5, "tokens": extra_info["num_tokens"], "ended": extra_info["stopped"]}
-"""
-
-
-@pytest.fixture
-def reward(monkeypatch, tmp_path):
-    """The path of a reward, which is called in this process."""
-
-    def call_worker(workers, response, args):
-        path, _, name = args.reward_fn.rpartition(":")
-        monkeypatch.setattr(script, "load_reward_fn", lambda *_: runpy.run_path(path)[name])
-        return script.call_reward_fn(args.reward_fn, response)
-
-    monkeypatch.setattr(script, "start_reward_worker", lambda *_: None)
-    monkeypatch.setattr(script, "call_worker", call_worker)
-    return f"{write_text(tmp_path / 'reward.py', REWARD)}:score"
-
-
-def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, reward):
-    call(faked_run, "--reward_fn", reward)
-    figures, rows = evaluation_in(faked_run)
-    assert figures["score"]["mean"] == 0.5
-    for line in rows:
-        assert line["reward_metrics"] == {"tokens": line["length"], "ended": 1.0}
-    path = faked_run.parent / "reward.py"
+def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, tmp_path, monkeypatch):
+    path = write_text(tmp_path / "reward.py", "def score(**_): ...")
+    start = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(script, "start_reward_worker", start)
+    with pytest.raises(InterruptedError):
+        call(faked_run, "--reward_fn", f"{path}:score")
+    start.assert_called_with(f"{path}:score")
     write_text(path, "import json\nif True:\n    from package import beside as it, other\n")
     beside = [write_text(path.parent / f"package/{name}.py", "") for name in ("a", "b/c")]
     assert evaluate.files_of_reward(path) == [path, *beside[::-1]]
@@ -255,7 +234,7 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     assert "is not here as it was" in said and "pass@1 1 " in said
 
 
-def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, reward):
+def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_path):
     """The newest of each, and no model with itself; not where the question is another."""
     base = REPO / "debug_assets" / "model"
     said = call(faked_run, "--samples", 2) + call(faked_run, "--samples", 2)
@@ -273,6 +252,7 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, rewar
     assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
     assert "\nscore 0 " in said
     assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
+    reward = f"{write_text(tmp_path / 'reward.py', '')}:score"
     for flags, what in ((["--reward_fn", reward], "reward"), (["--prompts", 5], "prompts")):
         said = call(other, "--samples", 2, "--compare", faked_run, *flags)
         assert f"(the nearest differs in {what})" in said

@@ -3,9 +3,7 @@
 import json
 import math
 import re
-from collections import defaultdict
-from itertools import pairwise
-from types import SimpleNamespace
+from itertools import pairwise, product
 
 import health
 import pytest
@@ -77,27 +75,21 @@ def make_run(tmp_path):
         folder = tmp_path / name
         write_text(folder / "model/tokenizer.json", byte_tokenizer().to_str())
         write_text(folder / "args.json", json.dumps(ARGS | arguments))
-        write_rows(folder / "metrics.jsonl", metrics or metrics_of(12))
-        write_rows(folder / "rollouts.jsonl", rollouts)
-        write_rows(folder / "samples.jsonl", samples)
+        lines = {"metrics": metrics or metrics_of(12), "rollouts": rollouts, "samples": samples}
+        for file, rows in lines.items():
+            write_rows(folder / f"{file}.jsonl", rows)
         return folder
 
     return make_run
 
 
-@pytest.fixture
-def make_report(monkeypatch, tmp_path):
-    """make_report(folders) -> the page's path and its data"""
-    monkeypatch.chdir(tmp_path)
-
-    def make_report(*folders):
-        assert call_main(report, *folders)[0] == 0
-        path = folders[0] / "report.html" if len(folders) == 1 else tmp_path / "comparison.html"
-        text = path.read_text()
-        data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-        return SimpleNamespace(path=path, text=text, data=json.loads(data[1]))
-
-    return make_report
+def report_of(*folders):
+    """The page's text and its data."""
+    path = folders[0].parent / "page.html"
+    assert call_main(report, *folders, "--output", path)[0] == 0
+    text = path.read_text()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return text, json.loads(data[1])
 
 
 def rows_of(step):
@@ -113,18 +105,14 @@ def ill(metrics, rows=(), **arguments):
     return [each[1:] for each in health.illnesses(metrics, ARGS | arguments, rows)]
 
 
-def recorded(name):
-    return [json.loads(line) for line in (REPO / "docs" / name).read_text().splitlines()]
-
-
 # Two have no sign in a run's own metrics, one none in those that are recorded, and one is a matter
 # of the task
 NOT_TOLD = {"truncated", "micro_batches", "wrong_groups", "reward_late"}
 
 
 def test_recorded_failures_are_told_and_right_runs_are_not_ill():
-    """On the runs of the lag, too, which the rules of the mismatch were not chosen on."""
-    wrong, runs = [], [run for run in recorded("failures.jsonl") if run["metrics"]]
+    lines = (REPO / "docs/failures.jsonl").read_text().splitlines()
+    wrong, runs = [], [run for run in map(json.loads, lines) if run["metrics"]]
     for run in runs:
         steps = run["completed_steps"]
         metrics = [
@@ -137,39 +125,22 @@ def test_recorded_failures_are_told_and_right_runs_are_not_ill():
         wrong += [(run["diff"], told)] * (is_told != (run["diff"] not in {None, *NOT_TOLD}))
     assert wrong == [] and len(runs) > 50
 
-    # Right: within two points of no lag; harmed: ten below it
-    told = defaultdict(list)
-    for run in recorded("lag.jsonl"):
-        steps = zip(run["kl_of_steps"], run["ess_of_steps"], strict=True)
-        metrics = [
-            {"training_step": i, "lr": 1.0, "policy/staleness": min(i, run["lag"])}
-            | {"mismatch/kl": kl, "mismatch/ess": ess}
-            for i, (kl, ess) in enumerate(steps)
-        ]
-        kind = "right" if run["final"] >= 0.973 else "harmed" if run["final"] < 0.893 else "other"
-        told[kind, run["lag"]].append(bool(ill(metrics)))
-    assert [sum(told["right", lag]) for lag in (0, 1)] == [0, 1]
-    assert len(told["right", 0] + told["right", 1]) == 64
-    assert (sum(told["harmed", 1]), len(told["harmed", 1])) == (13, 14)
-    assert not any(sum(told[key]) for key in told if key[1] > 1)
 
-
-@pytest.mark.parametrize("gamma", [1.0, 0.99])
-@pytest.mark.parametrize("late", [False, True])
-def test_reward_that_never_arrives_is_told_however_long_right_and_wrong_answers_are(late, gamma):
+def test_reward_that_never_arrives_is_told_however_long_right_and_wrong_answers_are():
     """One right answer in ten, of 100 tokens; wrong ones have 2,048."""
     lengths = torch.tensor([100] + 7 * [2048])
     scores, mask = (lengths == 100).float(), (torch.arange(2049) < lengths[:, None]).float()
-    rewards = torch.zeros_like(mask)
-    rewards[range(8), lengths - 1 + late] = scores - 0.5  # a wrong one costs something
-    _, returns = ppo.compute_gae(rewards, torch.zeros_like(mask), mask, gamma, 1.0)
-    rows = [
-        {"score": score - 0.5, "returns": row[:length].tolist()}
-        for score, row, length in zip(scores.tolist(), returns, lengths, strict=True)
-    ]
-    told = [failure for _, failure in ill(metrics_of(12), rows, gamma=gamma)]
-    assert told == (["reward_late"] if late else [])
-    assert ill(metrics_of(12), rows, whiten_rewards=True) == []
+    for gamma, late in product((1.0, 0.99), (False, True)):
+        rewards = torch.zeros_like(mask)
+        rewards[range(8), lengths - 1 + late] = scores - 0.5  # a wrong one costs something
+        _, returns = ppo.compute_gae(rewards, torch.zeros_like(mask), mask, gamma, 1.0)
+        rows = [
+            {"score": score - 0.5, "returns": row[:length].tolist()}
+            for score, row, length in zip(scores.tolist(), returns, lengths, strict=True)
+        ]
+        told = [failure for _, failure in ill(metrics_of(12), rows, gamma=gamma)]
+        assert told == (["reward_late"] if late else [])
+        assert ill(metrics_of(12), rows, whiten_rewards=True) == []
 
 
 DIES = "The score falls to nothing, and the policy hardly changes"
@@ -223,27 +194,38 @@ def test_what_is_ill_is_said_and_nothing_else():
     assert len(ill([metrics_of(1)[0], *of_one_step])) == 2
 
 
-def test_a_run_s_failure_is_linked_to_what_it_looks_like(make_run, make_report):
+def test_a_run_s_failure_is_linked_to_what_it_looks_like(make_run):
     lines = metrics_of(12)
     for line in lines[2:]:
         line["mismatch/kl"] = 0.5
-    health = make_report(make_run(metrics=lines)).data["runs"][0]["health"]
-    (row,) = [row for row in health if row["ill"]]
-    assert row["figures"] == [["mismatch/kl", "1e-13, 0.5, 0.5, 0.5, 0.5"]]
-    ((said, link, section),) = row["ill"]
+    rows = report_of(make_run(metrics=lines))[1]["runs"][0]["health"]
+    ((said, link, section),) = [each for row in rows for each in row["ill"]]
     assert said == "mismatch/kl > 0.1 for 3 steps" and section.startswith("Stale weights: vLLM")
     assert link == (REPO / "docs/failures.md").as_uri() + "#stale-weights"
+
+
+def test_docs_have_the_metrics_and_quote_the_rules():
+    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/scripts.md").read_text(), re.M)
+    keys = {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
+    held_out = {name for name in health.METRICS if name.startswith("eval/")}
+    assert keys | held_out == health.METRICS.keys() and len(keys) > 50
+    text = (REPO / "docs/looking.md").read_text()
+    said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+    quoted = [words for each in health.QUESTIONS for words in (each.ask, each.usual, each.then)]
+    quoted += [*map(str, health.RULES), health.TRIED]
+    quoted = [words for words in quoted if words not in said]
+    headings = re.findall(r"^### (.*)$", (REPO / "docs/failures.md").read_text(), re.M)
+    assert quoted == [] and {each for each, _ in health.FAILURES.values()} <= {*headings}
 
 
 # ------------------------------------------------------------------------------ the data
 
 
-def test_tokens_have_their_texts_and_numbers(make_run, make_report):
+def test_tokens_have_their_texts_and_numbers(make_run):
     turns = response(2, "7=8", observed=[[1, 2]], turns=["7", "=", "8"], versions=[4, 5])
     turns |= {name: [0.5, -0.5] for name in NUMBERS}
     rows = [response(1, "3ä"), response(1, "12", logprobs=None, ref_logprobs=[math.nan] * 2)]
-    run = make_run(rollouts=[*rows, turns])
-    one, two = make_report(run).data["runs"][0]["steps"]
+    one, two = report_of(make_run(rollouts=[*rows, turns]))[1]["runs"][0]["steps"]
     first, second = rows_of(one)
     assert first["texts"] == ["3", None, "ä"] and first["ids"] == rows[0]["token_ids"]
     assert first["numbers"] == {name: rows[0][name] for name in NUMBERS}
@@ -254,18 +236,14 @@ def test_tokens_have_their_texts_and_numbers(make_run, make_report):
     assert said["observed"] == [1] and said["numbers"]["advantages"] == [0.5, None, -0.5]
     assert said["numbers"]["versions"] == [4, None, 5] and "turns" not in said["numbers"]
 
-
-def test_tokens_have_their_characters_and_spaces():
     ids = byte_tokenizer().encode("ä €").ids  # characters of several tokens are whole
     assert report.token_texts(ids, byte_tokenizer()) == [None, "ä", " ", None, None, "€"]
-    assert report.token_texts(ids[:-1], byte_tokenizer())[-1] == "\N{REPLACEMENT CHARACTER}"
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     tokenizer.decoder = decoders.Metaspace()
-    assert tokenizer.decode([1]) == "b"  # a lone token would lose its space
-    assert report.token_texts([0, 1], tokenizer) == ["a", " b"]
+    assert report.token_texts([0, 1], tokenizer) == ["a", " b"]  # a lone token would lose its space
 
 
-def test_page_is_below_6_mb_and_its_steps_are_evenly_spaced(make_run, make_report):
+def test_page_of_a_long_run_is_below_6_mb_with_evenly_spaced_steps_and_all_peaks(make_run):
     """Of 45 steps with 2,500 tokens each, and a response of 30,000."""
     rows = []
     for step in range(1, 47):
@@ -274,60 +252,33 @@ def test_page_is_below_6_mb_and_its_steps_are_evenly_spaced(make_run, make_repor
         numbers = {name: [-0.1234] * count for name in NUMBERS}
         rows.append(response(step, "5", token_ids=[20] * count, **numbers))
     samples = [answer(i, 0, True, response="y" * 3000) for i in range(700)]
-    page = make_report(make_run(rollouts=rows, samples=samples))
-    assert page.path.stat().st_size < 6e6
-    steps = [step["step"] for step in page.data["runs"][0]["steps"]]
-    assert steps[0] == 1 and steps[-1] == 46 and 10 < len(steps) < 45
-    gaps = [after - before for before, after in pairwise(steps)]
-    assert max(gaps) - min(gaps) <= 1
-    (last,) = rows_of(page.data["runs"][0]["steps"][-1])
-    assert last["gap"] == 28_000 and len(last["ids"]) == len(last["numbers"]["values"]) == 2000
-    assert page.data["asked"] == 700 > len(page.data["answers"]) >= 50
-
-
-def test_curves_of_many_steps_keep_their_peaks(make_run, make_report):
     lines = metrics_of(3000)
     lines[1234]["objective/scores"] = 99.0
-    curve = make_report(make_run(metrics=lines)).data["runs"][0]["curves"]["objective/scores"]
+    text, data = report_of(make_run(metrics=lines, rollouts=rows, samples=samples))
+    steps = [step["step"] for step in data["runs"][0]["steps"]]
+    assert len(text) < 6e6 and steps[0] == 1 and steps[-1] == 46 and 10 < len(steps) < 45
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 1
+    (last,) = rows_of(data["runs"][0]["steps"][-1])
+    assert last["gap"] == 28_000 and len(last["ids"]) == len(last["numbers"]["values"]) == 2000
+    assert data["asked"] == 700 > len(data["answers"]) >= 50
+    curve = data["runs"][0]["curves"]["objective/scores"]
     assert len(curve[0]) == len(curve[1]) <= 520 and curve[0] == sorted(curve[0])
     assert curve[1][curve[0].index(1235)] == 99.0
 
 
-def test_answers_of_two_runs_to_a_prompt_are_together(make_run, make_report):
+def test_answers_of_two_runs_to_a_prompt_are_together(make_run):
     a = make_run("a", samples=[answer(0, 0, False), answer(1, 0, True), answer(0, 8, True)])
     b = make_run("b", samples=[answer(0, 0, True), answer(0, 0, False)], seed=2)
     said = [
         (prompt, [[(row["policy_version"], row["right"]) for row in rows] for rows in answers])
-        for prompt, _, _, answers in make_report(a, b).data["answers"]
+        for prompt, _, _, answers in report_of(a, b)[1]["answers"]
     ]
     assert said == [
         ("held out 0", [[(0, False), (8, True)], [(0, True)]]),
         ("held out 1", [[(0, True)], []]),
         ("held out 0", [[], [(0, False)]]),  # it is in b's data twice
     ]
-
-
-def test_every_metric_of_the_docs_has_its_meaning():
-    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/scripts.md").read_text(), re.M)
-    keys = {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
-    held_out = {name for name in health.METRICS if name.startswith("eval/")}
-    assert keys | held_out == health.METRICS.keys() and len(keys) > 50
-
-
-def test_docs_quote_the_rules():
-    """In the rows of their questions, with what is usual; links and code marks apart."""
-    text = (REPO / "docs/looking.md").read_text()
-    assert health.TRIED in text
-    for question in health.QUESTIONS:
-        (row,) = re.findall(rf"^\| {re.escape(question.ask)} \|.*$", text, re.M)
-        said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", row).replace("`", "")
-        rules = [rule for rule in health.RULES if rule.ask == question.ask]
-        for words in (*question.metrics, f"| {question.usual} |", question.then, *map(str, rules)):
-            assert words in said, words
-        for heading, _ in (health.FAILURES[rule.failure] for rule in rules if rule.failure):
-            assert f"failures.md#{heading.lower().replace(' ', '-')}" in row
-    headings = re.findall(r"^### (.*)$", (REPO / "docs/failures.md").read_text(), re.M)
-    assert {heading for heading, _ in health.FAILURES.values()} <= {*headings}
 
 
 # ------------------------------------------------------------------------------ hostile texts
@@ -344,7 +295,7 @@ POLICY = (
 )
 
 
-def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run, make_report):
+def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run):
     """What a browser needs for that, on the file, of texts, names of metrics and a run's name."""
     rows = [response(1, "12", response=text, prompt=text) for text in HOSTILE]
     rows += [response(2, text.replace("\ud800", "")) for text in HOSTILE]
@@ -352,17 +303,17 @@ def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run, m
     samples += [answer(9, 0, False, data_source=HOSTILE[0], ground_truth=HOSTILE[1])]
     metrics = [line | {f"objective/reward/{HOSTILE[0]}": 1.0} for line in metrics_of(3)]
     run = make_run(metrics=metrics, rollouts=rows, samples=samples, run_name=HOSTILE[1])
-    page, again = make_report(run), make_report(run)
-    nonce, other = (re.search(r'<script nonce="(\w{32})">', each.text)[1] for each in (page, again))
+    (text, page), (again, _) = report_of(run), report_of(run)
+    nonce, other = (re.search(r'<script nonce="(\w{32})">', each)[1] for each in (text, again))
     assert nonce != other  # nobody can guess it
     # Nothing in the data can end its element
-    before, _, rest = page.text.partition('<script type="application/json" id="data">')
+    before, _, rest = text.partition('<script type="application/json" id="data">')
     data, _, rest = rest.partition("</script>")
     assert "<" not in data
     assert before.count("<script") == 0 and rest.count("<script") == 1
-    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.text)
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy == [POLICY.format(nonce)]
-    assert [prompt for prompt, *_ in page.data["answers"]][:3] == HOSTILE[:3]
+    assert [prompt for prompt, *_ in page["answers"]][:3] == HOSTILE[:3]
     ways = (
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
     )
