@@ -11,6 +11,11 @@ With --bug it is a script with a bug to learn from, scripts/failures/NAME.diff (
 The first line of the new file says so.
 
     python scripts/fork.py --bug stale_weights grpo_stale_weights.py
+
+With --without it is a script that lacks parts, scripts/deletions/NAME.diff, in any number
+(docs/fork.md).
+
+    python scripts/fork.py --without adapters,fsdp2,placement,resume grpo_small.py
 """
 
 import argparse
@@ -20,10 +25,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/failures"
+DELETIONS = REPO / "scripts/deletions"
 
 
 def names_in(folder):
@@ -40,12 +47,16 @@ def base_of(diff):
     return re.search(r"^--- a/(\S+)", diff, re.MULTILINE)[1]
 
 
+def refuse_old(output):
+    if output.exists():
+        raise SystemExit(f"{output} exists; move it away, or choose another name")
+
+
 def write_fork(name, output, is_bug=False):
     """Writes a fork, or a script with a bug, to a file, which must not exist yet."""
     path = (FAILURES if is_bug else FORKS) / f"{name}.diff"
     diff = path.read_text("utf-8")
-    if output.exists():
-        raise SystemExit(f"{output} exists; move it away, or choose another name")
+    refuse_old(output)
     if not shutil.which("git"):
         raise SystemExit("git applies the diffs, and is not installed: `apt-get install git`")
     base = base_of(diff)
@@ -70,6 +81,49 @@ def write_fork(name, output, is_bug=False):
     output.write_text(text, "utf-8")
 
 
+def changes_in(diff):
+    """The changes of a diff: the index of the first line, how many lines go, and which come.
+
+    >>> changes_in("--- a/x.py\\n+++ b/y.py\\n@@ -3,2 +3,2 @@\\n kept\\n-old\\n+new\\n")
+    [[3, 1, ['new\\n']]]
+    """
+    changes, index, is_in_one = [], 0, False
+    for line in diff.splitlines(keepends=True)[2:]:
+        if header := re.match(r"@@ -(\d+)", line):
+            index, is_in_one = int(header[1]) - 1, False
+        elif line.startswith(" "):
+            index, is_in_one = index + 1, False
+        else:
+            if not is_in_one:
+                changes.append([index, 0, []])
+            is_in_one = True
+            if line.startswith("-"):
+                changes[-1][1] += 1
+                index += 1
+            else:
+                changes[-1][2].append(line[1:])
+    return changes
+
+
+def leave_out(names):
+    """A script without some parts. What one part rewrites and another one takes out is out."""
+    diffs = [(DELETIONS / f"{name}.diff").read_text("utf-8") for name in names]
+    (base,) = {base_of(diff) for diff in diffs}
+    changes = [change for diff in diffs for change in changes_in(diff)]
+    rewritten, out, new_lines = set(), set(), defaultdict(list)
+    for first, count, new in changes:
+        (rewritten if new else out).update(range(first, first + count))
+    for first, count, new in changes:
+        if not count or not {*range(first, first + count)} <= out:
+            new_lines[first] += new
+    lines = []
+    for index, line in enumerate((REPO / base).read_text("utf-8").splitlines(keepends=True)):
+        lines += new_lines[index]
+        if index not in rewritten | out:
+            lines.append(line)
+    return "".join(lines)
+
+
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     parser = argparse.ArgumentParser(
@@ -80,11 +134,25 @@ def main():
     parser.add_argument(
         "--bug", choices=bugs, metavar="NAME", help=f"in place of a fork: {', '.join(bugs)}"
     )
+    parts = names_in(DELETIONS)
+    parser.add_argument(
+        "--without",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help=f"in place of a fork, with a comma between: {', '.join(parts)}",
+    )
     parser.add_argument("output", type=Path, help="the file to write")
     args = parser.parse_args()
-    if (args.name is None) == (args.bug is None):
-        parser.error("name a fork, or with --bug a bug, and the file to write")
-    write_fork(args.name or args.bug, args.output.expanduser(), is_bug=bool(args.bug))
+    if [args.name, args.bug, args.without].count(None) != 2:
+        parser.error("name a fork, or with --bug a bug, or parts, and the file to write")
+    output = args.output.expanduser()
+    if args.without:
+        if unknown := {*args.without} - {*parts}:
+            parser.error(f"--without {', '.join(unknown)}: there are {', '.join(parts)}")
+        refuse_old(output)
+        output.write_text(leave_out(args.without), "utf-8")
+    else:
+        write_fork(args.name or args.bug, output, is_bug=bool(args.bug))
     print(f"wrote {args.output}")
 
 
