@@ -503,9 +503,9 @@ def plan_of_processes(run):
         place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
     yield "engines", f"{engines} of vLLM, {place}"
     if run.knows_sizes() and run.options.gpu_memory and peak_of(gpu_of(run)):
-        low, high = hours(run)
+        low, high = (f"{float(f'{end:.2g}'):g}" for end in hours(run))
         gpu = gpu_of(run)
-        yield "hours", f"{low:.2g} to {high:.2g} on {gpu}, if all rows are the longest: arithmetic,"
+        yield "hours", f"{low} to {high} on {gpu}, if all rows are the longest: arithmetic,"
         yield "", "with learners at 45 to 30% of their peak, and vLLM at all or a third of its"
         yield "", "memory's bandwidth. Small models take longer; evaluations are not in it"
 

@@ -38,10 +38,8 @@ class Panel(NamedTuple):
     metrics: list[str]
     at_least: tuple[float, float] | None = None  # what the y axis shows, whatever the values
     at_most: tuple[float, float] | None = None  # and what it never goes beyond
-    logarithmic: bool = False
 
 
-LARGEST = "Sampler against learner: largest log-probability difference"
 SECONDS = ["time/training", "time/generation", "time/update"]
 RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
 PANELS = [
@@ -58,11 +56,10 @@ PANELS = [
     Panel("Share of tokens clipped", ["policy/clipfrac_avg"], (0, 0.05)),
     Panel("Gradient norm before clipping", ["optim/grad_norm", "optim/value_grad_norm"], (0, 0)),
     Panel("Sampler against learner: effective sample size", ["mismatch/ess"], (0, 1)),
-    Panel(LARGEST, ["mismatch/logprob_diff_max"], logarithmic=True),
     Panel("Seconds per step, without a process's first", SECONDS, (0, 0)),
 ]
 # All that the scripts and the reward trainer log; report.py draws what has no panel
-OF_TRAINER = {"eval/calibration_error", "eval/scores_mean", "eval/scores_std"}
+OF_TRAINER = {"eval/scores_mean", "eval/scores_std"}
 KNOWN = {"training_step", *health.METRICS, *OF_TRAINER}
 KNOWN |= {"time", "perf", "mismatch", *(name for panel in PANELS for name in panel.metrics)}
 SMALLEST_SPAN = 0.2  # of a y axis, as a share of the largest value: noise is not blown up
@@ -165,9 +162,6 @@ def panels_of(runs: list[Run]) -> list[Panel]:
 
 def set_y_axis(axes, panel: Panel):
     """Room for what was drawn, neither blown up nor shrunk by values that are out of range."""
-    if panel.logarithmic:
-        axes.set_yscale("log")
-        return
     bottom, top = axes.dataLim.intervaly
     if bottom > top:  # no value is finite
         return

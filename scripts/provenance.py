@@ -122,13 +122,6 @@ def find_place(args: dict) -> dict:
     }
 
 
-def write_whole(path: Path, args: dict) -> None:
-    """Replaces a file at once: whoever reads it sees the old one or the new one."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(args, indent=2), "utf-8")
-    os.replace(unfinished, path)
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,11 +142,11 @@ def main():
         "versions": find_versions(),
         "gpu": find_gpus(),
     }
-    write_whole(path, args)
+    path.write_text(json.dumps(args, indent=2), "utf-8")
     if not args.get("push_to_hub"):
         return
     try:
-        write_whole(path, args | find_place(args))
+        path.write_text(json.dumps(args | find_place(args), indent=2), "utf-8")
     except Exception as error:  # the client's own, whatever it is
         reason = " ".join(str(error).split())
         parser.exit(1, f"provenance.py: the hub does not say who is logged in: {reason}\n")

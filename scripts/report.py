@@ -9,7 +9,6 @@ by token. The page needs no network. While a run goes on it can be made again.
 """
 
 import argparse
-import ast
 import contextlib
 import json
 import math
@@ -208,19 +207,6 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
     return {"steps": steps, "note": said, "special": [i for i, token in added if token.special]}
 
 
-def defaults_of(args: dict) -> dict:
-    """{argument: its script's default}, without those that the script fills in."""
-    words = args.get("provenance", {"command": []})["command"]
-    script = next((word for word in words if word.endswith(".py")), f"{args['exp_name']}.py")
-    paths = [path for path in (Path(script), DOCS.parent / script) if path.is_file()]
-    text = paths[0].read_text("utf-8").partition("\n@dataclass\n")[2] if paths else ""
-    defaults = {}
-    for name, value in re.findall(r"^    (\w+): (?!FilledIn).* = (.*)$", text, re.MULTILINE):
-        with contextlib.suppress(ValueError, SyntaxError):  # a computed one
-            defaults[name] = ast.literal_eval(value)
-    return defaults
-
-
 def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     name, metrics, args = run
     first = [json.loads(line) for line in read_rollouts(run_dir).get(1, [])]
@@ -228,7 +214,7 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
     sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
     sentences += filter(None, [inspect.describe_costs(run_dir, args, metrics)])
-    said = {"name": name, "args": args, "defaults": defaults_of(args), "sentences": sentences}
+    said = {"name": name, "args": args, "sentences": sentences}
     said |= {"health": verdicts(metrics, args, first)}
     return said | {"curves": curves_of(run, points)}
 

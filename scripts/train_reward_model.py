@@ -22,7 +22,7 @@ Deliberate simplifications:
  3. What is left of the pairs when the last optimizer batch is full is not trained on.
 
 "Collective" in a docstring: every rank must call the function, in the same order.
-arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244; calibration 1706.04599.
+arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244.
 """
 
 import json
@@ -32,7 +32,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -231,8 +231,8 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
 
 def as_ppo_args(args):
     """PPO's Args for its functions: what has the same name here, and defaults."""
-    names = {field.name for field in fields(ppo.Args)}
-    return ppo.Args(**{name: value for name, value in vars(args).items() if name in names})
+    both = {field.name for field in fields(ppo.Args)} & vars(args).keys()
+    return ppo.Args(**{name: getattr(args, name) for name in both})
 
 
 def load_reward_model(args, pad_token_id):
@@ -321,30 +321,12 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
     return {name: total / len(mini_batch) for name, total in zip(sums, totals, strict=True)}
 
 
-def calibration_error(margins, num_bins=10):
-    """Expected calibration error (1706.04599): how far right answers are from as many as claimed.
-
-    margins: chosen - rejected, (pairs,). By Bradley-Terry the model claims a probability of
-    sigmoid(|margin|) for the response that it prefers. Pairs are binned by that.
-
-    >>> margins = torch.tensor([1.0, 1.0, 1.0, -1.0]) * math.log(4)  # 80% sure, 75% right
-    >>> round(calibration_error(margins), 6)
-    0.05
-    """
-    confidence = margins.abs().sigmoid()  # (pairs,), at least 0.5
-    correct = (margins > 0).to(margins.dtype)  # (pairs,)
-    bin_of_pair = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)  # (pairs,)
-    gaps = confidence.new_zeros(num_bins).index_add(0, bin_of_pair, confidence - correct)
-    return gaps.abs().sum().item() / len(margins)
-
-
 def evaluation_metrics(scores):
     """The eval/* metrics of score_all's scores, the loss without its term that centers them."""
     scores = scores.double()  # (2, pairs)
     chosen, rejected = scores
     return {
         "eval/loss": preference_loss(chosen, rejected, 0.0).mean().item(),
-        "eval/calibration_error": calibration_error(chosen - rejected),
         "eval/accuracy": (chosen > rejected).double().mean().item(),
         "eval/margin": (chosen - rejected).mean().item(),
         "eval/scores_mean": scores.mean().item(),
@@ -423,19 +405,9 @@ def main(args):
     trained_models = {"reward_model": (reward_model, optimizer)}
     ppo.load_checkpoint(trained_models, checkpoint_dir)
 
-    # ---- The run's folder, as it was at the checkpoint if there is one; and the tracker
-    if is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        ppo.lock_run(run_dir)
-        for path in run_dir.glob("*.jsonl"):
-            path.unlink()
-        shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
-        if checkpoint_dir:
-            ppo.rewind_run(run_dir, checkpoint_dir)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2), "utf-8")
-    wandb_run = {"entity": args.wandb_entity, "id": state["wandb_id"], "resume": "allow"}
-    wandb_run["name"] = args.run_name
-    accelerator.init_trackers(args.wandb_project_name, asdict(args), {"wandb": wandb_run})
+    # ---- The run's folder and the tracker, as PPO has them
+    rows = [SimpleNamespace(token_ids=pair.chosen_ids) for pair in train_pairs]
+    ppo.open_run(accelerator, run_dir, checkpoint_dir, state, rows, args)
     ppo.heed_sigusr1()
 
     # ---- The loop. The order of the pairs is a permutation for each pass over them

@@ -377,22 +377,18 @@ function showRollouts() {
   showStep(runs.findIndex((each) => each.steps.length), 1e15, true);  // the last one
 }
 
-// ------------------------------------------------------------------------------------- arguments
+// --------------------------------------------------------------------------------------- command
 
-function showArguments() {
+function showCommand() {
   runs.forEach((run, number) => {
-    const box = byId("arguments");
+    const box = byId("command");
     box.append(nameOf(number) ?? "");
     const { command = [], commit, versions = {} } = run.args.provenance ?? {};
     const said = Object.entries({ commit, ...versions }).map((each) => each.join(" "));
     const words = command.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word}'`));
     box.append(make("pre", { tabIndex: 0 }, words.join(" ")), make("p", {}, said.join(", ")));
-    const same = (name) => JSON.stringify(run.args[name]) === JSON.stringify(run.defaults[name]);
-    const other = Object.keys(run.defaults).filter((name) => name in run.args && !same(name));
-    const rows = other.map((name) => [name, String(run.args[name]), String(run.defaults[name])]);
-    box.append(table(["differs from its default", "value", "default"], rows));
   });
 }
 
-const sections = [showHead, showHealth, showCurves, showAnswers, showRollouts, showArguments];
+const sections = [showHead, showHealth, showCurves, showAnswers, showRollouts, showCommand];
 sections.forEach((show) => show());

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fork as program
 import pytest
@@ -69,7 +70,8 @@ def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scr
     """The tests below run the asynchronous one."""
     for heading in HEADINGS:
         changed = [name for name in SCRIPTS if fork(heading, name) != (REPO / name).read_text()]
-        assert changed == list(GRPO if heading == "Leave one out" else SCRIPTS), heading
+        of_groups = ("Leave one out", "Rewards that see the group")
+        assert changed == list(GRPO if heading in of_groups else SCRIPTS), heading
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
@@ -118,6 +120,18 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
     baseline = (scores.sum(1, keepdim=True) - scores) / 3
     found = batch.advantages[range(len(batch.lengths)), batch.lengths - 1]  # at the last tokens
     torch.testing.assert_close(found, (scores - baseline).flatten())
+
+
+def test_response_scores_the_share_of_its_group_that_it_beats(run_fork):
+    """Not of the next group; a tie counts a half, and a reward that failed nothing."""
+    seen = run_fork("Rewards that see the group", score=lambda *_: 7.0, non_stop_penalty=False)
+    assert set(seen.batches[0].scores.tolist()) == {0.5}
+    scores = [3.0, 1.0, None, 3.0, -9.0, 0.0, 9.0, 8.0]
+    responses = [SimpleNamespace(score=score) for score in scores]
+    seen.script.replace = lambda _, score: SimpleNamespace(score=score)
+    args = SimpleNamespace(number_samples_per_prompt=4)
+    found = [each.score for each in seen.script.score_groups(responses, args)]
+    assert found == [0.75, 0, None, 0.75, 0, 1 / 3, 1, 2 / 3]
 
 
 @each_script

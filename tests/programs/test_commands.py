@@ -253,6 +253,8 @@ SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": ("Qwen2", 151_936, 896, 24, 14, 2, 4864, True),
     "Qwen/Qwen2.5-1.5B-Instruct": ("Qwen2", 151_936, 1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-3B-Instruct": ("Qwen2", 151_936, 2048, 36, 16, 2, 11_008, True),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("Qwen2", 151_936, 1536, 28, 12, 2, 8960, False),
+    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": ("Qwen3", 151_936, 1024, 28, 16, 8, 3072, True),
     "allenai/Llama-3.1-Tulu-3-8B-DPO": ("Llama", 128_264, 4096, 32, 32, 8, 14_336, False),
 }
 # Responses a step, responses an update, steps: on any number of GPUs
@@ -261,6 +263,8 @@ PUBLISHED = {
     "gsm8k/grpo.sh": (5120, 1280, 140),
     "gsm8k/grpo_lora.sh": (320, 320, 116),
     "math/grpo.sh": (320, 320, 117),
+    "reverse_text/grpo.sh": (128, 128, 20),
+    "sanity/grpo.sh": (512, 128, 600),
     "rm/ppo_hh.sh": (256, 64, 400),
     "tulu3/ppo_8b.sh": (192, 192, 10_416),
 }
@@ -278,6 +282,10 @@ ROWS = {
     "math": [
         {"problem": f"{n}/2?", "solution": rf"$\boxed{{\frac{{{n}}}{{2}}}}$."} for n in range(1, 40)
     ],
+    "reverse_text": [{"prompt": f"Number {n}"} for n in range(1, 40)],
+    "sanity": [
+        {"prompt": message(f"{n}?"), "reward_model": {"ground_truth": "2"}} for n in range(70)
+    ],
     "rm": [
         {"prompt": f"\n\nHuman: {n}?\n\nAssistant:", "chosen": " 1.", "rejected": " 2."}
         for n in range(150)
@@ -294,7 +302,7 @@ ROWS = {
 def save_models(name, assets, folder):
     """The folders of a policy and of a reward model, which lack their weights."""
     family, *shape = SHAPES[name]
-    options = {"eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 8192}
+    options = {"eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 16_384}
     options |= dict(zip(SIZES, shape, strict=True))
     config = AutoConfig.for_model(family.lower(), num_labels=1, **options)
     for kind in ("CausalLM", "SequenceClassification"):

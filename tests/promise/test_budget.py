@@ -11,7 +11,7 @@ BUDGETS = {
     "ppo_sync.py": 16_520,
     "ppo_vllm_async.py": 16_965,
     "grpo_vllm_async.py": 17_020,
-    "scripts/train_reward_model.py": 2_850,
+    "scripts/train_reward_model.py": 2_690,
     "scripts/preflight.py": 7_850,
     "scripts/odd_data.py": 1_900,
     "scripts/plan.py": 3_475,

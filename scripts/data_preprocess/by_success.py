@@ -1,0 +1,63 @@
+"""Keeps the prompts that a model answers rightly sometimes: of a share from --least to --most.
+
+    python scripts/evaluate.py output/RUN --model MODEL --samples 40 \\
+        --dataset data/math/train.parquet --prompts 0
+    python scripts/data_preprocess/by_success.py output/RUN/evaluations/NAME \\
+        --dataset data/math/train.parquet --local_save_dir data/sanity
+
+RUN is any run of a model with these tokens; NAME is what evaluate.py has written. As in the sanity
+test of 2510.26788, for another model than theirs: 40 answers, and from 20 to 80% of them right.
+"""
+
+import sys
+
+if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
+    sys.path[0] += "/.."
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from preprocessing import write_splits
+from pyarrow import parquet
+from run_files import is_right, read_lines
+
+
+def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> list[dict]:
+    """The rows whose prompts were answered so. Both are in the dataset's order, without some rows.
+
+    >>> rows = [{"prompt": [{"content": text}]} for text in ("one", "too long", "two")]
+    >>> figures = {"reward_metrics": {}, "prompt_index": 0, "prompt": "<|user|>one"}
+    >>> answers = [figures | {"verifiable_score": score} for score in (1.0, 0.0)]
+    >>> answers += [figures | {"prompt_index": 1, "prompt": "<|user|>two", "verifiable_score": 1.0}]
+    >>> keep(rows, answers, 0.2, 0.8) == rows[:1]
+    True
+    """
+    groups, kept, rows = defaultdict(list), [], iter(rows)
+    for answer in answers:
+        groups[answer["prompt_index"], answer["prompt"]].append(bool(is_right(answer)))
+    for (_, text), right in groups.items():
+        row = next((row for row in rows if row["prompt"][-1]["content"] in text), None)
+        if row is None:
+            raise ValueError(f"no row asks {text!r}, in the order of these answers: --prompts 0?")
+        if least <= sum(right) / len(right) <= most:
+            kept.append(row)
+    return kept
+
+
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("evaluation", type=Path, help="the folder that evaluate.py has written")
+    parser.add_argument("--dataset", type=Path, required=True, help="its .parquet file")
+    parser.add_argument("--local_save_dir", type=Path, required=True, help="for train.parquet")
+    parser.add_argument("--least", type=float, default=0.2)
+    parser.add_argument("--most", type=float, default=0.8)
+    args = parser.parse_args()
+    answers = read_lines(args.evaluation / "responses.jsonl")
+    kept = keep(parquet.read_table(args.dataset).to_pylist(), answers, args.least, args.most)
+    write_splits(args.local_save_dir, {"train": kept})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Texts to write backwards, prime-rl's smallest task, as prompts in verl's parquet schema.
+
+    # from the hub to ~/data/reverse_text
+    python scripts/data_preprocess/reverse_text.py
+
+Writes a file for each split that there is. The reward: scripts/rewards/yardsticks.py:reverse_text.
+"""
+
+import sys
+
+if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
+    sys.path[0] += "/.."
+
+from preprocessing import main, options, text_of
+
+HUB = ("PrimeIntellect/Reverse-Text-RL",)
+SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
+
+
+def convert(row: dict, split: str, index: int) -> dict:
+    """A row of verl's schema; ValueError says why a row is dropped."""
+    text = text_of(row, "prompt")
+    return {
+        "data_source": HUB[0],
+        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
+        "ability": "text",
+        "reward_model": {"style": "rule", "ground_truth": text[::-1]},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+if __name__ == "__main__":
+    main(options(__doc__, "~/data/reverse_text").parse_args(), HUB, convert)
