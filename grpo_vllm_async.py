@@ -2009,6 +2009,8 @@ class VLLM:
         folders.append(self.folder)
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
+        if self.gpus:
+            options["max_num_seqs"] = responses_at_once(args.episodes_per_step // self.count)
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=end_with_script, initargs=(self.folder,)
         )
@@ -2209,6 +2211,16 @@ def end_if_failed(call):
         end_at_once(call.exception())
 
 
+def responses_at_once(share):
+    """The most that vLLM samples at once on a GPU: its default, but no more than a step's share.
+
+    The memory of its sampler grows with them, and it does not count that. For evaluations 128.
+    """
+    device = torch.cuda.get_device_properties()
+    is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
+    return min(1024 if is_large else 256, max(128, share))
+
+
 def vllm_settings(gpus, folder, max_length, args):
     """The environment of an engine's process, and the arguments of vLLM's LLM.
 
@@ -2252,12 +2264,6 @@ def vllm_settings(gpus, folder, max_length, args):
         toolkit = Path(torch.__file__).parents[1] / "nvidia/cu13"
         if shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
             environment.setdefault("CUDA_HOME", str(toolkit))
-        # vLLM does not count the memory of its sampler, which grows with the responses at once: no
-        # more than a step has (evaluations may have some more)
-        device, num_engines = torch.cuda.get_device_properties(), count_engines(args)
-        is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
-        share = args.episodes_per_step * args.local_world_size // (args.world_size * num_engines)
-        options["max_num_seqs"] = min(1024 if is_large else 256, max(128, share))
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}

@@ -230,8 +230,6 @@ def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, m
 
 def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    device = SimpleNamespace(name="NVIDIA L4", total_memory=22 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     for gpus in ((), (0,)):
         _, options = script.vllm_settings(gpus, "folder", 77, args_for(saved_model))
         assert options["model"] == str(saved_model) and options["hf_config_path"] == "."

@@ -35,24 +35,19 @@ LAUNCHERS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_
 USERS = {"RANKING": "mine", "VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": "3,GPU-5,7"}
 
 
-H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
-
-
 @pytest.mark.parametrize(
-    ("name", "gib", "episodes", "most"),
-    [(H100.name, 80, 512, 512), (H100.name, 80, 4096, 1024), (H100.name, 80, 8, 128)]
-    + [("NVIDIA A100-SXM4-80GB", 80, 512, 256), ("NVIDIA L40S", 45, 512, 256)],
+    ("name", "gib", "share", "most"),
+    [("NVIDIA H100 80GB HBM3", 80, 512, 512), ("NVIDIA H100 80GB HBM3", 80, 4096, 1024)]
+    + [("NVIDIA H100 80GB HBM3", 80, 8, 128), ("NVIDIA A100-SXM4-80GB", 80, 512, 256)]
+    + [("NVIDIA L40S", 45, 512, 256)],
 )
 def test_engine_has_no_room_for_more_responses_than_a_step_asks_of_it(
-    name, gib, episodes, most, monkeypatch
+    name, gib, share, most, monkeypatch
 ):
     """vLLM does not count its sampler's memory; its defaults are 256, or 1,024 on large GPUs."""
     device = SimpleNamespace(name=name, total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    sizes = {"world_size": 8, "local_world_size": 4, "episodes_per_step": 2 * episodes}
-    args = vllm_args(vllm_gpus=(4,), **sizes)  # an engine on each of two nodes
-    assert script.vllm_settings((3,), "folder", 77, args)[1]["max_num_seqs"] == most
+    assert script.responses_at_once(share) == most
 
 
 def test_engine_is_no_rank_and_sees_its_own_gpus_alone(tmp_path, monkeypatch):
@@ -62,7 +57,6 @@ def test_engine_is_no_rank_and_sees_its_own_gpus_alone(tmp_path, monkeypatch):
     for name, value in (USERS | dict.fromkeys(LAUNCHERS, "1")).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: H100)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     own = {"vllm_gpus": (1, 2), "vllm_tensor_parallel_size": 2, "vllm_enforce_eager": False}
     with monkeypatch.context() as patch:

@@ -40,7 +40,7 @@ def start_stub(monkeypatch):
     exports, errors, put = [], [], monkeypatch.setattr
     faked_cuda.add_gpus(put, exports)
     put(script, "ProcessPoolExecutor", lambda workers, context, **_: ThreadPoolExecutor(workers))
-    put(script, "start_llm", lambda options, config, folder: None)
+    put(script, "start_llm", lambda *_: None)
     put(script, "process_groups", [])
     put(script, "folders", [])
 

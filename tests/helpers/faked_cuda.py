@@ -34,7 +34,8 @@ def add_gpus(put, exports):
 
     put(torch.cuda, "device_count", lambda: 4)
     put(torch.cuda, "current_device", lambda: 2)
-    put(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="GPU-2"))
+    device = SimpleNamespace(uuid="GPU-2", name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    put(torch.cuda, "get_device_properties", lambda: device)
     put(torch.cuda, "ipc_collect", lambda: exports.append(None))
     put(torch.cuda, "current_stream", lambda: STREAM)
     put(script, "reduce_tensor", reduce_tensor)
@@ -65,7 +66,7 @@ class Communicator:
         self.group.broadcast_obj("received", 1 - src)
 
 
-def start_llm(options, config, folder):
+def start_llm(options, config, folder, way):
     """The script's start_llm, on a CPU that passes for a GPU.
 
     One process may make one LLM after the other: the second takes seconds.
@@ -85,7 +86,7 @@ def start_llm(options, config, folder):
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.synchronize = lambda *_: None
     script.llm = None
-    pid = START_LLM(options, config, folder)
+    pid = START_LLM(options, config, folder, way)
     os.setsid = lambda: None  # it has its session now
     return pid
 

@@ -17,7 +17,7 @@ OTHER_FLAGS = """
     num_gpus gpu_memory disk positions seeds output overwrite metrics responses samples
     temperature model summary repo_id private seed ipc shm-size compare rounds step_ms draw
     results show lag correction exclude dry_run network init nodes job-name signal batch adapters
-    temperatures answer bug runs
+    temperatures answer bug runs without
 """
 
 
