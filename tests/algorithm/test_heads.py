@@ -1,7 +1,7 @@
 """Log-probabilities and values are the model's own, with its weights as vLLM gets them.
 
-Or the model is refused. Of a head with a multiplier that is not known preflight.py tells
-(test_preflight.py).
+Or the model is refused. A head with a multiplier that is not known ends a run in its first step,
+by check_sampler.
 """
 
 import copy
