@@ -76,8 +76,8 @@ def grade_math(response: str, ground_truth: str) -> float:
     """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
 
     12.5 is right where the truth is 12.5\\%, and so is 0.125. An answer that takes longer than
-    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is. Its limits are signals: in a thread
-    that is not the main one math-verify raises.
+    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is. The limits are signals: where they
+    do not work, in a thread, math-verify raises.
 
     >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
     1.0
