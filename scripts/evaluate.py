@@ -11,8 +11,7 @@ with intervals, and compares models.
     python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
 Prompts, lengths, stop tokens and rewards are those of the run, by its args.json
-and the script that made it; where that has changed, or is gone, a line says
-what grades. Start it where the run was started. vLLM has one GPU, or the CPU.
+and the script that made it. Start it where the run was started.
 
 pass@k is the share of prompts of which one of k answers is right, by the
 unbiased estimator of arXiv 2107.03374. "Right" is as in the run's metrics: a
@@ -26,8 +25,8 @@ the same tokens and the same truth are one prompt. Fewer than 30 are too few.
 Two models are compared prompt by prompt: a run's trained model less any other
 that was asked the same, in RUN/evaluations or where --compare says.
 
-It writes RUN/evaluations/NAME/responses.jsonl, and evaluation.json with all
-figures, of each data source too.
+It writes responses.jsonl and evaluation.json, of each data source too, in
+RUN/evaluations/NAME.
 """
 
 import argparse
@@ -513,11 +512,12 @@ def main():
     if not (options.run / "args.json").is_file():
         parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
     model = options.model or options.run / "model"
-    is_whole = (Path(model) / "config.json").is_file()
-    if trouble := paths.trouble_with_model(model):
+    is_of_the_hub = options.model and paths.may_be_on_the_hub(model)
+    trouble = paths.trouble_with_model(model)
+    if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
+        trouble = "it has no config.json: it is not the folder of a model"
+    if trouble:
         parser.error(f"{model}: {trouble}")
-    if not is_whole and not (options.model and paths.may_be_on_the_hub(model)):
-        parser.error(f"{model} holds no config.json: it is not the folder of a model")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")
     evaluate(options, parser.error)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What the scripts do on one GPU, in one file to send back: versions, a JSON line for each part, a table at the end.
+# What the scripts do on one GPU, in one file to send back: versions, a JSON line for each part, a line on each at the end.
 #   bash scripts/gpu_check.sh quick              what counts most, after the set-up
 #   bash scripts/gpu_check.sh                    all parts
-#   bash scripts/gpu_check.sh sync size_0.5B     those whose names begin so
+#   bash scripts/gpu_check.sh sync step_0.6B     those whose names begin so
 #   PYTHON=python3 bash scripts/gpu_check.sh     with this Python as it is, without the set-up
 # Each part takes ten minutes at most; scripts/benchmark/gpu_check.py says what they are.
 # The exit status is 1 if a part failed, and 2 if there is no GPU.

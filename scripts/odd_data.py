@@ -37,59 +37,19 @@ OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_p
 OF_PROMPTS += ("instruction", "input", "history", "context")
 
 
-def wrong_type(row, is_pair=False):
-    """What a row has of another type than is due, in words; "": nothing."""
-    prompt, messages = prompt_of(row), messages_of(row)
-    if not isinstance(prompt, str | list | None):
-        return (
-            f"its prompt is of type {type(prompt).__name__}; write a text, or a list of messages, "
-            f"each with role and content"
-        )
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"a message of its prompt has no role: {message!r:.60}"
-        is_asked = message["role"] not in ("tool", "assistant")  # templates may write mappings
-        if is_asked and not isinstance(message.get("content"), str | list | None):
-            return f"a message's content is {message['content']!r:.60}, and must be a text"
-    if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
-        return "the prompt is the text of a list of messages; write the list itself"
-    try:
-        read = [prompt, row.get("ground_truth"), row.get("reward_model")]
-        json.dumps(read, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        return f"its text has half a character, {error.object[error.start]!r}, as of a cut text"
-    # Of two columns the script reads one
-    kinds = {} if is_pair else {"data_source" if row.get("data_source") else "dataset": str}
-    if not is_pair and row.get("ground_truth") is None:
-        kinds["reward_model"] = dict
-    may_be_json = {"tools": list, "chat_template_kwargs": dict} if messages else {}
-    for name, kind in (kinds | may_be_json).items():
-        value = row.get(name) or None
-        if name in may_be_json:
-            with contextlib.suppress(json.JSONDecodeError, TypeError):
-                value = json.loads(value)
-        if not isinstance(value, kind | None):
-            return f"its {name} is {value!r:.60}, and must be a {kind.__name__}"
-    return ""
-
-
-def check_types(run, path, rows):
-    """Mistake: a row has something of another type than is due."""
-    for index, row in enumerate(rows):
-        wrong = wrong_type(row, is_pair=run.trains_reward_model())
-        if wrong:
-            raise Mistake(f"{path}, row {index}: {wrong}")
-
-
 def notes_on_rows(run, path, rows, loaded):
     """What is odd about the rows of a dataset, of which the script has made what is loaded."""
+    yield from notes_on_messages(run, path, rows)
     yield from notes_on_columns(run, path, rows)
     yield from notes_on_ends(run, path, rows)
     if run.trains_reward_model():
         yield from notes_on_pairs(path, rows)
     else:
-        yield from notes_on_repeats(path, loaded)
         texts = {prompt.origin: prompt.text for prompt in loaded}
+        distinct = len({tuple(prompt.token_ids) for prompt in loaded})
+        if distinct < len(loaded):
+            are = "all are equal" if distinct == 1 else f"{distinct:,} are distinct"
+            yield f"{path}: of {len(loaded):,} prompts {are}, as the model reads them"
         yield from notes_on_characters(run.tokenizer, "prompt", texts)
 
 
@@ -105,36 +65,27 @@ def notes_on_columns(run, path, rows):
             f"{path}: {texts:,} of {len(rows):,} prompts are texts, which the chat template does "
             f"not render: right for texts to go on with; a question is to be messages"
         )
-    row = next(filter(messages_of, rows), None)
-    if row and "strftime_now" in str(run.tokenizer.chat_template):
-        variables = {"strftime_now": lambda form: "SOME DAY"}
-        text, _ = run.script.tokenize_prompt(prompt_of(row), row, run.tokenizer, variables)
-        then = "a run that is resumed keeps its first day"
-        if run.trains_reward_model():
-            then = "a run cannot be resumed on another day"
-        if "SOME DAY" in text:
-            yield f"the chat template writes today's date; {then}"
 
 
 def notes_on_ends(run, path, rows):
     """What the tokenizer adds to a text: a second begin token, or one behind it."""
-    tokenizer, twice, ended = run.tokenizer, {}, {}
+    tokenizer, found = run.tokenizer, {}
     tried = range(0, len(rows), len(rows) // 200 + 1)  # what is added is added to each
     for index in tried:
         row, prompt = rows[index], prompt_of(rows[index])
         _, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            twice[index] = tokenizer.bos_token
+            found.setdefault((ids[0], "a second time at its beginning"), []).append(index)
         if isinstance(prompt, str) and ids:
             plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
             if plain and ids[-1] != plain[-1]:
-                ended[index] = tokenizer.convert_ids_to_tokens(ids[-1])
-    for found, where in ((twice, "a second time at its beginning"), (ended, "at its end")):
-        for index, token in [*found.items()][:1]:
-            yield (
-                f"{path}, row {index}, and so {len(found):,} of {len(tried):,} that were tried: "
-                f"the tokenizer adds {token!r} {where}; give messages, or one that does not"
-            )
+                found.setdefault((ids[-1], "at its end"), []).append(index)
+    for (token_id, where), indices in found.items():
+        yield (
+            f"{path}, row {indices[0]}, and so {len(indices):,} of {len(tried):,} that were tried: "
+            f"the tokenizer adds {tokenizer.convert_ids_to_tokens(token_id)!r} {where}; give "
+            f"messages, or one that does not"
+        )
 
 
 def notes_on_pairs(path, rows):
@@ -158,16 +109,19 @@ def notes_on_messages(run, path, rows):
     """Messages that the chat template does not take as they are meant."""
     tokens = [token for token in run.tokenizer.added_tokens_decoder.values() if token.special]
     special = re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)")
-    rendered, prefills = [], 0
+    rendered, prefills = {}, 0
     for index, row in enumerate(rows):
         prompt, messages = prompt_of(row), messages_of(row)
+        if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
+            raise Mistake(
+                f"{path}, row {index}: the prompt is the text of a list of messages; write the "
+                f"list itself"
+            )
         prefills += bool(messages) and messages[-1]["role"] == "assistant"
         contents = [message.get("content") for message in messages]
-        for content in contents:
-            found = isinstance(content, str) and special.search(content)
-            if found:
-                rendered.append((index, found[0]))
-                break
+        texts = " ".join(content for content in contents if isinstance(content, str))
+        if found := special.search(texts):
+            rendered[index] = found[0]
         # Parts, such as {"type": "text", "text": ...}
         if any(isinstance(content, list) for content in contents):
             text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
@@ -181,8 +135,7 @@ def notes_on_messages(run, path, rows):
             f"{path}: {prefills:,} of {len(rows):,} prompts end with a message of the assistant, "
             f"an answer or the beginning of one, which is left out"
         )
-    if rendered:
-        index, token = rendered[0]
+    for index, token in [*rendered.items()][:1]:
         yield (
             f"{path}, row {index}, and so {len(rendered):,} of {len(rows):,}: the content of a "
             f"message has the special token {token}; was it rendered already? Then it is a turn "
@@ -199,15 +152,6 @@ def notes_on_held_out(run):
     count = sum(tuple(prompt.token_ids) in trained for prompt in prompts)
     if count:
         yield f"{count:,} of the {len(prompts):,} held-out prompts are trained on"
-
-
-def notes_on_repeats(path, prompts):
-    """Prompts that the model reads more than once."""
-    count, distinct = len(prompts), len({tuple(prompt.token_ids) for prompt in prompts})
-    if distinct == 1 < count:
-        yield f"{path}: all {count:,} prompts are equal, as the model reads them"
-    elif distinct < count:
-        yield f"{path}: of {count:,} prompts {distinct:,} are distinct, as the model reads them"
 
 
 def is_rule(truth):
@@ -262,16 +206,12 @@ def notes_on_template(run, rows, stop_ids):
             f"the chat template has no generation prompt: the model itself has to begin its turn "
             f"with {missing!r}"
         )
-    after = after.strip()
-    token_ids = run.tokenizer(after, add_special_tokens=False)["input_ids"]
+    token_ids = run.tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
     if not token_ids:
         yield "the chat template writes nothing after an answer: no token says that it ends"
     elif token_ids[0] not in stop_ids:
         token = run.tokenizer.convert_ids_to_tokens(token_ids[0])
-        advice = "see --stop_token, --chat_template"
-        if token_ids[0] in run.tokenizer.added_tokens_decoder:
-            advice = f"add --stop_token '{token}'"
         yield (
-            f"the chat template ends an answer with {after.split()[0][:40]!r}, and {token!r} is no "
-            f"stop token: a response would go on; {advice}"
+            f"the chat template ends an answer with {token!r}, which is no stop token: a response "
+            f"would go on; add --stop_token '{token}', or see --chat_template"
         )

@@ -11,9 +11,9 @@ and models, and what they refuse is quoted, so a fork is checked as it is. Check
 for what would show late, or never. A reward is tried in a process such as the run's: on all rows
 where it is the script's own rule, else on the first row of each data source and on some others.
 
-Each part tells its first mistake in one line, and the others go on. Then the exit status is 2. The
-plan comes before the mistakes. Where there are none, the command comes last that launches the run.
-Nothing is left on the disk but what comes from the hub, in its cache.
+Each part tells its first mistake in one line, after the plan, and the others go on. Then the exit
+status is 2. Where there are none, the command comes last that launches the run. Nothing is left on
+the disk but what comes from the hub, in its cache.
 
 Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
 model here may be without its weights, and neither disk nor --output_dir are looked at.
@@ -22,9 +22,6 @@ Memory is an estimate from the sizes of the models, by plan.py, which finds what
 """
 
 import contextlib
-import copy
-import difflib
-import functools
 import importlib.util
 import io
 import json
@@ -70,7 +67,6 @@ from transformers import (
 # A reward of the user's is tried on so many rows besides the first of each kind, and on no further
 # row after so many seconds
 FEW_ROWS, SECONDS_OF_TRIALS = 20, 20
-FEW_SOURCES = 10  # that a line of the plan names
 
 
 @dataclass
@@ -132,7 +128,6 @@ class Run:
     has_models: bool = False  # all of them
     # Of each data source: scores of a right, a wrong and an empty answer to its first row
     answers: dict = field(default_factory=dict)
-    longest_call: float = 0  # seconds of a call of the reward
     run_dir: Path | None = None
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
@@ -193,9 +188,10 @@ def loading(flag, path):
 
 def forget_neighbours():
     """Of this file: a script, or a reward, imports its own, which may have the same names."""
-    for name in ("odd_data", "paths", "plan", "preprocessing", "provenance"):
-        del sys.modules[name]
-    del sys.path[0]  # the folder of this file
+    here = sys.path.pop(0)
+    for name, module in [*sys.modules.items()]:
+        if name != "__main__" and str(getattr(module, "__file__", "")).startswith(here):
+            del sys.modules[name]
 
 
 def load_script(path):
@@ -224,23 +220,6 @@ def as_main(script):
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def parse_flags(script, words):
-    """The script's arguments as they are given, and in a list what is wrong with the flags."""
-    name = f"{script.__name__}.py"
-    args, unknown = tyro.cli(
-        script.Args, prog=name, args=words, return_unknown_args=True, use_underscores=True
-    )
-    if not unknown:
-        return args, []
-    similar = difflib.get_close_matches(unknown[0].strip("-"), vars(args), n=1)
-    meant = "".join(f"did you mean --{flag}? " for flag in similar)
-    mistake = (
-        f"{unknown[0]} is no flag of {name}; {meant}A flag takes one value, a switch none: it is "
-        f"--NAME or --no-NAME. Those of the launch, such as --num_processes, go before the script"
-    )
-    return args, [mistake]
 
 
 def read_config_file(options):
@@ -280,25 +259,17 @@ def check_sharding(run):
     if any(map(options.is_set, others)) or (options.num_shards() and not is_known):
         raise Mistake(
             f"accelerate launch reads {path or 'the environment'}: launch with --config_file "
-            f"scripts/accelerate/one_gpu.yaml, scripts/accelerate/ddp.yaml or, but for a reward "
-            f"model, as scripts/accelerate/fsdp2.yaml does: without DeepSpeed, by fsdp_version 2 "
-            f"and with fsdp_cpu_ram_efficient_loading false"
+            f"scripts/accelerate/one_gpu.yaml, ddp.yaml or, but for a reward model, fsdp2.yaml, "
+            f"by fsdp_version 2 and with fsdp_cpu_ram_efficient_loading false"
         )
 
 
-# From where to where a number may be; all others from 0
+# Numbers that must be above 0; all others may be 0
 SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
 SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
 SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
-SIZES += ("lora_alpha", "max_token_length", "num_train_epochs")
-RANGES = {
-    **dict.fromkeys(SIZES, (1, 1e9)),
-    "penalty_reward_value": (-1e9, 1e9),
-    "mismatch_mask_range": (1, math.inf),
-    "temperature": (0.01, 2),  # vLLM's own limits
-    **dict.fromkeys(["learning_rate", "value_learning_rate"], (0, 1)),
-    "vllm_gpu_memory_utilization": (0.01, 1),
-}
+SIZES += ("lora_alpha", "max_token_length", "num_train_epochs", "mismatch_mask_range")
+LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
 NEED_ANOTHER = {
     "mismatch_mask_range": "mismatch_mask",
@@ -312,13 +283,12 @@ def check_numbers(run):
     """Refuses numbers out of range. Notes flags that do nothing."""
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
-        needed = NEED_ANOTHER.get(name, "")
+        needed, least = NEED_ANOTHER.get(name, ""), LEAST.get(name, 0)
         if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
             run.notes.append(f"--{name} does nothing without --{needed}")
-        least, most = RANGES.get(name, (0, 1e9))
-        # A bool is no number here, which isinstance would take for an int
-        if type(value) in (int, float) and not least <= value <= most:
-            raise Mistake(f"--{name} is {value}; it must be from {least:g} to {most:g}")
+        # A bool is no number here, which isinstance would take for an int. NaN is not above
+        if type(value) in (int, float) and not value >= least:
+            raise Mistake(f"--{name} is {value}; it must be at least {least:g}")
 
 
 def check_gpus(run):
@@ -352,8 +322,6 @@ def check_arguments(run):
             f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
             f"(--value_warmup_steps), or all responses become short"
         )
-    if hasattr(args, "advantage_normalization") and args.number_samples_per_prompt < 2:
-        raise Mistake("--number_samples_per_prompt: a group needs at least 2 samples")
     if plan.rank_of(run) and options.has_gpus() and args.dtype == "float32":
         raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
     if plan.rank_of(run) and args.learning_rate <= 1e-6:
@@ -370,21 +338,17 @@ def check_tokenizers(run):
     """Loads the tokenizer as the script does. Refuses ids that the model knows otherwise."""
     script, args = run.reader()
     flag = "tokenizer_name_or_path" if args.tokenizer_name_or_path else "model_name_or_path"
-    path, text, ids = getattr(args, flag), "1 + 1 = 2, is it not?", {}
+    path, ids = getattr(args, flag), {}
 
     def load(path):
         return AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
 
     with loading(flag, path):
         tokenizer = load(path)
-        if not tokenizer(text)["input_ids"]:
-            raise Mistake(
-                "the tokenizer turns text into nothing; are its files there, such as "
-                "tokenizer.json? Or give a --tokenizer_name_or_path"
-            )
-        with contextlib.suppress(Exception):  # the model may come without one
-            own = load(args.model_name_or_path) if args.tokenizer_name_or_path else tokenizer
-            ids = own.get_vocab() if own(text)["input_ids"] else {}
+        if args.tokenizer_name_or_path:
+            with contextlib.suppress(Exception):  # the model may come without one
+                own = load(args.model_name_or_path)
+                ids = own.get_vocab() if own("1")["input_ids"] else {}
         # Added tokens that no text has may differ
         unused = tokenizer.get_added_vocab().keys() - {tokenizer.eos_token}
         unused = {t for t in unused if t not in ids or t not in str(tokenizer.chat_template)}
@@ -407,45 +371,23 @@ def check_tokenizers(run):
     run.tokenizer = tokenizer
 
 
-FILES = (
-    "it must be a .parquet, a .jsonl with a row a line, a folder (put several files into one), or "
-    "a dataset on the hub, whose configuration --dataset_config or --eval_dataset_config names"
-)
-COLUMNS = (
-    "`data_source` chooses the reward, or name a --reward_fn; `prompt` is a text, or messages for "
-    "the chat template; "
-    '`reward_model` is {"ground_truth": ...}, or use '
-    "--no-apply_verifiable_reward --reward_model_path MODEL; TRL's rows: docs/coming_from.md"
-)
-COLUMNS_OF_PAIRS = "`prompt`, `chosen`, `rejected` are texts, or messages for the chat template"
-
-
 def check_data(run):
     """Reads the rows to train on, and those that are held out, as the script does."""
     script, read, printed = run.script, [], io.StringIO()
     load_rows = script.load_rows
 
     def reading(path, *others):
-        """The script's load_rows, whose rows are kept, and looked at."""
-        read.append((path, None))
+        """The script's load_rows, whose rows are kept."""
+        read.append((path, []))
         rows = load_rows(path, *others)
-        read[-1] = path, rows
         if not rows:
             raise Mistake(f"{path}: the dataset is empty")
-        try:
-            odd_data.check_types(run, path, rows)
-            run.notes += odd_data.notes_on_messages(run, path, rows)
-        except Mistake:
-            raise
-        except Exception:  # the script's own reading names the row
-            pass
+        read[-1] = path, rows
         return rows
 
+    reads = mock.patch.object(script, "load_rows", reading)
     try:
-        with (
-            contextlib.redirect_stdout(printed),
-            mock.patch.object(script, "load_rows", reading),
-        ):
+        with contextlib.redirect_stdout(printed), reads:
             if run.trains_reward_model():
                 loaded = load_pairs(run)
             else:
@@ -453,7 +395,10 @@ def check_data(run):
     except Mistake:
         raise
     except Exception as error:
-        raise Mistake(what_is_wrong_with_data(run, error, *read[-1])) from error
+        path, text = read[-1][0], describe(error).replace("NotImplementedError: ", "")
+        text = text if path in text else f"{path}: {text}"
+        due = "docs/rewards.md" if run.trains_reward_model() else "docs/data.md"
+        raise Mistake(f"{text}; {due} says what files and rows are to be") from error
     run.train_rows, run.eval_rows = loaded
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for (path, rows), made in zip(read, loaded, strict=False):
@@ -483,23 +428,6 @@ def load_pairs(run):
     return *pairs, *[[]] * (2 - len(pairs))
 
 
-def what_is_wrong_with_data(run, error, path, rows):
-    """What the script says, which names file and row; what the row has, and must have."""
-    text, cause = describe(error).replace("NotImplementedError: ", ""), error.__cause__
-    if rows:
-        named = re.match(rf"{re.escape(path)}, row (\d+): ", text)
-        if not named:
-            return text
-        row, columns = rows[int(named[1])], [COLUMNS, COLUMNS_OF_PAIRS][run.trains_reward_model()]
-        has = ", ".join(row) if isinstance(row, dict) else f"{row!r:.60} and no columns"
-        return f"{text}; it has {has}; {columns}"
-    if isinstance(cause, json.JSONDecodeError):
-        return f"{text} in {cause.doc[:60]!r}"
-    if type(error) is ValueError and text.startswith(path):
-        return text  # the script's own words
-    return f"{path}: {text.removeprefix(f'{path}: ')}; {FILES}"
-
-
 # ----------------------------------------------------------------------------------------- models
 
 
@@ -509,8 +437,6 @@ def build_model(run, auto_class, path, config):
     A model on the hub is built from its config alone: its weights are not downloaded. So is one
     here that has none, if the run is for another machine.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise Mistake("it is quantized; give the model that it was made from")
     options = {"config": config, "attn_implementation": run.args.attn_implementation}
     report = {"missing_keys": [], "mismatched_keys": []}
     is_here = is_local(path)
@@ -530,9 +456,10 @@ def build_model(run, auto_class, path, config):
             model = auto_class.from_config(**options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise Mistake(f"in its weights {name} is {list(shape)}, and should be {list(needed)}")
-    # AutoModelForCausalLM builds decoders of encoders such as BERT, too; what was saved tells
-    name, saved_as = type(model).__name__, str(config.architectures or "LMHead")
-    if auto_class is AutoModelForCausalLM and not re.search(f"{name}|CausalLM|LMHead", saved_as):
+    # AutoModelForCausalLM finds the text model in one for images, too. But it makes decoders of
+    # encoders such as BERT, as which they were not trained
+    saved_as = str(config.architectures)
+    if auto_class is AutoModelForCausalLM and re.search("MaskedLM|PreTraining", saved_as):
         raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
     return model, report
 
@@ -618,68 +545,18 @@ def ask_vllm(config, dtype):
 
 def check_engine(run):
     """Refuses a model that vLLM does not serve."""
+    name, options = type(run.model).__name__, run.options
     answer = ask_vllm(run.model.config, run.args.dtype)
-    is_missing = "'vllm'" in answer or run.options.is_elsewhere()
+    is_missing = "'vllm'" in answer or options.is_elsewhere()
     if is_missing and re.match("ModuleNotFoundError|ImportError", answer):
         run.notes.append(f"vLLM here was not asked whether it has the model: {answer}")
-    elif answer:
-        name = type(run.model).__name__
-        raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
-
-
-def shrunk(config):
-    """A copy of a config, for a model that is built in no time; sizes of attention's heads stay."""
-    config = copy.deepcopy(config.get_text_config())
-    num_layers = config.num_hidden_layers
-    head_size = config.hidden_size / config.num_attention_heads
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == num_layers:  # such as layer_types
-            setattr(config, name, value[:2])
-        elif name.endswith("_token_id"):
-            setattr(config, name, 0)
-        elif isinstance(value, int) and re.search("intermediate_size|^vocab_size", name):
-            setattr(config, name, 64)
-    # By these names also where the config has others, as GPT-J's and MPT's
-    config.num_hidden_layers = config.num_attention_heads = 2
-    config.hidden_size = 64 * math.ceil(head_size / 32)
-    config.vocab_size = 64
-    if hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = 2
-    return config
-
-
-@torch.no_grad()
-def check_head(run):
-    """Compares PolicyModel's log-probabilities with those of a small model of the same kind.
-
-    Its parameters are drawn anew: biases begin at 0, and a cap changes small logits by nothing.
-    """
-    args, name = replace(run.args, dtype="float32"), type(run.model).__name__
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(
-                shrunk(run.model.config), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-            for parameter in model.parameters():
-                parameter.normal_()
-            input_ids = torch.randint(64, (2, 16))
-        logits = model(input_ids, use_cache=False).logits
-    except Exception as error:
-        run.notes.append(f"{name}: not compared with PolicyModel ({describe(error)})")
-        return
-    policy = run.script.PolicyModel(model, args)
-    mask = torch.ones_like(input_ids)
-    mask[:, 0] = 0
-    logprobs, _ = policy(input_ids, mask)  # (2, 16)
-    expected = torch.log_softmax(logits / args.temperature, dim=-1)
-    expected = expected[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (2, 15)
-    difference = (logprobs[:, 1:] - expected).abs().max()
-    if not difference <= 0.01 * expected.abs().max():
+    elif "'torchvision'" in answer and not options.has_gpus():
         raise Mistake(
-            f"PolicyModel's log-probabilities of a {name} are wrong: by {difference:.2g} with "
-            f"random weights; its head has a bias, a multiplier or a cap of its own"
+            f"--model_name_or_path: a {name} does not run on CPUs: vLLM's file for it imports "
+            f"torchvision, which scripts/setup.sh removes there"
         )
+    elif answer:
+        raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
 
 
 def check_tokens(run):
@@ -731,16 +608,11 @@ def start_worker(run, workers):
     flags = [flag for flag in ("reward_fn", "env_fn") if hasattr(run.args, flag)]
     given = {flag: getattr(run.args, flag) for flag in flags}
     try:
-        for function in filter(None, given.values()):
-            path = function.rpartition(":")[0]
-            if not (os.path.isfile(path) and path.endswith(".py")):
-                raise Mistake("it must be path/to/file.py:function, of a file that is there")
         if any(given.values()):
             workers.put(run.script.start_reward_worker(*given.values()))
     except (Exception, SystemExit) as error:
         words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
-        advice = "; functions of TRL's form: docs/coming_from.md" * ("completions" in str(error))
-        raise Mistake(f"{words}: {describe(error)}{advice}") from error
+        raise Mistake(f"{words}: {describe(error)}") from error
 
 
 def is_empty(truth):
@@ -763,7 +635,15 @@ def rows_to_try(run, prompts):
     return sorted(chosen, key=lambda row: is_empty(row.ground_truth))
 
 
-SLOW_CALLS = "load what takes long when the file is imported, or raise --reward_timeout"
+POOR = (
+    "the ground truth as an answer scores no more than a wrong or an empty answer; is a right "
+    "answer of another form?"
+)
+PARTIAL = (
+    "the ground truth scores less than 1, which counts as right: unless an answer of another form "
+    "scores more, the share of right answers will say 0; the reward may return `right` as well "
+    "(docs/rewards.md)"
+)
 
 
 def try_reward(run, workers, prompts):
@@ -771,15 +651,7 @@ def try_reward(run, workers, prompts):
 
     Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
     """
-
-    @functools.cache
-    def read(answer):
-        """Token ids of an answer, and what the run would read of them."""
-        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return token_ids, run.script.response_text(run.tokenizer, token_ids, run.args)
-
-    start, count, truths = time.perf_counter(), 0, {}
-    poor, partial, respelled = {}, {}, {}  # by origin, what is said of them
+    start, truths, count, found = time.perf_counter(), {}, 0, {POOR: [], PARTIAL: []}
     for prompt in prompts:  # the texts of each source
         truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
     chosen = rows_to_try(run, prompts)
@@ -790,7 +662,7 @@ def try_reward(run, workers, prompts):
         origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
         answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
+        graded = [score(run, workers, prompt, answer) for answer in answers]
         bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
         if odd_data.is_rule(prompt.ground_truth):
@@ -802,60 +674,42 @@ def try_reward(run, workers, prompts):
                 f"{origin}: the ground truth is empty, and any answer is right: "
                 f"{answers[2][:60]!r} scores {wrong:g}"
             )
-        as_it_stands = bare
-        if graded[0].text != truth:  # the tokenizer has made another text of it
-            as_it_stands = score(run, workers, prompt, read(truth)[0], truth).verifiable
-        if bare < as_it_stands:
-            respelled[origin] = (
-                f"no response can have the ground truth {truth[:60]!r}; as tokens it reads "
-                f"{graded[0].text[:60]!r} and scores {bare:g}, not {as_it_stands:g}"
-            )
-        elif scores[0] <= max(wrong, empty):
-            poor[origin] = (
-                "the ground truth as an answer scores no more than a wrong or an empty answer; is "
-                "a right answer of another form?"
-            )
+        if scores[0] <= max(wrong, empty):
+            found[POOR].append(origin)
         elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:2]):
-            partial[origin] = (
-                f"the ground truth scores {scores[0]:g}, and 1 counts as right: unless an answer "
-                f"of another form scores more, the share of right answers will say 0; the reward "
-                f"may return `right` as well (docs/rewards.md)"
-            )
-    for found in (respelled, partial, poor):
-        for origin, words in [*found.items()][:1]:
-            of_all = f"{len(found):,} of {count:,} that were tried"
-            run.notes.append(f"{origin}, and so {of_all}: {words}")
-    if run.longest_call > run.args.reward_timeout / 2:
-        run.notes.append(f"a call of the reward took {run.longest_call:.1f} s: {SLOW_CALLS}")
+            found[PARTIAL].append(origin)
+    for words, origins in found.items():
+        if origins:
+            of_all = f"{len(origins):,} of {count:,} that were tried"
+            run.notes.append(f"{origins[0]}, and so {of_all}: {words}")
 
 
-def score(run, workers, prompt, token_ids, text):
+def score(run, workers, prompt, answer):
     """An answer as a Response with its score. Mistake: the reward fails on it."""
-    script, args, start = run.script, run.args, time.perf_counter()
+    script, args, tokenizer = run.script, run.args, run.tokenizer
     try:
+        token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         response = script.Response(
             prompt=prompt,
             token_ids=[*token_ids, 0],  # with a stop token
             logprobs=None,
             stopped=True,
-            text=text,
+            text=script.response_text(tokenizer, token_ids, args),
         )
         if args.reward_fn:
             response = script.call_worker(workers, response, args)
         else:
-            value = script.compute_score(prompt.data_source, text, prompt.ground_truth)
+            value = script.compute_score(prompt.data_source, response.text, prompt.ground_truth)
             response = replace(response, verifiable=value)
         failure = response.failure
     except Exception as error:
         failure = describe(error)
     if failure:
-        advice = f"; {SLOW_CALLS}" if failure.startswith("TimeoutError") else ""
         raise Mistake(
             f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
-            f"{text[:60]!r} (a model may answer anything) to the ground truth "
-            f"{prompt.ground_truth!r:.60}, extra_info {prompt.extra_info!r:.60}: {failure}{advice}"
+            f"{answer[:60]!r} (a model may answer anything) to the ground truth "
+            f"{prompt.ground_truth!r:.60}, extra_info {prompt.extra_info!r:.60}: {failure}"
         )
-    run.longest_call = max(run.longest_call, time.perf_counter() - start)
     return response
 
 
@@ -871,11 +725,6 @@ def check_run_folder(run):
     """Refuses a run folder with another run, or which cannot be written. Finds the checkpoint."""
     args = replace(run.args, run_name=run.args.run_name or run.args.exp_name)
     run_dir, checkpoint_dir = run.script.find_run(args)
-    if checkpoint_dir is not None and not (checkpoint_dir / "state.json").exists():
-        raise Mistake(
-            f"--resume_from_checkpoint {checkpoint_dir}: this is no checkpoint; it must be latest, "
-            f"or a folder such as output/RUN_NAME/checkpoints/step_100"
-        )
     run_dir = run_dir.absolute()
     folder = existing_folder(run_dir)
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
@@ -898,25 +747,23 @@ def check_checkpoint(run):
         json.loads((path / "state.json").read_bytes())
         saved = json.loads((path.parents[1] / "args.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise Mistake(f"{given}: it is damaged; resume an older one ({error})") from error
+        raise Mistake(
+            f"{given}: no checkpoint, or a damaged one ({error}); give an older one, latest, or a "
+            f"folder such as output/RUN_NAME/checkpoints/step_100"
+        ) from error
     if not run.trains_reward_model():  # which has set its own
         prompts = [vars(prompt) | {"origin": None} for prompt in run.train_rows + run.eval_rows]
         run.args.data_hash = run.script.stable_hash(prompts)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
-    strange = {*kept} & current.keys() - saved.keys()
-    if strange:
-        raise Mistake(f"{given} was written by another script: it has no {', '.join(strange)}")
-    run.changed = {
-        name: (saved[name], value)
-        for name, value in current.items()
-        if name not in MAY_DIFFER and saved.get(name, value) != value
-    }
+    for name in current.keys() - MAY_DIFFER:
+        if saved.get(name, "missing") != current[name]:
+            run.changed[name] = saved.get(name, "missing"), current[name]
     if run.changed.pop("data_hash", None):
         raise Mistake(f"{given}: its data were others: rows, chat template or tokenizer")
-    both = run.changed.items()
-    differences = [f"{name} was {was} and is {now}" for name, (was, now) in both if name in kept]
-    if differences:
-        raise Mistake(f"{given} is of another run: {'; '.join(differences)}")
+    both = [(name, *run.changed[name]) for name in kept if name in run.changed]
+    if both:
+        differences = "; ".join(f"{name} was {was} and is {now}" for name, was, now in both)
+        raise Mistake(f"{given} is of another run: {differences}")
 
 
 def check_disk(run):
@@ -966,11 +813,6 @@ def check_hub(run):
     """Refuses names that the hub does not know as such, and a login that may not write there."""
     args = run.args
     repo, branch = repo_of(vars(args), args.hf_entity), args.hf_repo_revision or args.run_name
-    if branch and (not re.fullmatch(r"\w[\w.+=/-]*", branch) or ".." in branch):
-        raise Mistake(
-            f"--push_to_hub: {branch!r} can be no branch of a repo; choose another --run_name, or "
-            "give --hf_repo_revision"
-        )
     hub_answers()  # else nobody is waited for
     try:
         huggingface_hub.utils.validate_repo_id(repo)
@@ -981,13 +823,16 @@ def check_hub(run):
             f"{describe(error)}"
         ) from error
     owners = [login["name"], *(team["name"] for team in login.get("orgs", []))]
-    if "/" in repo and repo.split("/")[0] not in owners:
-        raise Mistake(
-            f"--push_to_hub: {repo} is somebody else's; this login may write to repos of "
-            f"{' and '.join(owners)}"
-        )
-    if login.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise Mistake("--push_to_hub: this token may only read; make one that may write")
+    owner, slash, _ = repo.rpartition("/")
+    wrong = ""
+    if branch and (not re.fullmatch(r"\w[\w.+=/-]*", branch) or ".." in branch):
+        wrong = f"{branch!r} can be no branch; give another --run_name, or --hf_repo_revision"
+    elif slash and owner not in owners:
+        wrong = f"{repo} is somebody else's; this login may write to {' and '.join(owners)}"
+    elif login.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        wrong = "this token may only read; make one that may write"
+    if wrong:
+        raise Mistake(f"--push_to_hub: {wrong}")
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -1042,7 +887,7 @@ def plan_of_data(run):
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
-        length = f"{run.max_length():,} tokens, of which {args.response_length:,} for the response"
+        length = f"{run.max_length():,} tokens, {args.response_length:,} of them for the response"
         yield "", f"a row has up to {length}"
     if run.eval_rows:
         count = f"of {len(run.eval_rows):,} prompts"
@@ -1095,7 +940,7 @@ def plan_of_reward(run):
     for source, scores in run.answers.items():
         sources.setdefault(scores, []).append(str(source))
     for (right, wrong, empty), names in sources.items():
-        shown = ", ".join(names[:FEW_SOURCES]) + (", ..." if len(names) > FEW_SOURCES else "")
+        shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         yield "", f"the ground truth of a row of {shown} scores {right:g},"
         yield "", f"a wrong answer {wrong:g}, an empty one {empty:g}"
 
@@ -1153,8 +998,6 @@ def launch_command(options, words):
 def one_line(mistake):
     """A mistake in one line that a terminal shows."""
     line = printable(" ".join(str(mistake).split()))
-    if " debug_assets/" in f" {line}" and not os.path.exists("debug_assets"):
-        line += "; scripts/dev/make_debug_assets.py makes debug_assets"
     if len(line) > 450:
         line = f"{line[:330]} ... {line[-115:]}"
     return f"preflight: error: {line}"
@@ -1181,7 +1024,6 @@ def check(run):
     attempt(check_data, run.tokenizer)
     attempt(check_models)
     attempt(check_engine, not is_trainer, run.model)
-    attempt(check_head, not is_trainer, run.model)
     attempt(check_tokens, run.tokenizer, run.model)
     attempt(check_reward, not is_trainer, run.train_rows)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)
@@ -1205,17 +1047,18 @@ def main(words):
         if split == len(words):
             raise Mistake("which script? It is preflight.py [OPTIONS] script.py FLAGS...")
         script = load_script(words[split])
-        args, mistakes = parse_flags(script, words[split + 1 :])
         read_config_file(options)
     except Mistake as error:
         print(one_line(error), file=sys.stderr)
         return 2
+    name = f"preflight.py [FLAGS OF THE LAUNCH] {script.__name__}.py"
+    args = tyro.cli(script.Args, prog=name, args=words[split + 1 :], use_underscores=True)
     if options.num_gpus is None:
         options.num_gpus = torch.cuda.device_count()
     run = Run(script, options, args)
     if not (is_local(args.model_name_or_path) and is_local(args.dataset)) and not hub_answers():
         run.notes.append("the hub does not answer; what is in the cache of it is used")
-    mistakes += check(run)
+    mistakes = check(run)
     print_plan(run)
     sys.stdout.flush()
     for line in dict.fromkeys(map(one_line, mistakes)):

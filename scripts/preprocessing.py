@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import threading
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -37,11 +36,7 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-
-    def is_shown(character: str) -> bool:  # also a space such as the ideographic one
-        return character.isprintable() or unicodedata.category(character) == "Zs"
-
-    return "".join(each if is_shown(each) else repr(each)[1:-1] for each in text)
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 @functools.cache

@@ -5,9 +5,9 @@ them with a run in peace.
     python scripts/benchmark/chaos.py --runs 3 --seed 7
 
 A run is 8 short steps of the debug task on the CPU: real vLLM, a reward worker for each rank, a
-checkpoint after every step, evaluations. Script, launcher (one rank, or two) and ending are drawn.
-An ending is a signal to the launcher's process group, to the launcher, to the script of a rank, or
-to a rank's engine. Every second run is ended while it saves a checkpoint, the others at any time.
+checkpoint after every step, evaluations. Script, launcher (one rank, or two) and ending are drawn:
+a signal to the launcher's process group, to the launcher, to the script of a rank, or to a rank's
+engine. Every second run is ended while it saves a checkpoint, the others at any time.
 
 The launcher must end within 60 seconds. Ten seconds later nothing may be left: processes, by a mark
 in their environment; files of the run's TMPDIR, but for torch's; what is new in /dev/shm, so
@@ -173,36 +173,31 @@ class Run:
 
     def results(self):
         """{name: content} of what another run must leave, too."""
-        lines = read_lines(self.run_dir / "metrics.jsonl")
         names = ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors")
         files = {name: (self.run_dir / name).read_bytes() for name in names}
-        return files | {
-            "metrics.jsonl": [
-                {name: value for name, value in line.items() if not name.startswith(OF_A_CLOCK)}
-                for line in lines
-            ]
-        }
+        for step, line in enumerate(read_lines(self.run_dir / "metrics.jsonl"), start=1):
+            kept = {name: line[name] for name in line if not name.startswith(OF_A_CLOCK)}
+            files[f"metrics of step {step}"] = kept
+        return files
 
 
 def run_in_peace(name, launcher, folder):
-    """What a run leaves, its seconds, and those of a checkpoint."""
+    """What a run leaves, and its seconds."""
     start = time.monotonic()
     run = Run(name, launcher, folder)
     if run.launcher.wait():
         sys.exit(run.output.read_text("utf-8"))
-    lines = read_lines(run.run_dir / "metrics.jsonl")
-    saving = min(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
-    return run.results(), time.monotonic() - start, saving
+    return run.results(), time.monotonic() - start
 
 
 def try_ending(name, launcher, ending, peace, choice, while_saving, folder):
     """A run, its ending, and the run that goes on; when it ended, and what is wrong."""
-    expected, seconds, checkpoint_seconds = peace
+    expected, seconds = peace
     rank, step = choice.randrange(LAUNCHERS[launcher][1]), choice.randrange(2, STEPS - 1)
     run = Run(name, launcher, folder)
     if while_saving:
         run.wait(seconds * 5, until=lambda: run.is_saving() and run.newest >= step - 1)
-        time.sleep(choice.uniform(0, checkpoint_seconds / 2))
+        time.sleep(choice.uniform(0, 0.05))
     else:
         run.wait(choice.uniform(0, seconds))
     is_over = run.end(ending, rank)
@@ -221,9 +216,8 @@ def try_ending(name, launcher, ending, peace, choice, while_saving, folder):
     text = again.output.read_text("utf-8")
     if again.launcher.returncode:
         return when, [*problems, f"begun again: status {again.launcher.returncode}: {text[-2000:]}"]
-    problems += [
-        f"{file} differs" for file, new in again.results().items() if new != expected[file]
-    ]
+    results = again.results()
+    problems += [f"{file} differs" for file in expected if results.get(file) != expected[file]]
     is_resumed = re.search(rf"^Resumed after step {newest};", text, re.MULTILINE)
     if newest and not is_resumed and "is finished" not in text:
         problems.append(f"it did not resume step {newest}")

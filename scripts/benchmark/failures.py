@@ -5,13 +5,12 @@
     # write the task, and print the commands; the last one has check_sampler and check_draws off
     python scripts/benchmark/failures.py temperature --show
 
-A bug is a diff of a few lines, scripts/failures/NAME.diff, against one of the scripts;
-docs/failures.md tells where it is from. FAILURES says on which task it is seen, by which metric.
-The runs, which are those of the debug commands, or of a small task where sorting digits cannot show
-it (scripts/failures/tasks.py), are: the script as it is ("right"); with the diff; and the same
-without checks, if check_sampler has ended it. The mean of the metric over its steps is shown, and
-of the scores of the last five steps. output/failures.jsonl gets a line of each, as
-docs/failures.jsonl has them; `sources` stands for the diff and the task.
+A bug is a diff of a few lines, scripts/failures/NAME.diff; docs/failures.md tells where it is from.
+FAILURES says on which task it is seen, by which metric. The runs are those of the debug commands,
+or of a small task where sorting digits cannot show it (scripts/failures/tasks.py): the script as it
+is ("right"); with the diff; and without checks, if check_sampler has ended that. The mean of the
+metric over its steps is shown, and of the scores of the last five steps. output/failures.jsonl gets
+their lines, as docs/failures.jsonl has them; `sources` stands for the diff and the task.
 """
 
 import argparse
@@ -200,14 +199,11 @@ def compare(name, seed):
 
 def show(name, seed):
     """Prints how a script with the bug is made and run, and the right script."""
-    right, wrong, unchecked = runs_of(name, seed)
+    right, wrong, _ = runs_of(name, seed)
     copy = f"{right['script'].partition('_')[0]}_{name}.py"
+    unchecked = f"scripts/benchmark/failures.py --run off {copy}"
     print(f"python scripts/fork.py --bug {name} {copy}")
-    for program, one in (
-        (copy, wrong),
-        (right["script"], right),
-        (f"scripts/benchmark/failures.py --run off {copy}", unchecked),
-    ):
+    for program, one in ((copy, wrong), (right["script"], right), (unchecked, wrong)):
         print(f"python {program} {shlex.join(one['flags'])} --seed {seed}")
 
 

@@ -1,23 +1,19 @@
 """What a learner holds of its GPU, by PyTorch's own count, beside what the preflight plans for it.
 
-    python scripts/benchmark/fake_memory.py readme more  # some minutes each
+    python scripts/benchmark/fake_memory.py  # some minutes
 
-It prints GiB, and ends with status 1 where plan and count are more than a tenth apart. "readme":
-the cells of README's table of what fits. "more": long responses, reference policies, reward models,
-no gradient checkpointing.
+It prints GiB for the cells of README's table of what fits, and ends with status 1 where plan and
+count are more than a tenth apart.
 
 Tensors are fake (FakeTensorMode): they have shapes and no memory, so any machine will do. The
 scripts' own functions load the models, place and run them, and make the optimizers. torch's
-MemTracker adds up what is alive. Ranks are those of torch's fake process group, which sends
-nothing. Counted are the forward passes of a step, and a micro-batch's passes there and back, when
-gradients and AdamW's moments are there. A pass has all tokens that --micro_batch_tokens lets it
-have.
-
-No kernel runs. So it does not see what kernels take to work with, nor the allocator's fragments,
-CUDA's contexts, NCCL's buffers, or vLLM. Attention is a CPU's, which is fused as a GPU's is.
+MemTracker adds up what is alive, in the forward passes of a step and in a micro-batch's passes
+there and back, when gradients and AdamW's moments are there. Ranks are those of torch's fake
+process group, which sends nothing. No kernel runs: not counted are what kernels work with, the
+allocator's fragments, CUDA's contexts, NCCL's buffers, and vLLM. Attention is a CPU's, which is
+fused as a GPU's is.
 """
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -78,10 +74,7 @@ def load_models(run):
     """PolicyModels and ValueModels on "meta", by the roles that they have in the plan."""
     script, args, models = run.script, run.args, {}
     trained = plan.trained_models(run)
-    for role, model in (trained | plan.frozen_models(run)).items():
-        if role == "reference policy" and plan.rank_of(run):
-            models[role] = models["policy"]
-            continue
+    for role, model in (trained | plan.frozen_weights(run)).items():
         loaded = load_model(run, copy.deepcopy(model.config), type(model), role in trained)
         if hasattr(model, "score"):
             models[role] = script.ValueModel(loaded, args, is_value_model=role in trained)
@@ -140,47 +133,35 @@ def in_ddp(model):
 # --------------------------------------------------------------------------------------- the count
 
 
-def tokens_of(run, is_trained):
-    """Tokens of a pass, and those of responses among them."""
-    args = run.args
+def read_pass(run, model):
+    """What a PolicyModel or a ValueModel gives for a micro-batch, for its loss.
+
+    Fake masks do not tell how many response tokens there are, so PolicyModel.forward is told.
+    """
+    script, args = run.script, run.args
     tokens = args.micro_batch_tokens
-    if not tokens:
-        flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
-        tokens = getattr(args, flag) * run.max_length()
-    return tokens, tokens * args.response_length // run.max_length()
-
-
-def read_responses(script, num_tokens):
-    """PolicyModel.forward for so many response tokens: fake masks do not tell how many."""
+    responses = torch.zeros(tokens * args.response_length // run.max_length(), dtype=torch.long)
 
     def forward(policy, input_ids, mask):
-        tokens = torch.zeros(num_tokens, dtype=torch.long)
-        hidden = script.hidden_states(policy.model, input_ids, policy.args)
-        hidden = hidden[:, :-1][tokens, tokens]
-        return script.ChunkedHead.read(policy.model, hidden, tokens, policy.args)
+        hidden = script.hidden_states(policy.model, input_ids, args)
+        hidden = hidden[:, :-1][responses, responses]
+        return script.ChunkedHead.read(policy.model, hidden, responses, args)
 
-    return mock.patch.object(script.PolicyModel, "forward", forward)
-
-
-def read_pass(run, model, is_trained):
-    """What a PolicyModel or a ValueModel gives for a micro-batch, for its loss."""
-    tokens, num_responses = tokens_of(run, is_trained)
-    input_ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens)
     # transformers asks positions whether rows are packed. Fake ones do not tell, and it would make
     # a mask, with which attention takes more
     not_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-    with not_packed, read_responses(run.script, num_responses):
-        outputs = model(input_ids, mask)
+    with not_packed, mock.patch.object(script.PolicyModel, "forward", forward):
+        outputs = model(torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens))
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def run_passes(run, models, roles):
     """The forward passes of a step, then forward and backward of a micro-batch; roles: trained."""
     with torch.no_grad():
-        for role, model in models.items():
-            read_pass(run, model, role in roles)
+        for model in models.values():
+            read_pass(run, model)
     for role in reversed(roles):  # first the value model
-        read_pass(run, models[role], True).mean().backward()
+        read_pass(run, models[role]).mean().backward()
 
 
 def trained_parameters(model):
@@ -211,7 +192,7 @@ def count(run):
     chunk = script.LOGITS_CHUNK["cuda" if options.has_gpus() else "cpu"]
     chunks = mock.patch.dict(script.LOGITS_CHUNK, cpu=chunk)
     with ranks, chunks, FakeTensorMode():
-        for model in {id(model): model for model in models.values()}.values():
+        for model in models.values():
             fill(model)
             script.place_model(accelerator, model, args)
         trained = [models[role] for role in roles]
@@ -232,59 +213,18 @@ def count(run):
     return tracker.peak()
 
 
-# -------------------------------------------------------------------------------------- the tables
-
-
-def more_runs():
-    """Of what README's table does not have."""
-    grpo, ppo = "grpo_vllm_async", "ppo_vllm_async"
-    one, eight = (80, "one_gpu.yaml"), (80, "fsdp2.yaml", 1, 8)
-    long = {"response_length": 8192, "micro_batch_tokens": 512 + 8192}
-    rows = {"micro_batch_tokens": 0, "per_device_train_batch_size": 4}
-    scored, whole = {"reward_model_path": "a reward model"}, {"gradient_checkpointing": False}
-    runs = {
-        "GRPO 1.7 B, responses of 8,192": (grpo, "1.7", one, 0, long),
-        "GRPO 8 B, adapters, responses of 8,192": (grpo, "8", one, 16, long),
-        "PPO 8 B, FSDP2 on 8, responses of 8,192": (ppo, "8", eight, 0, long),
-        "GRPO 1.7 B, --beta 0.01": (grpo, "1.7", one, 0, {"beta": 0.01}),
-        "PPO 1.7 B with a reward model": (ppo, "1.7", one, 0, scored),
-        "PPO 8 B, adapters, with a reward model": (ppo, "8", one, 16, scored),
-        "PPO 4 B, FSDP2 on 8, with a reward model": (ppo, "4", eight, 0, scored),
-        "GRPO 0.6 B, --per_device_train_batch_size 4": (grpo, "0.6", one, 0, rows),
-        "PPO 0.6 B, --no-gradient_checkpointing": (ppo, "0.6", one, 0, whole),
-        "GRPO 1.7 B, adapters, --no-gradient_checkpointing": (grpo, "1.7", one, 16, whole),
-    }
-    for words, (name, size, given, rank, changes) in runs.items():
-        run = plan.with_changes(fits.launch(name, size, *given, rank=rank), changes)
-        run.reward_model = run.value_model
-        yield words, run
-
-
-def readme_runs():
-    """Pairs of words and a Run, as all tables have."""
+def main():
+    warnings.filterwarnings("ignore")
+    far = []
+    print("| run | plan | count | plan / count |\n|---|---|---|---|")
     for row, words in fits.ROWS.items():
         titles = ("GRPO", "PPO", "GRPO, adapters", "PPO, adapters")
         for title, (size, _, run) in zip(titles, fits.largest_of(words), strict=True):
-            yield f"{row}: {title}, {size} B", run
-
-
-TABLES = {"readme": readme_runs, "more": more_runs}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("tables", nargs="+", choices=TABLES)
-    warnings.filterwarnings("ignore")
-    far = []
-    for name in parser.parse_args().tables:
-        print("| run | plan | count | plan / count |\n|---|---|---|---|")
-        for words, run in TABLES[name]():
-            sizes = plan.learner_needs(run), count(run)
-            plan_gib, count_gib = (size / plan.GIB for size in sizes)
-            ratio = plan_gib / count_gib
-            print(f"| {words} | {plan_gib:.1f} | {count_gib:.1f} | {ratio:.2f} |", flush=True)
-            if abs(ratio - 1) > LIMIT:
-                far.append(words)
+            name, needed, counted = f"{row}: {title}, {size} B", plan.learner_needs(run), count(run)
+            sizes = f"{needed / plan.GIB:.1f} | {counted / plan.GIB:.1f}"
+            print(f"| {name} | {sizes} | {needed / counted:.2f} |", flush=True)
+            if abs(needed / counted - 1) > LIMIT:
+                far.append(name)
     if far:
         sys.exit(f"more than {LIMIT:.0%} apart: {'; '.join(far)}")
 

@@ -2,19 +2,15 @@
 
     python scripts/benchmark/fits.py
 
-A cell of scaling.md has the largest model that fits by a launch, in billion parameters; what its
-learner needs, in GiB of memory of its GPU; and the share of a shared GPU that vLLM is to have
-(--vllm_gpu_memory_utilization), where its default of 0.3 does not do. vLLM must have room for 8
-responses at once. README's table has the largest of the launches on a machine.
-Computed, not measured: for the shapes of Qwen3 and Qwen2.5, prompts of 512 tokens, responses of
-1,024, --micro_batch_tokens 4096, and otherwise the defaults.
+scaling.md says what a cell has; README's table has the largest of the launches on a machine. vLLM
+must have room for 8 responses at once. Computed, not measured: for the shapes of Qwen3 and Qwen2.5,
+prompts of 512 tokens, responses of 1,024, --micro_batch_tokens 4096, and otherwise the defaults.
 """
 
 import functools
 import importlib
 import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
@@ -47,7 +43,6 @@ SHAPES = {
 }
 
 
-@dataclass
 class Run(preflight.Run):
     """A run whose rows have these lengths."""
 
@@ -88,16 +83,14 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
     return Run(script, options, args, model=model, value_model=value_model)
 
 
-SHARED, SPLIT = {"learners": 8}, {"learners": 6, "vllm_gpus": (6, 7)}
-LAUNCHES = {
-    **{f"one GPU of {size} GB, shared": (size, "one_gpu.yaml", {}) for size in (24, 40, 80)},
-    "8 x 80 GB, DDP, shared": (80, "ddp.yaml", SHARED),
-    "8 x 80 GB, DDP, 6 + 2 for vLLM": (80, "ddp.yaml", SPLIT),
-    "8 x 80 GB, FSDP2, shared": (80, "fsdp2.yaml", SHARED),
-    "8 x 80 GB, FSDP2, 6 + 2 for vLLM": (80, "fsdp2.yaml", SPLIT),
-    "16 x 80 GB, FSDP2, shared": (80, "fsdp2_two_nodes.yaml", SHARED | {"nodes": 2}),
-    "16 x 80 GB, FSDP2, 12 + 4 for vLLM": (80, "fsdp2_two_nodes.yaml", SPLIT | {"nodes": 2}),
-}
+ON_8 = {"8 x 80 GB, DDP": "ddp.yaml", "8 x 80 GB, FSDP2": "fsdp2.yaml"}
+ON_16 = {"16 x 80 GB, FSDP2": "fsdp2_two_nodes.yaml"}
+LAUNCHES = {f"one GPU of {size} GB, shared": (size, "one_gpu.yaml", {}) for size in (24, 40, 80)}
+for nodes, files in enumerate((ON_8, ON_16), start=1):
+    for words, file in files.items():
+        split = {"nodes": nodes, "learners": 6, "vllm_gpus": (6, 7)}
+        LAUNCHES[f"{words}, shared"] = (80, file, {"nodes": nodes, "learners": 8})
+        LAUNCHES[f"{words}, {6 * nodes} + {2 * nodes} for vLLM"] = (80, file, split)
 # README's rows: what the launches begin with
 ROWS = {f"{size} GB": f"one GPU of {size} GB" for size in (24, 40, 80)}
 ROWS["eight of 80 GB"] = "8 x 80 GB"

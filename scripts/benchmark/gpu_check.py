@@ -1,24 +1,24 @@
-"""What the scripts do on a machine with one GPU: a JSON line for each part, and a table at the end.
+"""What the scripts do on a machine with one GPU: a JSON line for each part.
 
-    bash scripts/gpu_check.sh quick            # QUICK: eight minutes on an H200
-    bash scripts/gpu_check.sh                  # all, in the order of their worth: half an hour
-    bash scripts/gpu_check.sh sync size_0.5B   # those whose names begin so
+    bash scripts/gpu_check.sh quick                # QUICK
+    bash scripts/gpu_check.sh                      # all, in the order of their worth
+    bash scripts/gpu_check.sh sync step_0.6B       # those whose names begin so
 
-machine     versions, driver, device and compiler; it always runs
-attention   gradients in bfloat16, at lengths where cuDNN's are not finite (pytorch issue 196678).
-            Decisive is what the scripts compute: no mask, cuDNN off; the rest is information
-rates       operations a second of a large matrix product
-sync_...    how far vLLM's log-probabilities are from the learner's after each weight sync (IPC),
-            and how long it takes. --no-async_mode, so that both have the same weights
-learn_...   the debug commands: held-out prompts answered right, before and after
-size_...    tokens and seconds of a step (time/...); the learner's peak by PyTorch (learner_gib) and
-            the preflight's plan of it (plan_gib); the peak of each process by nvidia-smi
-            (process_gib), which has CUDA's context, NCCL and fragments besides, and of all
-            (gpu_gib); responses that vLLM's cache holds at once (at_once, plan_at_once). Weights
-            are random, in the shapes of Qwen2.5
-overlap     a training step of PPO with --async_mode against one without, at 0.5 B parameters
-adapters_   as these, with --lora_rank 16: vLLM loads the model itself, and serves the adapter. On a
-            GPU its kernels for that need bfloat16
+machine       versions, driver, device and compiler; it always runs
+attention     gradients in bfloat16, at lengths where cuDNN's are not finite (pytorch issue 196678)
+reverse_text  scripts/train/reverse_text/grpo.sh: reward and KL as its head has them. Without the
+              hub it is a random model of this shape: then speed and memory alone are told
+step_...      four steps of a script at 0.6 B (the shape of Qwen3) or 1.5 B (Qwen2.5), of 64
+              responses of 504 tokens: the run's own line to compare by; the learner's peak by
+              PyTorch (learner_gib) beside the preflight's plan (plan_gib), the peak of each process
+              by nvidia-smi (process_gib), which has CUDA's context, NCCL and fragments besides, and
+              of all (gpu_gib); the responses that vLLM's cache holds (at_once, plan_at_once); and
+              the first step's mismatch/kl beside the limit of check_sampler (docs/results.md)
+sync_...      how far vLLM's log-probabilities are from the learner's after each weight sync (IPC),
+              and how long it takes. --no-async_mode, so that both have the same weights
+learn_grpo    the debug command: held-out prompts answered right, before and after
+adapters_...  as sync, with adapters, which need bfloat16; at rank 64 with prompts of 1,000 tokens,
+              where vLLM 0.32's kernel for compute capability 9.0 may be wrong (vllm issue 48590)
 
 vLLM shares the GPU with the learner, and each of its starts takes a minute. A part takes ten
 minutes at most. One that fails has an "error" in its line; the others still run, and the exit
@@ -33,24 +33,25 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import distributions
+from multiprocessing import get_context
 from pathlib import Path
 
 import run as benchmark
 import torch
 from run import REPO, debug_command, flags_of, rounded
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 DEBUG_MODEL = REPO / "debug_assets" / "model"
@@ -62,33 +63,30 @@ ERROR_LENGTH = 3000  # characters of a failed run's output that are shown
 PACKAGES = ("torch", "vllm", "transformers", "accelerate", "triton", "torchvision")
 PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 
-PPO, GRPO = "ppo_vllm_async.py", "grpo_vllm_async.py"
+SYNC, PPO, GRPO = "ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py"
 # Mean differences of log-probabilities. On an H200 they were 2e-4 to 3e-4 and 0.002 to 0.003, on a
 # CPU 2e-7 and 0.003 to 0.004; with weights of one update before, 0.012 to 0.053
 SYNC_LIMITS = {"float32": 5e-3, "bfloat16": 1e-2}
-VOCAB_SIZE = 151_936
-# Hidden and inner size, layers, heads of attention and of keys: Qwen2.5 0.5B and 1.5B
-SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2)}
+KL_LIMIT = 0.015  # of check_sampler, in bfloat16 at temperature 1
 # PPO trains two models. At 1.5 B their weights, gradients and moments take 49 GB of, say, 80.
 MEMORY_OPTIONS = {
-    "0.5B": {},
-    "1.5B": {"local_rollout_forward_batch_size": 8, "vllm_gpu_memory_utilization": 0.15},
+    "0.6": {},
+    "1.5": {"local_rollout_forward_batch_size": 8, "vllm_gpu_memory_utilization": 0.15},
 }
 ADAPTERS = {"lora_rank": 16, "learning_rate": 1e-3}
 # Attention of Qwen2.5-0.5B, and lengths of 64 modulo 128, where cuDNN fails; 640 is none of them
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE, LENGTHS = 14, 2, 64, (64, 192, 704, 640)
-# Responses and updates of a step of the size parts
-RESPONSES, UPDATES = 64, 2
+RESPONSES = 64  # of a step
 
 
 # ------------------------------------------------------------------------------------------- runs
 
 
-def run(command, time_limit=TIME_LIMIT):
+def run(command, time_limit=TIME_LIMIT, **environment):
     """Runs a script of the repository with its flags; returns its metrics, a dict for each step.
 
-    They have two more. vllm/model_runner: 2 for the second, else 1. vllm/at_once: how many of the
-    longest rows vLLM's cache holds; None: vLLM did not tell.
+    They have more. vllm/model_runner: 2 for the second, else 1. vllm/at_once: how many of the
+    longest rows vLLM's cache holds; None: vLLM did not tell. compare: the line of that name.
     RuntimeError: it failed, or did not end within time_limit seconds. The message has the end of
     its output; of a run that did not end, it says where each of its threads was.
     """
@@ -101,13 +99,13 @@ def run(command, time_limit=TIME_LIMIT):
             process.send_signal(signal.SIGABRT)  # the fault handler writes where its threads are
 
     # At the level INFO vLLM tells its model runner, and what its cache holds
-    environment = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    # One thread of the learner's, as `accelerate launch` gives it; nothing here is on the hub
-    environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
+    settings = {"PYTHONFAULTHANDLER": "1", "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
+    # One thread of the learner's, as `accelerate launch` gives it
     threads, reasons = os.environ.get("OMP_NUM_THREADS", "1"), []
     with tempfile.TemporaryDirectory() as folder:
+        settings |= {"watch": watch} | environment
         try:
-            steps, said = benchmark.run(command, folder, threads, watch=watch, **environment)
+            steps, said = benchmark.run(command, folder, threads, **settings)
         except SystemExit as error:
             words, _, said = str(error).partition("\n")
             raise RuntimeError(f"{reasons[0]}\n{words}\n{said[-ERROR_LENGTH:]}") from error
@@ -115,6 +113,7 @@ def run(command, time_limit=TIME_LIMIT):
     of_vllm = {
         "vllm/model_runner": 2 if "Using V2 Model Runner" in said else 1,
         "vllm/at_once": float(at_once[1]) if at_once else None,
+        "compare": "".join(re.findall(r"^To compare: (.*)", said, re.MULTILINE)),
     }
     return [step | of_vllm for step in steps]
 
@@ -138,27 +137,23 @@ def short_command(script, steps, **options):
 def make_random_model(size, folder):
     """Writes a model with random weights and the debug task's tokenizer.
 
-    Its end token is one of VOCAB_SIZE, so responses have response_length tokens, but for one in
+    Its end token is one of 151,936, so responses have response_length tokens, but for one in
     hundreds.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+    from fits import models_of
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEBUG_MODEL)
-    hidden_size, intermediate_size, layers, heads, key_heads = SHAPES[size]
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = models_of(size)[0].config
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    return path
 
 
 def ask(*command, check=True, seconds=30):
@@ -170,12 +165,10 @@ def ask(*command, check=True, seconds=30):
         return subprocess.CompletedProcess(command, 1, "", "")
 
 
-def run_program(name):
-    """Figures of one of PROGRAMS, in a process of its own: memory that this one had would count."""
-    done = ask(sys.executable, __file__, "--program", name, check=False, seconds=PROGRAM_LIMIT)
-    if done.returncode != 0:
-        raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-ERROR_LENGTH:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+def in_a_process(part):
+    """A part's figures; memory that this process had would count in the parts that follow."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(part).result(PROGRAM_LIMIT)
 
 
 def plan(command):
@@ -210,15 +203,6 @@ def known(steps, metric):
     return [step[metric] for step in steps if step.get(metric) is not None]
 
 
-def median(steps, metric):
-    """A metric's median; None: it is not known.
-
-    Over the steps to time: not the first three, and not the last, where nothing overlaps.
-    """
-    values = known(steps[3:-1], metric)
-    return rounded(statistics.median(values)) if values else None
-
-
 class PeakMemory:
     """The most memory that all processes together had on the GPU, and each, by nvidia-smi.
 
@@ -249,97 +233,24 @@ class PeakMemory:
         self.thread.join()
 
 
-# --------------------------------------------------------------------------------------- programs
-
-
-def attend(length, is_far, has_mask, dtype):
-    """Gradients of queries, keys and values, for causal attention in the shape of Qwen2.5-0.5B's.
-
-    is_far: all logits are about -120, as in one of its heads. has_mask: the mask is a tensor.
-    """
-    torch.manual_seed(0)
-    query, key, value, gradient = (
-        torch.randn(2, heads, length, HEAD_SIZE, dtype=torch.bfloat16, device=DEVICE)
-        for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY_HEADS)
-    )
-    if is_far:
-        query, key = query * 0.1, key * 0.1
-        query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(HEAD_SIZE)
-    tensors = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
-    query, key, value = tensors
-    if has_mask:  # transformers repeats key heads then
-        repeats = QUERY_HEADS // KEY_HEADS
-        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
-        mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    else:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    out.backward(gradient.to(dtype))
-    return [tensor.grad for tensor in tensors]
-
-
-def is_finite(has_mask):
-    """Whether all gradients of attention are finite; a message: it cannot be computed."""
-    try:
-        return all(
-            gradient.isfinite().all().item()
-            for length in LENGTHS
-            for gradient in attend(length, True, has_mask, torch.bfloat16)
-        )
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+# ------------------------------------------------------------------------------------------ parts
 
 
 def check_attention():
-    """Whether gradients are finite, by mask and cuDNN; and how far they are from float32's."""
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = attend(704, False, False, torch.float32)
-    computed = attend(704, False, False, torch.bfloat16)
-    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(computed, exact, strict=True)]
-    figures = {
-        "cudnn_is_on": torch.backends.cuda.cudnn_sdp_enabled(),
-        "relative_error": rounded(max(errors).item()),
-        "finite": is_finite(has_mask=False),
-        "finite_with_mask": is_finite(has_mask=True),
-    }
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    figures["finite_with_cudnn"] = is_finite(has_mask=False)
-    figures["finite_with_mask_and_cudnn"] = is_finite(has_mask=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if figures["cudnn_is_on"]:
-        figures["error"] = "cuDNN's attention is on"
-    elif figures["finite"] is not True:
-        figures["error"] = "gradients of attention are not finite"
-    elif not figures["relative_error"] < 0.05:
-        figures["error"] = "gradients of attention are wrong"
-    return figures
-
-
-def measure_rates():
-    """Tera-operations a second of a matrix product, by what its factors are rounded to."""
-    size, rounds = (8192, 20) if HAS_GPU else (256, 2)
-    wait = torch.cuda.synchronize if HAS_GPU else lambda: None
-    figures = {}
-    for name in ("bfloat16", "tf32", "float32"):
-        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        a, b = (torch.randn(size, size, dtype=dtype, device=DEVICE) for _ in range(2))
-        for _ in range(3):  # to warm up
-            a @ b
-        wait()
-        start = time.perf_counter()
-        for _ in range(rounds):
-            a @ b
-        wait()
-        seconds = time.perf_counter() - start
-        figures[f"{name}_tflops"] = rounded(rounds * 2 * size**3 / seconds / 1e12)
-    return figures
-
-
-PROGRAMS = {"attention": check_attention, "rates": measure_rates}
-
-
-# ------------------------------------------------------------------------------------------ parts
+    """Whether gradients are finite where logits are about -120, as in a head of Qwen2.5's."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the scripts do
+    for length in LENGTHS:
+        query, key, value = (
+            0.1 * torch.randn(2, heads, length, HEAD_SIZE, dtype=torch.bfloat16, device=DEVICE)
+            for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
+        )
+        query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(HEAD_SIZE)
+        tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+        out = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        out.backward(torch.randn_like(out))
+        if not all(tensor.grad.isfinite().all() for tensor in tensors):
+            return {"error": f"gradients of attention are not finite, of {length} tokens"}
+    return {"finite": True}
 
 
 def check_sync(script, dtype, **options):
@@ -347,7 +258,7 @@ def check_sync(script, dtype, **options):
     defaults = {"dtype": dtype, "async_mode": False, "learning_rate": 1e-4}
     steps = run(short_command(script, 5, **defaults | options))
     figures = {"vllm/model_runner": steps[0].get("vllm/model_runner")}
-    for metric in ("mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "mismatch/kl"):
+    for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
         figures[metric] = [rounded(step.get(metric)) for step in steps]
     # There is no sync after the last step
     figures["time/weight_sync"] = [rounded(step.get("time/weight_sync")) for step in steps[:-1]]
@@ -375,67 +286,82 @@ def check_learning(name):
     return figures
 
 
-def check_overlap():
-    """Medians of seconds, asynchronous and not."""
-    figures = {}
-    with tempfile.TemporaryDirectory() as model:
-        make_random_model("0.5B", model)
-        for name, async_mode in (("async", True), ("sync", False)):
-            options = {"model_name_or_path": model, "response_length": 504}
-            # Both runs are one part
-            steps = run(short_command(PPO, 12, async_mode=async_mode, **options), TIME_LIMIT / 2)
-            figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
-            figures[f"{name}_training"] = median(steps, "time/training")
-            figures[f"{name}_generation"] = median(steps, "time/generation")
-    if figures["async_training"] and figures["sync_training"]:
-        figures["ratio"] = rounded(figures["sync_training"] / figures["async_training"])
-    return figures
+def check_long_prompts():
+    """check_sync with adapters of rank 64 and prompts of 1,000 tokens; check_adapter reads one."""
+    with tempfile.TemporaryDirectory() as folder:
+        content = "1" * 998  # a token each, and two of the template
+        row = {"prompt": [{"role": "user", "content": content}], "data_source": "debug/sorting"}
+        rows = [row | {"reward_model": {"ground_truth": str(number)}} for number in range(100)]
+        path = write_rows(Path(folder, "rows.jsonl"), rows)
+        make_random_model("0.6", folder)
+        options = {"dataset": path, "max_prompt_token_length": 1024, "model_name_or_path": folder}
+        return check_sync(GRPO, "bfloat16", **ADAPTERS | options | {"lora_rank": 64})
 
 
-def check_size(size, script, **options):
-    """Speed, as medians, and memory, as peaks, beside the plan."""
-    defaults = {"response_length": 504, "local_mini_batch_size": RESPONSES // UPDATES}
+def check_step(size, script):
+    """The line to compare runs by, memory as peaks beside the plan, and the mismatch."""
     with tempfile.TemporaryDirectory() as model, PeakMemory() as memory:
         make_random_model(size, model)
-        options = {"model_name_or_path": model} | defaults | MEMORY_OPTIONS[size] | options
-        command = short_command(script, 9, **options)
+        options = {"model_name_or_path": model, "response_length": 504} | MEMORY_OPTIONS[size]
+        command = short_command(script, 4, **options)
         figures = plan(command)
         if "needs about" in figures.get("plan_refuses", ""):
             return figures | {"skipped": "it needs more memory than there is"}
         steps = run(command, TIME_LIMIT - 2 * PROGRAM_LIMIT)
-    figures["vllm/model_runner"] = steps[0].get("vllm/model_runner")
-    times = [name for name in steps[-1] if name.startswith("time/") and name != "time/from_scratch"]
-    for metric in ("perf/response_tokens_per_second", "objective/sequence_lengths", *times):
-        figures[metric] = median(steps, metric)
+    for name in ("compare", "vllm/model_runner", "vllm/at_once"):
+        figures[name] = steps[0].get(name)
+    figures["time/training"] = [rounded(step.get("time/training")) for step in steps]
     # In the first step both sides have the same weights
-    for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
-        figures[metric] = rounded(steps[0].get(metric))
+    figures["mismatch/kl"] = rounded(steps[0].get("mismatch/kl"))
+    figures["mismatch/kl_limit"] = KL_LIMIT
     figures["learner_gib"] = rounded(max(known(steps, "perf/memory_gib"), default=None))
     figures["gpu_gib"] = rounded(memory.peak)
     figures["process_gib"] = sorted(memory.of_processes.values(), reverse=True)
-    figures["at_once"] = steps[0].get("vllm/at_once")
+    return figures
+
+
+def check_reverse_text():
+    """The recipe's flags, with its model and data, or without the hub with others."""
+    text = (REPO / "scripts/train/reverse_text/grpo.sh").read_text("utf-8")
+    flags = re.search(r"\nflags=\((.*?)\n\)", text, re.DOTALL)[1]
+    flags = re.sub(r"\$\(\((\d+) / gpus\)\)", r"\1", flags)  # of a batch on one GPU
+    model = re.search(r"MODEL:-([^}]+)}", text)[1]
+    data = [sys.executable, "scripts/data_preprocess/reverse_text.py"]
+    data += ["--local_save_dir", "data/reverse_text"]
+    has_hub = ask(*data, seconds=PROGRAM_LIMIT).returncode == 0
+    with tempfile.TemporaryDirectory() as folder:
+        if not has_hub:
+            rows = [{"prompt": f"{number:05d}"} for number in range(1000)]
+            path = write_rows(Path(folder, "train.jsonl"), rows)
+            ask(*data, "--local_dataset_path", str(path))
+            model = folder
+            make_random_model("0.6", model)
+        command = [GRPO, *shlex.split(flags, comments=True), "--model_name_or_path", model]
+        steps = run(command, TIME_LIMIT - PROGRAM_LIMIT, HF_HUB_OFFLINE=str(int(not has_hub)))
+    scores, divergences = known(steps, "objective/scores"), known(steps[-3:], "mismatch/kl")
+    figures = {"model": "the hub's" if has_hub else "random", "compare": steps[0].get("compare")}
+    figures |= {"scores": scores, "mismatch/kl": divergences}
+    if has_hub and not (scores[-1] > max(0.6, scores[0]) and max(divergences) < 0.02):
+        figures["error"] = "prime-rl asks for a reward that rises above 0.6, and a KL below 0.02"
     return figures
 
 
 PARTS = {
-    "attention": partial(run_program, "attention"),
-    "rates": partial(run_program, "rates"),
-    "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
+    "attention": partial(in_a_process, check_attention),
+    "reverse_text": check_reverse_text,
     "sync_grpo_float32": partial(check_sync, GRPO, "float32"),
+    "step_0.6B_ppo_sync": partial(check_step, "0.6", SYNC),
+    "step_0.6B_ppo": partial(check_step, "0.6", PPO),
+    "step_0.6B_grpo": partial(check_step, "0.6", GRPO),
+    "step_1.5B_ppo_sync": partial(check_step, "1.5", SYNC),
+    "step_1.5B_ppo": partial(check_step, "1.5", PPO),
+    "step_1.5B_grpo": partial(check_step, "1.5", GRPO),
+    "adapters_rank_64": check_long_prompts,
+    "adapters_sync_ppo": partial(check_sync, PPO, "bfloat16", **ADAPTERS),
     "learn_grpo": partial(check_learning, "grpo"),
-    "size_0.5B_ppo": partial(check_size, "0.5B", PPO),
-    "overlap": check_overlap,
-    "size_1.5B_grpo": partial(check_size, "1.5B", GRPO),
-    "adapters_sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16", **ADAPTERS),
-    "learn_ppo": partial(check_learning, "ppo"),
-    "size_1.5B_ppo": partial(check_size, "1.5B", PPO),
-    "size_0.5B_grpo": partial(check_size, "0.5B", GRPO),
-    "sync_ppo_float32": partial(check_sync, PPO, "float32"),
-    "sync_grpo_bfloat16": partial(check_sync, GRPO, "bfloat16"),
-    "adapters_sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16", **ADAPTERS),
-    "adapters_size_1.5B_ppo": partial(check_size, "1.5B", PPO, **ADAPTERS),
+    "sync_ppo_bfloat16": partial(check_sync, PPO, "bfloat16"),
 }
-QUICK = list(PARTS)[:6]
+QUICK = list(PARTS)[:5]
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -469,9 +395,6 @@ def describe_machine():
         "commit": ask("git", "rev-parse", "HEAD").stdout.strip() or None,
         fields: "; ".join(ask_driver(fields)) or None,
         "cuda": torch.version.cuda,
-        "cpus": os.cpu_count(),
-        "kernel": platform.release(),
-        "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
         "compiler": ask(compiler, "--version").stdout.partition("\n")[0] or None,  # Triton's
         "python_h": (include / "Python.h").exists(),
@@ -502,34 +425,15 @@ def run_part(name, part):
     return line
 
 
-def in_short(value):
-    """A figure in a table.
+def verdict(line):
+    """Whether a part passed; of an error the last line.
 
-    >>> in_short([0.25, None, 0.5]), in_short(None), in_short(12.0), in_short("a\\nb")
-    ('0.25 to 0.5', 'None', '12', 'a b')
+    >>> verdict({"part": "a", "seconds": 2.0}), verdict({"part": "b", "error": "so\\nno"})
+    ('a: passed', 'b: FAILED, no')
     """
-    if isinstance(value, list):
-        numbers = [number for number in value if number is not None]
-        return f"{min(numbers):g} to {max(numbers):g}" if numbers else "None"
-    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def table(lines):
-    """Of each part whether it passed, and its figures; of an error the last line.
-
-    >>> print(table([{"part": "a", "seconds": 2.0, "x": 1.5}, {"part": "b", "error": "so\\nno"}]))
-    a: passed, seconds 2, x 1.5
-    b: FAILED, error no
-    """
-    rows = []
-    for line in lines:
-        figures = {name: in_short(line[name]) for name in line if name != "part"}
-        result = "FAILED" if "error" in line else "skipped" if "skipped" in line else "passed"
-        if "error" in line:
-            figures["error"] = line["error"].strip().splitlines()[-1]
-        words = [f"{name} {figure}" for name, figure in figures.items()]
-        rows.append(f"{line['part']}: {', '.join([result, *words])}")
-    return "\n".join(rows)
+    if "error" in line:
+        return f"{line['part']}: FAILED, {line['error'].strip().splitlines()[-1]}"
+    return f"{line['part']}: {'skipped' if 'skipped' in line else 'passed'}"
 
 
 def main():
@@ -537,7 +441,6 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", help="quick, or beginnings of names; none: all")
-    parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     parts = choose_parts(args.parts)
     if not HAS_GPU:
@@ -546,17 +449,13 @@ def main():
             f"torch finds no GPU, so nothing was run. torch {torch.__version__} is for CUDA "
             f"{torch.version.cuda}; nvidia-smi says: {driver}. CUDA 13 needs driver 580 or newer"
         )
-    if args.program:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as the scripts do
-        print(json.dumps(PROGRAMS[args.program]()))
-        return
     # A run that is ended for being too slow would leave a core file of its size
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines = []
     for name in ["machine", *parts]:
         lines.append(run_part(name, describe_machine if name == "machine" else PARTS[name]))
         print(json.dumps(lines[-1]), flush=True)
-    print(table(lines), flush=True)
+    print(*map(verdict, lines), sep="\n", flush=True)
     sys.exit(1 if any("error" in line for line in lines) else 0)
 
 

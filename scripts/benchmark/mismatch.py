@@ -7,12 +7,10 @@ check_sampler and check_draws see of bugs.
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
 default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
 with a residual stream in float32, or, as with FSDP2, in bfloat16. Then with the bugs: it leaves out
-the temperature, reads the text tokenized again, or the sampler has a bias of its head that the
-learner lacks (normal, of a deviation of 0.1; no model is changed), a multiplier or a cap. The last
-are of samples: the learner reads other responses to the prompts, drawn at a higher temperature, and
-takes its own log-probabilities for the sampler's. A line each: the mean difference, its largest,
-the KL, which check_sampler limits; and log-probability and entropy, their mean over responses in
-standard errors, which check_draws limits to -9.
+the temperature, reads the text tokenized again, or lacks a bias of the head (normal, of a deviation
+of 0.1), a multiplier or a cap. The last are of other responses, drawn at a higher temperature. A
+line each: the mean difference, its largest, the KL, which check_sampler limits; and log-probability
+and entropy, their mean over responses in standard errors, which check_draws limits to -9.
 """
 
 import argparse

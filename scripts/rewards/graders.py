@@ -10,14 +10,8 @@ some reading.
 """
 
 import importlib
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from decimal import Decimal
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,8 +26,6 @@ MATH = r"math|aime|numina|(?<![a-z])amc(?![a-z])"
 # Of each of six questions to math-verify, which counts whole seconds. Their sum is less than
 # --reward_timeout
 MATH_SECONDS = 1
-# Of an answer by the helper below, its start included
-HELPER_SECONDS = 60
 # A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
 NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
 
@@ -84,13 +76,12 @@ def grade_math(response: str, ground_truth: str) -> float:
     """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
 
     12.5 is right where the truth is 12.5\\%, and so is 0.125. An answer that takes longer than
-    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is.
+    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is. The limits are signals: where they
+    do not work, in a thread, math-verify raises.
 
     >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
     1.0
     """
-    if threading.current_thread() is not threading.main_thread():
-        return grade_math_in_helper(response, ground_truth)
     import math_verify
 
     extraction = [
@@ -109,45 +100,6 @@ def grade_math(response: str, ground_truth: str) -> float:
     without_percent = tuple(text.replace("\\%", "") for text in texts)
     is_right = equal(*texts) or (without_percent != texts and equal(*without_percent))
     return float(is_right)
-
-
-# math-verify's limits are signals, which only the main thread gets. For other threads there is a
-# process that runs this file, in a main thread of its own
-helper = None
-helper_lock = threading.Lock()
-
-
-def grade_math_in_helper(response: str, ground_truth: str) -> float:
-    """As grade_math, in the helper. RuntimeError: it died or hangs; the next call has another."""
-    global helper
-    with helper_lock:
-        if helper is None or helper.poll() is not None:
-            helper = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).resolve())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                encoding="utf-8",
-            )
-        limit = threading.Timer(HELPER_SECONDS, helper.kill)
-        limit.start()
-        try:
-            print(json.dumps([response, str(ground_truth)]), file=helper.stdin, flush=True)
-            return float(helper.stdout.readline())
-        except (OSError, ValueError) as error:
-            helper.kill()
-            helper.wait()
-            raise RuntimeError("the process that grades MATH for threads died or hangs") from error
-        finally:
-            limit.cancel()
-
-
-def forget_helper() -> None:
-    """In a forked child: the helper is its parent's, and would take both for one."""
-    global helper, helper_lock
-    helper, helper_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=forget_helper)
 
 
 def import_neighbour(name: str, data_source: str) -> ModuleType:
@@ -188,8 +140,3 @@ def compute_score(
         f"apps, taco, code, ...), constraints (*ifeval*, instructions, ...) or *math* (*aime*, "
         f"*numina*, ...): write a function for --reward_fn"
     )
-
-
-if __name__ == "__main__":  # the helper
-    for line in sys.stdin:
-        print(grade_math(*json.loads(line)), flush=True)

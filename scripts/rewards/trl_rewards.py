@@ -29,18 +29,17 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 # One for all calls, as in TRL: functions keep clients, which belong to a loop
 LOOP = asyncio.new_event_loop()
 
 
-@dataclass
 class TokenIds:
     """In place of a response's token ids, which a reward is not told."""
 
-    count: int
+    def __init__(self, count: int):
+        self.count = count
 
     def __len__(self) -> int:
         return self.count
@@ -100,23 +99,19 @@ def combine(rewards: list[tuple[str, float, Callable]]) -> Callable:
 
 def arguments_of(response: str, extra_info: dict) -> tuple[dict, dict]:
     """What TRL passes to a function, and a dictionary for what that logs."""
-    if "prompt" not in extra_info:
-        raise ValueError("extra_info has no prompt: scripts/data_preprocess/trl.py writes it")
     columns = {name: [value] for name, value in extra_info.items()}
+    if "prompt" not in columns:
+        raise ValueError("extra_info has no prompt: scripts/data_preprocess/trl.py writes it")
     prompts, _ = columns.pop("prompt"), columns.pop("completion", None)
     is_text = isinstance(prompts[0], str)
     logged = {}
-
-    def log_metric(name: str, value: float) -> None:
-        logged[name] = float(value)
-
     given = {
         "prompts": prompts,
         "completions": [response if is_text else [{"role": "assistant", "content": response}]],
         "completion_ids": [TokenIds(extra_info["num_tokens"])],
         "trainer_state": None,
         "log_extra": lambda column, values: None,
-        "log_metric": log_metric,
+        "log_metric": lambda name, value: logged.update({name: float(value)}),
     }
     return columns | given, logged
 

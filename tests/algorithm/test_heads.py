@@ -1,7 +1,7 @@
 """Log-probabilities and values are the model's own, with its weights as vLLM gets them.
 
-Or the model is refused. Of a head with a multiplier that is not known preflight.py tells
-(test_preflight.py).
+Or the model is refused. A head with a multiplier that is not known ends a run in its first step,
+by check_sampler.
 """
 
 import copy
@@ -17,30 +17,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import ppo_vllm_async as script
 
 MORE = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 32}
-GEMMA = MORE | {"sliding_window": 4}  # the longest row of make_rollout has 21 tokens
-# name: its config, with multipliers that are not 1; what is odd at its head, if that is refused
-KINDS = {
-    "qwen2": (MORE, None),
-    "qwen3": (MORE, None),
-    "llama": (MORE, None),
-    "mistral": (MORE | {"sliding_window": 4}, None),
-    "gemma2": (GEMMA | {"final_logit_softcapping": 20.0}, None),
-    "gemma3_text": (GEMMA | {"final_logit_softcapping": 15.0}, None),
-    "phi": (MORE, "a bias"),
-    "gptj": ({"rotary_dim": 16}, "a bias"),
-    "gpt_neox": ({"intermediate_size": 64}, None),
-    "gpt2": ({}, None),
-    "granite": (MORE | {"logits_scaling": 4.0, "residual_multiplier": 0.5}, None),
-    "cohere": (MORE | {"logit_scale": 0.25}, None),
-    "hyperclovax": (MORE | {"logits_scaling": 0.25}, "its own multiplier"),
-    "mpt": ({}, None),
-    # Of these main() is tried alone
-    "qwen3_moe": (MORE | {"moe_intermediate_size": 32, "num_experts": 4}, "mixture"),
-    "mixtral": (MORE | {"num_local_experts": 4}, "mixture"),
-    "granitemoe": (MORE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture"),
-    "phimoe": (MORE | {"num_local_experts": 4}, "mixture"),
+WINDOW = MORE | {"sliding_window": 4}  # the longest row of make_rollout has 21 tokens
+# Configs, with multipliers that are not 1
+KINDS = dict.fromkeys(("qwen2", "qwen3", "llama", "phi"), MORE) | {
+    "mistral": WINDOW,
+    "gemma2": WINDOW | {"final_logit_softcapping": 20.0},
+    "gemma3_text": WINDOW | {"final_logit_softcapping": 15.0},
+    "gptj": {"rotary_dim": 16},
+    "gpt_neox": {"intermediate_size": 64},
+    "gpt2": {},
+    "granite": MORE | {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "cohere": MORE | {"logit_scale": 0.25},
+    "hyperclovax": MORE | {"logits_scaling": 0.25},
+    "mpt": {},
 }
-DENSE = [kind for kind, (_, odd) in KINDS.items() if odd != "mixture"]
+# What is odd at the heads of those that are refused
+ODD = {"phi": "a bias", "gptj": "a bias", "hyperclovax": "its own multiplier"}
+EXPERTS = MORE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURES = dict.fromkeys(("mixtral", "granitemoe", "phimoe"), EXPERTS)
+MIXTURES["qwen3_moe"] = EXPERTS | {"moe_intermediate_size": 32, "num_experts": 4}
 
 INPUT_IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0, 0]])
@@ -50,7 +45,9 @@ def tiny_model(kind, auto_class=AutoModelForCausalLM, **changes):
     """A model all of whose parameters are drawn with deviation 1: initial biases are 0."""
     torch.manual_seed(0)
     sizes = rollouts.CONFIG | {"hidden_size": 64, "num_key_value_heads": 2, "num_labels": 1}
-    model = auto_class.from_config(AutoConfig.for_model(kind, **sizes | KINDS[kind][0] | changes))
+    model = auto_class.from_config(
+        AutoConfig.for_model(kind, **sizes | (KINDS | MIXTURES)[kind] | changes)
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model.eval()
@@ -65,7 +62,7 @@ def tiny_classifier(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_padded_rows_say_what_each_says_alone_or_the_model_is_refused(kind):
     """Of what a model does after its last layer nothing may be lost; and there is no mask."""
     batch, policy = make_rollout(), script.PolicyModel(tiny_model(kind).double(), tiny_args())
@@ -74,10 +71,9 @@ def test_padded_rows_say_what_each_says_alone_or_the_model_is_refused(kind):
     pairs = zip(*sequences, strict=True)
     own, _ = formulas.logprobs_and_entropies(policy.model, *pairs, policy.args.temperature)
     is_own = torch.allclose(policy(*inputs)[0][inside], torch.cat(own), rtol=0, atol=1e-5)
-    odd = KINDS[kind][1]
-    assert is_own == (odd is None)  # in float32 check_sampler sees the others
+    assert is_own == (kind not in ODD)  # in float32 check_sampler sees the others
     has_bias = getattr(policy.model.get_output_embeddings(), "bias", None) is not None
-    assert has_bias == (odd == "a bias")  # by which load_model refuses it
+    assert has_bias == (ODD.get(kind) == "a bias")  # by which load_model refuses it
     if value_model := tiny_classifier(kind):
         value_model.double()
         values = torch.cat([formulas.values_of(value_model.model, *pair) for pair in sequences])
@@ -196,7 +192,7 @@ def test_frozen_policy_is_read_as_it_is(monkeypatch):
     assert torch.equal(found, script.PolicyModel(model, args)(INPUT_IDS, MASK)[0])
 
 
-@pytest.mark.parametrize("kind", ["phi", *(kind for kind in KINDS if kind not in DENSE)])
+@pytest.mark.parametrize("kind", ["phi", *MIXTURES])
 def test_model_whose_weights_reach_vllm_wrongly_is_refused_before_that_starts(
     kind, run_main, assets, tmp_path
 ):

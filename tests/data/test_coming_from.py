@@ -28,14 +28,8 @@ def accuracy(prompts, completions, answer, **kwargs):
 def brevity(completions, task, num_tokens, **kwargs):
     return [None if of == "essay" else 1 / size for of, size in zip(task, num_tokens, strict=True)]
 
-def hinted(hints, **kwargs):
-    return [sum(hint["text"] == "sort" for hint in of) for of in hints]
-
 def overlong(completion_ids, **kwargs):
     return [min(0.0, (2 - len(ids)) / 2) for ids in completion_ids]
-
-def last_token(completion_ids, **kwargs):
-    return [ids[-1] == 9 for ids in completion_ids]
 
 def telling(completions, log_extra, log_metric, trainer_state=None, **kwargs):
     log_extra("text", completions)
@@ -53,9 +47,6 @@ class Judge:
         return [0.75 for _ in completions]
 
 judge = Judge()
-
-def one_for_all(completions, **kwargs):
-    return 1.0
 """
 CHAT = [{"role": "user", "content": "12="}]
 ROW = {"prompt": "12=", "answer": "21", "task": "sort", "hints": [{"text": "sort"}]}
@@ -69,22 +60,13 @@ GRADED = [
     (BOTH, WRONG, 0.025, 0, {"accuracy": 0.0, "brevity": 0.25}),
     (BOTH, ESSAY, 1.0, 1, {"accuracy": 1.0}),  # a reward that does not apply
     (BOTH, ROW | {"completion": "21"}, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
-    ("accuracy=2,brevity=0,hinted=-1", ROW, 1.0, 1, {"accuracy": 1, "brevity": 0.25, "hinted": 1}),
     ("accuracy=0.5", ROW, 0.5, 1, {"accuracy": 1.0}),  # the first says what is right
-    ("accuracy,hinted=2", WRONG, 2.0, 0, {"accuracy": 0.0, "hinted": 1.0}),
+    ("accuracy,brevity=8", WRONG, 2.0, 0, {"accuracy": 0.0, "brevity": 0.25}),
     ("brevity,accuracy", ESSAY, 1.0, 1, {"accuracy": 1.0}),  # it does not apply: the score says it
     ("overlong", ROW, -1.0, 0, {"overlong": -1.0}),
     ("telling", ROW, 0.5, 0, {"telling": 0.5, "length": 8.0}),
-    ("judge", ROW, 0.75, 0, {"judge": 0.75}),
-    ("judge", ROW, 0.75, 0, {"judge": 0.75}),  # by the client of the call before
+    *[("judge", ROW, 0.75, 0, {"judge": 0.75})] * 2,  # again, by the client of the call before
 ]
-# And what is said of it, in a row of an essay
-REFUSED = {
-    "accuracy": "'accuracy' is no import path",
-    "my_rewards.last_token": "'TokenIds' object is not subscriptable",
-    "my_rewards.one_for_all": "cannot unpack non-iterable float",
-    "my_rewards.brevity": "all rewards are None",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +112,8 @@ def test_functions_of_trl_work_as_they_are_or_it_is_said_why_not():
         assert told == metrics
         means = script.score_metrics("eval", [graded], Args())
         assert means["eval/verifiable_correct_rate"] == is_right
-    for names, said in REFUSED.items():
-        graded = grade(ESSAY, names)
-        assert graded.verifiable is None and said in graded.failure
+    graded = grade(ESSAY, "my_rewards.brevity")
+    assert graded.verifiable is None and "all rewards are None" in graded.failure
 
 
 def test_rows_of_trl_are_the_scripts_with_every_column(convert, tmp_path):

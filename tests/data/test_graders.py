@@ -1,7 +1,6 @@
 """The rules that say whether an answer is right: the scripts' and scripts/rewards/graders.py's."""
 
 import json
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -90,8 +89,6 @@ BOXES = {
         [r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"],
         [r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"],
     ),
-    # What takes for ever to compute is wrong, and no failure of the reward
-    "5": ([], ["9^{9^{9}}", "10^{10^{10}}", r"10^{10^{10}}\%"]),
 }
 IN_BOXES = {
     (MATH, truth): tuple([rf"So it is $\boxed{{{one}}}$." for one in ones] for ones in answers)
@@ -133,39 +130,18 @@ def test_numbers_and_sorting(grader):
         grader.compute_score("no/such", "1", "1")
 
 
-def test_math_and_endings():
+def test_math_and_endings(monkeypatch):
     signal.setitimer(signal.ITIMER_PROF, 60)  # it ends the process; SIGALRM is math-verify's
-    assert wrongly_graded(graders, IN_GRADERS | IN_BOXES) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(graders, "MATH_SECONDS", 20)  # beside other work
+        assert wrongly_graded(graders, IN_GRADERS | IN_BOXES) == []
+    # What takes for ever to compute is wrong, and no failure of the reward
+    for endless in ("9^{9^{9}}", r"10^{10^{10}}\%"):
+        assert graders.grade_math(rf"\boxed{{{endless}}}", "5") == 0.0
     signal.setitimer(signal.ITIMER_PROF, 0)
     assert Args().reward_timeout > 6 * graders.MATH_SECONDS  # which would make it a failure
-
-
-def in_a_thread(response):
-    """What grade_math says of it where a library's signals do not work; 5 is right."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(graders.grade_math, response, "5").result()
-
-
-def test_thread_has_the_grades_of_the_main_thread(monkeypatch):
-    """By a helper; one that died or hangs costs one answer at most."""
-    answers = {r"\boxed{5}": 1.0, r"\boxed{9^{9^{9}}}": 0.0, "It is 5,\nor \ud800.": 1.0, "6": 0.0}
-    assert {answer: in_a_thread(answer) for answer in answers} == answers
-    first = graders.helper
-    assert in_a_thread("5") == 1.0 and graders.helper is first
-    first.kill()
-    first.wait()
-    assert in_a_thread("5") == 1.0
-    graders.helper.send_signal(signal.SIGSTOP)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died or hangs"):
-        patch.setattr(graders, "HELPER_SECONDS", 0.1)
-        in_a_thread("5")
-    assert in_a_thread("5") == 1.0
-    child = os.fork()  # it has no helper: its parent's would take both for one
-    if child == 0:
-        os._exit(0 if graders.helper is None else 1)
-    graders.helper.kill()
-    graders.helper.communicate()
-    assert os.waitpid(child, 0)[1] == 0
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="threaded environment"):
+        pool.submit(graders.grade_math, "5", "5").result()  # no silent 0
 
 
 def test_source_says_who_grades_its_rows(monkeypatch):

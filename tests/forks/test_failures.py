@@ -101,11 +101,8 @@ def test_a_wrong_run_that_is_ended_runs_again_without_the_check(monkeypatch, tmp
 
 
 @pytest.mark.slow
-def test_check_ends_the_wrong_run_and_is_off_on_demand(assets):
+def test_check_ends_the_wrong_run(assets):
     script, flags = failures.FAILURES["temperature"].command
     flags = [*flags, "--total_episodes", "512", "--num_evals", "0", "--warm_up_steps", "0"]
-    (completed, error), (unchecked, no_error) = (
-        failures.start(script, "temperature", checks, flags, seed=1) for checks in ("on", "off")
-    )
+    completed, error = failures.start(script, "temperature", "on", flags, seed=1)
     assert completed == [] and error.startswith("RuntimeError: vLLM's log-probabilities are off")
-    assert no_error is None and len(unchecked) == 1 and unchecked[0]["mismatch/kl"] > 1e-3

@@ -8,7 +8,7 @@ import doctest
 import importlib
 import re
 import subprocess
-import sys
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,21 +49,17 @@ def fork(heading, script=None, text=None):
 
 
 @pytest.fixture
-def run_fork(few_prompts, tmp_path, monkeypatch):
+def run_fork(run_main, tmp_path, monkeypatch):
     """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(heading, script=None, rows=None, score=None, **options):
-        name, files = f"fork_{len(list(tmp_path.glob('fork_*.py')))}", few_prompts
-        (tmp_path / f"{name}.py").write_text(fork(heading, script))
-        if rows:
-            files = write_rows(tmp_path / "train.parquet", rows).parent
+    def run(heading, script=None, score=None, **options):
+        name = f"fork_{uuid.uuid4().hex}.py"
+        (tmp_path / name).write_text(fork(heading, script))
         importlib.invalidate_caches()
-        return loops.run_loop(name, files, tmp_path / name, score, **options)
+        return run_main(name, score, **options)
 
-    yield run
-    for name in [name for name in sys.modules if name.startswith("fork_")]:
-        del sys.modules[name]
+    return run
 
 
 def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scripts():
@@ -82,11 +78,12 @@ def test_every_change_fits_the_forks_too(heading, import_fork):
 
 
 @each_script
-def test_rule_and_length_penalty_are_in_the_scores(script, run_fork):
+def test_rule_and_length_penalty_are_in_the_scores(script, run_fork, tmp_path):
     row = {"prompt": "54321=", "data_source": "my digits"}
     row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
     options = {"non_stop_penalty": False, "length_penalty": 0.25}
-    seen = run_fork("The reward", script, rows=[row] * 64, **options)
+    options["dataset"] = write_rows(tmp_path / "train.parquet", [row] * 64)
+    seen = run_fork("The reward", script, **options)
     score = seen.script.compute_score
     assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
     for line in seen.metrics:
@@ -95,9 +92,10 @@ def test_rule_and_length_penalty_are_in_the_scores(script, run_fork):
 
 
 @each_script
-def test_columns_of_ones_own_are_read(script, run_fork):
+def test_columns_of_ones_own_are_read(script, run_fork, tmp_path):
     rows = [{"question": f"{number:02}432=", "answer": "1234"} for number in range(64)]
-    seen = run_fork("The data", script, rows=rows, score=lambda *_: 1.0)
+    data = write_rows(tmp_path / "train.parquet", rows)
+    seen = run_fork("The data", script, score=lambda *_: 1.0, dataset=data)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
 
@@ -136,7 +134,7 @@ def test_response_scores_the_share_of_its_group_that_it_beats(run_fork):
 
 @each_script
 def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(
-    script, run_fork, few_prompts
+    script, run_fork, run_main
 ):
     """1909.08593, 2.2: an error clipped to a fifth; of a horizon of 100 episodes a step is 16."""
     resting = 2 if script in PPO else 0  # steps
@@ -167,7 +165,7 @@ def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(
     # A resumed run goes on with the beta it had
     options["resume_from_checkpoint"] = seen.run_dir / "checkpoints" / "step_4"
     folder = seen.run_dir.parent
-    again = loops.run_loop(seen.name, few_prompts, folder, kl_target=target, **options)
+    again = run_main(seen.name, output_dir=folder, kl_target=target, **options)
     assert len(again.batches) == 1 and len(again.metrics) == 5
     assert without_clock(again.metrics[-1]) == without_clock(seen.metrics[-1])
 

@@ -54,6 +54,12 @@ def in_float64(script):
 # ----------------------------------------------------------------------- models, without any main()
 
 
+def own_rows(accelerator):
+    """The inputs of a pass: two rows of the batch, other ones on each rank."""
+    batch, start = rollouts.make_rollout(), 2 * accelerator.process_index
+    return batch.input_ids[start : start + 2], batch.mask[start : start + 2].float()
+
+
 def storages(accelerator):
     """Addresses of the policy's gradients after each pass of four updates, and of DDP's buckets.
 
@@ -65,27 +71,24 @@ def storages(accelerator):
         ppo.place_model(accelerator, model, args)
         for model in (rollouts.tiny_policy(), rollouts.tiny_value_model())
     )
-    optimizer = torch.optim.AdamW(policy.parameters())
-    updates, buckets, in_passes = [], [], []
+    optimizer, updates = torch.optim.AdamW(policy.parameters()), []
 
     def note_bucket(state, bucket):
-        buckets.append(bucket.buffer().untyped_storage().data_ptr())
+        updates[-1][0].append(bucket.buffer().untyped_storage().data_ptr())
         return allreduce_hook(None, bucket)
 
     def note_pass(call, given):
         call()
         gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-        in_passes.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+        updates[-1][1].append({gradient.untyped_storage().data_ptr() for gradient in gradients})
 
     policy.register_comm_hook(None, note_bucket)
-    with mock.patch.object(torch.Tensor, "backward", torch.Tensor.backward):
-        around(torch.Tensor, "backward", note_pass)
+    with pytest.MonkeyPatch.context() as patch:
+        around(torch.Tensor, "backward", note_pass, put=patch.setattr)
         for _ in range(4):
+            updates.append(([], []))
             ppo.accumulate_gradients(accelerator, policy, value_model, batch, range(8), True, args)
             ppo.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
-            updates.append(([*buckets], [*in_passes]))
-            buckets.clear()
-            in_passes.clear()
     return updates
 
 
@@ -143,9 +146,7 @@ def look_at_units(accelerator, model, args):
     for name, module in model.named_modules():
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
-    rows = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)  # its own
-    batch = rollouts.make_rollout()
-    inputs = batch.input_ids[rows], batch.mask[rows].float()
+    inputs = own_rows(accelerator)
     with torch.no_grad():  # the reference policy's pass comes first
         ppo.set_adapter_scale(model, 0.0)
         model(*inputs)
@@ -185,18 +186,14 @@ def rounded(accelerator):
     """Whether a policy in bfloat16 computes as one whose weights are rounded in place, to the bit:
     log-probabilities, and the gradient of each parameter."""
     args, found = rollouts.tiny_args(dtype="bfloat16"), []
-    for in_place in (False, True):
+    for round_weights in (ppo.round_weights, str):  # the latter does nothing
         model = rollouts.tiny_language_model()
-        round_weights = ppo.round_weights
-        if in_place:
-            round_weights = str  # does nothing
+        if round_weights is str:
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16().float()
         with mock.patch.object(ppo, "round_weights", round_weights):
             policy = ppo.place_model(accelerator, ppo.PolicyModel(model, args), args)
-        rows = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
-        batch = rollouts.make_rollout()
-        logprobs, _ = policy(batch.input_ids[rows], batch.mask[rows].float())
+        logprobs, _ = policy(*own_rows(accelerator))
         logprobs.sum().backward()
         gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
         found.append({"logprobs": logprobs.detach()} | gradients)
@@ -226,9 +223,8 @@ class StubVLLM:
 
     def sample(self, prompts, seeds, temperature):
         first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
-        share = slice(first, end)
         responses = []
-        for prompt, seed in zip(prompts[share], seeds[share], strict=True):
+        for prompt, seed in zip(prompts[first:end], seeds[first:end], strict=True):
             ids = sample_digits(seed, self.args)
             logprobs = [-0.5 - token % 7 / 10 for token in ids]
             responses.append(rollouts.response_of(prompt, ids, logprobs, ids[-1] == rollouts.STOP))

@@ -2,15 +2,12 @@
 
 What a hook needs of a call it takes by the name of the parameter: a script may reorder its
 parameters, and have others besides. A hook lasts as long as the process, or as long as a test where
-it is set with put=monkeypatch.setattr; before_each_optimizer_step is a context.
+it is set with put=monkeypatch.setattr.
 """
 
-import contextlib
 import functools
 import inspect
 from types import SimpleNamespace
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helpers.runs import with_lists
 
@@ -44,13 +41,3 @@ def with_each_batch(script, do, put=setattr):
         lambda given: do(SimpleNamespace(**with_lists(vars(given["batch"])))),
         put,
     )
-
-
-@contextlib.contextmanager
-def before_each_optimizer_step(do):
-    """do(optimizer) before each step of any optimizer of torch."""
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: do(optimizer))
-    try:
-        yield
-    finally:
-        hook.remove()

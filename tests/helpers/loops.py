@@ -81,16 +81,15 @@ def make_stub(script):
         def sample(self, prompts, seeds, temperature):
             self.seeds += seeds
             self.temperatures += [temperature] * len(seeds)
-            if not prompts:
-                return []
             prompts = [getattr(p, "prompt", p) for p in prompts]  # of a fork's responses
             rows = [np.array(sample_digits(seed, self.args), np.int32) for seed in seeds]
             sequences = [(p.token_ids, row) for p, row in zip(prompts, rows, strict=True)]
+            if not prompts:
+                return []
             assert max(sum(map(len, pair)) for pair in sequences) <= self.max_length
             input_ids, mask, _ = collate_pairs(sequences)
             syncs = [one for one in self.order if one.startswith("weights")]
-            is_first = syncs in ([], ["weights 0"])
-            is_old = getattr(self.args, "async_mode", False) and not is_first
+            is_old = getattr(self.args, "async_mode", False) and syncs not in ([], ["weights 0"])
             logprobs = report_logprobs(self.policy, input_ids, mask, seeds[0], is_old)
             return [
                 script.Response(prompt, row, np.array(of_row, np.float32), stopped=STOP in row[-1:])
@@ -171,9 +170,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.norms = defaultdict(list)  # of gradients, by model and step
     seen.decays = set()  # of weights
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
-
-    def note_batch(batch):
-        seen.batches.append(copy.deepcopy(batch))
+    metrics = seen.run_dir / "metrics.jsonl"
 
     def note_request(given):
         stub.made[0].order.append(f"request {given['training_step']}")
@@ -184,9 +181,8 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
             raise RuntimeError("the power is gone")
 
     def note_step(call, given):
-        norm = call()
+        norm, group = call(), given["optimizer"].param_groups[0]
         model = "policy" if isinstance(given["model"], script.PolicyModel) else "value"
-        group = given["optimizer"].param_groups[0]
         seen.rates[model].append(group["lr"])
         seen.decays.add(group["weight_decay"])
         seen.norms[model, 1 + len(seen.batches)].append(norm.item())
@@ -195,33 +191,33 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     def note_program(command, **_):
         _, program, run_dir, *_ = command
         assert (run_dir / "args.json").exists()
-        path = run_dir / "metrics.jsonl"
-        steps = len(path.read_text().splitlines()) if path.exists() else 0
+        steps = len(read_json_lines(metrics)) if metrics.exists() else 0
         seen.programs.append((program.name, steps))
 
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        put = patch.setattr
         patch.setenv("PYTHONWARNINGS", "ignore")  # main() would, for good
-        patch.setattr(script, "VLLM", stub)
+        put(script, "VLLM", stub)
         if hasattr(script, "generation_thread"):
-            stack.callback(catch_thread(script, patch.setattr))
+            stack.callback(catch_thread(script, put))
         if score is not None:
             options["reward_fn"] = "of the test"
-            reward_in_this_process(script, score, patch.setattr)
-        hooks.with_each_batch(script, note_batch, put=patch.setattr)
-        hooks.before(script, "make_request", note_request, put=patch.setattr)
-        hooks.before(script, "accumulate_gradients", note_update, put=patch.setattr)
-        hooks.around(script, "apply_gradients", note_step, put=patch.setattr)
+            reward_in_this_process(script, score, put)
+        hooks.with_each_batch(script, lambda batch: seen.batches.append(copy.deepcopy(batch)), put)
+        hooks.before(script, "make_request", note_request, put)
+        hooks.before(script, "accumulate_gradients", note_update, put)
+        hooks.around(script, "apply_gradients", note_step, put)
         stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
-        patch.setattr("subprocess.run", note_program)  # no pictures
-        patch.setattr(sys, "argv", [name, *flags_of(options)])
+        put("subprocess.run", note_program)  # no pictures
+        put(sys, "argv", [name, *flags_of(options)])
         try:
             script.main(tyro.cli(script.Args))
         except (RuntimeError, AssertionError) as error:
             seen.error = error
     seen.vllm = stub.made[0] if stub.made else None
-    if (seen.run_dir / "metrics.jsonl").exists():
-        seen.metrics = read_json_lines(seen.run_dir / "metrics.jsonl")
+    if metrics.exists():
+        seen.metrics = read_json_lines(metrics)
     return seen
 
 

@@ -64,12 +64,6 @@ def environment(extra=None):
     )
 
 
-def descendants(process):
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(process.pid).children(recursive=True)
-    return []
-
-
 def wait_until(condition, what, seconds=120):
     """So long that a slow machine is no reason to fail; what passes does not wait for it."""
     deadline = time.monotonic() + seconds
@@ -97,7 +91,9 @@ def folders_of_vllm(stdout):
 
 def end(process):
     """Ends a process that a test started, and all that it started."""
-    children = descendants(process)
+    children = []
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     for child in children:

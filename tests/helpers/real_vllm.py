@@ -5,13 +5,9 @@ from dataclasses import replace
 import torch
 
 import ppo_vllm_async as script
-from helpers.rollouts import STOP, VOCAB, tiny_language_model
+from helpers.rollouts import STOP, VOCAB, prompt_of, tiny_language_model
 
 MAX_LENGTH = 400
-
-
-def prompt_of(token_ids):
-    return script.Prompt("", "", token_ids, None, None, None)
 
 
 # Of 3 to 283 tokens

@@ -4,6 +4,7 @@ import contextlib
 import random
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,9 +92,7 @@ def make_rollout():
     input_ids, mask, lengths = collate_pairs(sequences)
     mask = mask.double()
 
-    def noise():
-        return noise_of_tokens(mask, generator)
-
+    noise = partial(noise_of_tokens, mask, generator)
     logprobs = noise() - 3.0 * mask
     return script.Batch(
         input_ids=input_ids,
@@ -241,8 +240,12 @@ def groups_of_equals():
     pairs = [(ids(most=9), ids(most=12)) for _ in range(32)]
     pairs[1] = (pairs[0][0], pairs[1][1])
     pairs[3] = (pairs[3][0], pairs[2][1])
-    prompts = [script.Prompt("", "", prompt, None, None, None) for prompt, _ in pairs]
+    prompts = [prompt_of(prompt) for prompt, _ in pairs]
     return [response_of(prompts[i // 4], pairs[i // 4][1]) for i in range(4 * len(pairs))]
+
+
+def prompt_of(token_ids):
+    return script.Prompt("", "", token_ids, None, None, None)
 
 
 def response_of(prompt, token_ids, logprobs=None, stopped=True, **rest):
@@ -254,12 +257,7 @@ def response_of(prompt, token_ids, logprobs=None, stopped=True, **rest):
 
 def collate_pairs(pairs):
     """What collate() makes of prompts and responses: (input_ids, mask, lengths)."""
-    prompts = [script.Prompt("", "", list(prompt), None, None, None) for prompt, _ in pairs]
-    responses = [
-        response_of(prompt, ids, [0.0] * len(ids))
-        for prompt, (_, ids) in zip(prompts, pairs, strict=True)
-    ]
-    batch = script.collate(responses, "cpu")
+    batch = script.collate([response_of(prompt_of([*ids]), more) for ids, more in pairs], "cpu")
     return batch.input_ids, batch.mask, batch.lengths
 
 

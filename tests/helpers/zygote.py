@@ -96,11 +96,8 @@ class Forked:
             self.answers.close()
         return self.returncode
 
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
     def kill(self):
-        self.send_signal(signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class EngineProcess(mp.context.ForkServerProcess):

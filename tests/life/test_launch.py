@@ -28,28 +28,6 @@ ONE_GPU = str(REPO / "scripts" / "accelerate" / "one_gpu.yaml")
 
 # ---------------------------------------------------------------------------------- the launcher
 
-PROGRAM = """import os, sys
-names = ("ACCELERATE_", "FSDP_", "MIXED_", "OMP_", "RANK", "WORLD_SIZE")
-print(sorted(item for item in os.environ.items() if item[0].startswith(names)))
-sys.exit("a mistake")
-"""
-FSDP_1 = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 4}
-FSDP_1 |= {"fsdp_config": {"fsdp_version": 1}, "mixed_precision": "bf16", "use_cpu": False}
-
-
-@pytest.mark.slow
-def test_default_file_does_not_rule_a_launch_that_names_another(tmp_path):
-    """The launcher tells a run what is in that, warns of nothing, and adds no traceback."""
-    program = write_text(tmp_path / "program.py", PROGRAM)
-    write_text(tmp_path / "home" / "accelerate" / "default_config.yaml", yaml.dump(FSDP_1))
-    options = ["launch", "--quiet", "--config_file", ONE_GPU]
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *options, program]
-    home = environment({"HF_HOME": str(tmp_path / "home")})
-    run = subprocess.run(command, env=home, capture_output=True, text=True)
-    assert run.stderr == "a mistake\n"
-    assert "('ACCELERATE_MIXED_PRECISION', 'no')" in run.stdout
-    assert "FSDP" not in run.stdout and "WORLD_SIZE" not in run.stdout
-
 
 def test_every_launch_names_its_file():
     """Also every question to the preflight. Else accelerate's default file is read."""

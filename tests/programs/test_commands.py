@@ -1,8 +1,7 @@
 """README.md, docs/ and scripts/train: what their commands launch passes the preflight, and fits.
 
 Recipes are run in a folder in which .venv/bin/python and accelerate only note how they are called.
-Then the notes are followed, in one process that calls rewards itself and asks no vLLM:
-test_preflight.py does. Rows have the form of the hub's; models have the right shape, no weights.
+Then the notes are followed. Rows have the form of the hub's; models have shapes, and no weights.
 """
 
 import itertools
@@ -15,9 +14,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import fork
@@ -26,9 +23,8 @@ import preflight
 import pytest
 from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
+from preflight_cases import call_rewards_here
 from transformers import AutoConfig
-
-from ppo_sync import Args
 
 TRAIN = REPO / "scripts" / "train"
 LOADED = [*SCRIPTS, TRAINER, "my_rewards.py", "calculator.py", "tools.py", "__mp_main__.py"]
@@ -71,24 +67,8 @@ def split_words(words):
 @pytest.fixture
 def ask(monkeypatch, capfd):
     """ask(words): the preflight's Run of a launch that it finds right."""
-    load, runs = preflight.load_script, []
-
-    def load_script(path):
-        script = load(path)
-
-        def start_reward_worker(*functions):
-            for function in filter(None, functions):
-                script.load_reward_fn(function)
-            return SimpleNamespace(shutdown=lambda: None), 0
-
-        script.start_reward_worker = start_reward_worker
-        script.call_worker = lambda workers, response, args: script.call_reward_fn(
-            args if hasattr(args, "env_fn") else args.reward_fn, response
-        )
-        return script
-
-    monkeypatch.setattr(preflight, "load_script", load_script)
-    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: "")
+    runs = []
+    call_rewards_here(monkeypatch)
     monkeypatch.setattr(preflight, "print_plan", runs.append)
 
     def ask(words):
@@ -112,8 +92,8 @@ ASKED += r"|python (?:scripts/preflight|(?!make_sums|ppo_sync\.py --help)\w+)\.p
 ASKED += r"|bash scripts/train/(?:debug|smollm2)/)"
 # In place of what the pages leave to the reader
 LEFT_OPEN = {
-    "...": "--dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B",
-    "FLAGS": "--dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50",
+    "...": "--dataset train.parquet",
+    "FLAGS": "--dataset train.parquet --save_freq 50",
     "my_copy.py": "ppo_vllm_async.py",
     "SCRIPT": "ppo_sync.py",
     "N": "3",
@@ -151,36 +131,30 @@ def block_of(page, pattern):
 
 @pytest.fixture(scope="module")
 def newcomer(git, assets, take_rows, reward_model, tmp_path_factory):
-    """A folder with what the commands need: data, rewards, forks, models of any name."""
+    """A folder with what the commands need; and, by flag, what stands for what is not there."""
     folder = make_folder(tmp_path_factory.mktemp("newcomer") / "clone")
     files = ("train.parquet", "test.parquet", "preference_train.parquet", "preference_test.parquet")
-    few = take_rows(dict.fromkeys(files, 512))
+    few, model = take_rows(dict.fromkeys(files, 512)), folder / "model"
     (few / "model").symlink_to(assets / "model")
     for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):
         (folder / name).symlink_to(few)
     for path in fork.FORKS.glob("*.diff"):
         fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
-    for name in ("train.parquet", "test.parquet"):
-        (folder / name).symlink_to(few / name)
-        (folder / f"rm_{name}").symlink_to(few / f"preference_{name}")
-    datasets.Dataset.from_parquet(str(few / "test.parquet")).to_json(folder / "sums.jsonl")
-    write_text(
-        folder / "my_rewards.py",
-        block_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)"),
-    )
+    rewards = block_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
+    write_text(folder / "my_rewards.py", rewards)
     step = block_of("forks.md", r"```python\n(def step.*?)```")
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
-    for name in {word for command in COMMANDS for word in command if "Qwen/" in word}:
-        shutil.copytree(assets / "model", folder / name)
-        config = json.loads((folder / name / "config.json").read_text())
-        config["max_position_embeddings"] = 4096
-        write_text(folder / name / "config.json", json.dumps(config))
-    for name, model in {"debug_reward_model": reward_model, "teacher": assets / "model"}.items():
-        (folder / "output" / name).mkdir(parents=True)
-        (folder / "output" / name / "model").symlink_to(model)
     make = [sys.executable, "scripts/data_preprocess/instructions.py"]
     subprocess.run(make, cwd=folder, check=True)
-    return folder
+    shutil.copytree(assets / "model", model)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    write_text(model / "config.json", json.dumps(config))
+    models = {"--model_name_or_path": model, "--reward_model_path": reward_model}
+    models["--teacher_model_path"] = assets / "model"
+    for kind in ("", "preference_"):
+        train, test = (few / f"{kind}{split}.parquet" for split in ("train", "test"))
+        models[kind] = models | {"--dataset": train, "--eval_dataset": test}
+    return folder, models
 
 
 def launches_of(words, folder):
@@ -210,34 +184,21 @@ def question_of(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_commands_pass_the_preflight(words, newcomer, ask, monkeypatch):
-    monkeypatch.chdir(newcomer)
+    folder, stand_in = newcomer
+    monkeypatch.chdir(folder)
     if "scripts/preflight.py" in words:
         questions = [list(words[2:])]
     else:
-        questions = [question_of(launch) for launch in launches_of(list(words), newcomer)]
+        questions = [question_of(launch) for launch in launches_of(list(words), folder)]
     assert questions
     for question in questions:
         if "--resume_from_checkpoint" in question:  # there is none yet
             del question[question.index("--resume_from_checkpoint") :]
+        paths = stand_in["preference_" if TRAINER in question else ""]
+        for index, (flag, value) in enumerate(itertools.pairwise(question), start=1):
+            if not Path(value).exists():
+                question[index] = str(paths.get(flag, value))
         ask(question)
-
-
-def test_program_that_makes_sums_does(tmp_path):
-    program = block_of("data.md", r"((?:    [^\n]*\n|\n)+)\nMake it, check, train")
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 2000
-
-
-@pytest.mark.slow
-def test_help_fits_the_terminal_and_has_flags_as_documents_have_them():
-    """With underscores, in the order of the groups: the algorithm comes first."""
-    command = [sys.executable, "ppo_sync.py", "--help"]
-    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
-    shown = subprocess.check_output(command, cwd=REPO, env=environment, text=True)
-    assert max(map(len, shown.splitlines())) <= 80
-    flags = re.findall(r"^│ (--\w+)", shown, re.MULTILINE)
-    named = [f"--{field.name}" for field in fields(Args) if field.name != "mini_batch_size"]
-    assert flags[0] == "--beta" and flags == named[: len(flags)] and len(flags) > 80
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -271,29 +232,24 @@ PUBLISHED = {
 NEEDS = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
 
 
-def message(text):
-    return [{"role": "user", "content": text}]
+def of_open_instruct(text, truth, **columns):
+    return {"messages": [{"role": "user", "content": text}], "ground_truth": truth} | columns
 
 
 NO_COMMAS = json.dumps({"func_name": "validate_no_commas", "N": None})
+HALVES = r"So $\boxed{\frac{1}{2}}$."
+ANSWERED = {"chosen": " 1.", "rejected": " 2."}
 # Rows in the form of the hub's, by recipe's folder
 ROWS = {
     "gsm8k": [{"question": f"{n}?", "answer": f"So.\n#### {n}"} for n in range(1, 40)],
-    "math": [
-        {"problem": f"{n}/2?", "solution": rf"$\boxed{{\frac{{{n}}}{{2}}}}$."} for n in range(1, 40)
-    ],
+    "math": [{"problem": f"{n}?", "solution": HALVES} for n in range(1, 40)],
     "reverse_text": [{"prompt": f"Number {n}"} for n in range(1, 40)],
-    "sanity": [
-        {"prompt": message(f"{n}?"), "reward_model": {"ground_truth": "2"}} for n in range(70)
-    ],
-    "rm": [
-        {"prompt": f"\n\nHuman: {n}?\n\nAssistant:", "chosen": " 1.", "rejected": " 2."}
-        for n in range(150)
-    ],
+    "sanity": [of_open_instruct(f"{n}?", "2") for n in range(70)],
+    "rm": [{"prompt": f"\n\nHuman: {n}?\n\nAssistant:"} | ANSWERED for n in range(150)],
     "tulu3": [
-        *({"messages": message(f"{n}?"), "ground_truth": "4", "dataset": "gsm8k"} for n in "12"),
-        {"messages": message("A half?"), "ground_truth": r"\frac{1}{2}", "dataset": "MATH"},
-        {"messages": message("No commas."), "ground_truth": NO_COMMAS, "dataset": "ifeval"},
+        *(of_open_instruct(f"{n}?", "4", dataset="gsm8k") for n in "12"),
+        of_open_instruct("A half?", r"\frac{1}{2}", dataset="MATH"),
+        of_open_instruct("No commas.", NO_COMMAS, dataset="ifeval"),
     ]
     * 60,
 }
@@ -314,16 +270,9 @@ def save_models(name, assets, folder):
 
 def max_length(run):
     """In place of Run's: the longest row that the flags allow."""
-    args = run.args
     if run.trains_reward_model():
-        return args.max_token_length
-    return args.max_prompt_token_length + args.response_length
-
-
-def calls_of(notes, program):
-    """Calls of the preflight, or launches; without a first look at PPO's flags before its time."""
-    calls = [note[2:] for note in notes if note[:2] in (["python", program], [program, "launch"])]
-    return [call for call in calls if STAND_IN not in call]
+        return run.args.max_token_length
+    return run.args.max_prompt_token_length + run.args.response_length
 
 
 def ways_to_run():
@@ -357,41 +306,31 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     trained.mkdir(parents=True)
     (trained / "model").symlink_to(reward_model)
 
-    def ask_of(question, gpu_memory):
-        options, script = split_words(question)
+    def ask_of(options, script, gpu_memory="80"):
         gpus = "1" if options[-1] == "1" else "8"
         return ask([*options, "--num_gpus", gpus, "--gpu_memory", gpu_memory, *script])
 
-    if recipe == "rm/ppo_hh.sh":  # PPO's flags, before a reward model trains for hours
-        first_launch = [note[1] for note in notes].index("launch")
-        (early,) = (note for note in notes[:first_launch] if STAND_IN in note)
-        ask_of(early[2:], "80")
-    asked, launched = calls_of(notes, "scripts/preflight.py"), calls_of(notes, "accelerate")
-    count = len(asked)
-    assert count > 0
-    needs = re.findall(NEEDS, text, re.MULTILINE)[number * count :][:count]
+    asked = [split_words(note[2:]) for note in notes if note[1] == "scripts/preflight.py"]
+    launched = [split_words(note[2:]) for note in notes if note[1] == "launch"]
+    # PPO's flags, before a reward model trains for hours
+    early = [asked.pop(0)] if STAND_IN in asked[0][1] else []
+    assert len(early) == (recipe == "rm/ppo_hh.sh")
+    for question in early:
+        ask_of(*question)
+    needs = re.findall(NEEDS, text, re.MULTILINE)[number * len(asked) :][: len(asked)]
     for question, launch, (needed, room, memory) in zip(asked, launched, needs, strict=True):
-        (options, script), (launch_options, launched_script) = map(split_words, (question, launch))
-        assert script == launched_script  # what was asked is launched
-        assert " ".join(options) in " ".join(launch_options)
-        run = ask_of(question, memory)
+        assert question[1] == launch[1]  # what was asked is launched
+        assert " ".join(question[0]) in " ".join(launch[0])
+        run = ask_of(*question, memory)
         sizes = plan.learner_needs(run) / plan.GIB, plan.learner_room(run) / plan.GIB
         assert sizes == pytest.approx((int(needed), int(room)), rel=0.1)
         assert not any("GPUs are not used" in note for note in run.notes)
-        args = run.args
-        if script[0] != TRAINER:
-            batches = (args.episodes_per_step, args.mini_batch_size, args.num_training_steps)
-            assert batches == PUBLISHED[recipe]
-
-
-def test_what_would_be_another_run_is_refused(tmp_path):
-    folder = make_folder(tmp_path / "clone")
-    for recipe in RECIPES:
-        env, said = {"GPUS": "5"}, "GPUS=5 must divide"
-        if recipe in FOR_NODES:
-            env, said = {"MACHINE_RANK": "0"}, "MAIN_PROCESS_IP: "
-        with pytest.raises(RuntimeError, match=said):
-            notes_of(["bash", f"scripts/train/{recipe}"], folder, **env)
+    args = run.args  # the last is the script's
+    assert PUBLISHED[recipe] == (
+        args.episodes_per_step,
+        args.mini_batch_size,
+        args.num_training_steps,
+    )
 
 
 def test_table_has_every_recipe():

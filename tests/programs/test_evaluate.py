@@ -59,15 +59,10 @@ def test_figures_are_means_over_the_prompts_that_have_them():
     assert [name for name in evaluate.figures_of([*few, few[0]]) if "pass" in name] == ["pass@1"]
 
 
-def test_interval_ends_where_scores_do():
-    """Of an answer that is right in 29 of 30 the normal one would end at 1.028."""
-    rows = [row(prompt, float(prompt > 0)) for prompt in range(30)]
-    assert evaluate.summarize(rows)["score"]["high"] < 1
-    # What a right answer is worth is known also where there is none
+def test_interval_knows_what_a_right_answer_is_worth_and_is_the_normal_one_without_limits():
     wrong = [row(prompt, 0.0) for prompt in range(30)]
     highs = [evaluate.summarize(wrong, worth)["score"]["high"] for worth in (1.0, 10.0)]
     assert highs == [0.1135, 1.1352]
-    # Where scores have no limits, it is the normal one
     scores = [(i * 37 % 101) / 10 - 70 for i in range(100)]
     figure = evaluate.summarize([row(i, s, verifiable_score=None) for i, s in enumerate(scores)])
     mean, width = statistics.fmean(scores), 1.96 * statistics.stdev(scores) / 10
@@ -84,12 +79,10 @@ def test_two_models_are_compared_prompt_by_prompt():
     differences = evaluate.compare(one, other[::-1])
     counts = {"better": 12, "worse": 0, "equal": 88}
     assert differences["score"] == {"mean": 0.12, "low": 0.0495, "high": 0.1858} | counts
-    assert differences["pass@1"] == differences["score"]
     # Nothing is known of prompts that one has no score of
     few = [row(prompt, None, failure="hangs") for prompt in range(80)]
     figure = evaluate.compare([*few, *one[80:]], other)["score"]
     assert [figure[name] for name in counts] == [12, 0, 8] and figure["high"] <= 1
-    assert evaluate.compare(few, other) == {}
 
 
 class FakeVLLM:

@@ -139,32 +139,26 @@ def test_last_lines_of_a_run(run_dir):
 
 
 def test_runs_are_compared_by_model_flops_of_the_peak(run_dir):
-    """By hand: in 4 s a token's passes at 2,000 and 500 a second; a head that is tied counts."""
+    """By hand; the head counts where it is tied, too."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100}
     policy = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
     policy.save_pretrained(run_dir / "model")
     write_text(run_dir / "prompt_lengths.json", "[10, 20]")
     args = run_files.read_args(run_dir) | {"world_size": 2}
-    metrics = [LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}] * 4
-    assert "500 response tokens a second; a step 4 s (update 3, " in inspect_run.describe_costs(
-        run_dir, args, metrics
-    )
-    rates = {"perf/learner_tokens_per_second": 2500.0, "perf/update_tokens_per_second": 2000.0}
-    metrics = [line | rates | {"val/sequence_lengths": 35.0} for line in metrics]
-    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100
-    forward, most = 2 * matrices + 4 * 2 * 64 * 50, 2 * 989e12
     args["provenance"]["gpu"] = "2 x NVIDIA H200"
+    rates = {"perf/learner_tokens_per_second": 2.5e9, "perf/update_tokens_per_second": 2e9}
+    line = LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}
+    metrics = [line | rates | {"val/sequence_lengths": 35.0}] * 4
+    forward = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50
+    shares = 3 * forward * 2e9 * 4 / 3, forward * (3 * 2e9 + 0.5e9)
     said = inspect_run.describe_costs(run_dir, args, metrics)
-    assert "500 response tokens a second, 2,500 learner tokens a second; model FLOPs" in said
-    shares = 3 * forward * 2000 * 4 / 3 / most, forward * (3 * 2000 + 500) / most
-    times = {"training": 4e9, "update": 3e9}
-    for rate in metrics:  # a percentage has one digit
-        rate |= {name: 1e9 * rate[name] for name in rates}
-    said = inspect_run.describe_utilization(run_dir, args, metrics, times)
-    assert f"{1e9 * shares[0]:.1%} of the peak in updates, {1e9 * shares[1]:.1%} over" in said
+    assert "500 response tokens a second, 2,500,000,000 learner tokens a second; model" in said
+    in_update, in_all = (f"{share / 2 / 989e12:.1%}" for share in shares)
+    assert f"FLOPs {in_update} of the peak in updates, {in_all} over all" in said
     args["provenance"]["gpu"] = "1 x Tesla T4"
-    assert inspect_run.describe_utilization(run_dir, args, metrics, times) == ""
+    said = inspect_run.describe_costs(run_dir, args, metrics)
+    assert "FLOPs" not in said and said.endswith("; a learner's peak 3 GiB")
 
 
 def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():

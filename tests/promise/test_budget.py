@@ -12,8 +12,8 @@ BUDGETS = {
     "ppo_vllm_async.py": 16_965,
     "grpo_vllm_async.py": 17_020,
     "scripts/train_reward_model.py": 2_690,
-    "scripts/preflight.py": 7_850,
-    "scripts/odd_data.py": 1_900,
+    "scripts/preflight.py": 6_850,
+    "scripts/odd_data.py": 1_480,
     "scripts/plan.py": 3_475,
 }
 

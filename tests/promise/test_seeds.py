@@ -6,6 +6,7 @@ Nothing of it may go for the sake of something else.
 import json
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import plot_runs
@@ -79,29 +80,14 @@ def test_lengths_of_prompts_are_drawn_or_told(tmp_path, capsys):
     assert (tmp_path / "token_length.png").read_bytes().startswith(b"\x89PNG")
 
 
-class FakeTracker:
-    """In place of accelerate's for Weights & Biases."""
-
-    name = "wandb"
-
-    def __init__(self):
-        self.logged, self.tables = [], []
-
-    def log(self, values, **_):
-        self.logged.append(values)
-
-    def log_table(self, name, dataframe, commit):
-        assert not commit  # the step's metrics come after it
-        self.tables.append((name, dataframe))
-
-
 @pytest.fixture
 def tracker(monkeypatch):
-    tracker = FakeTracker()
+    """In place of accelerate's for Weights & Biases: notes what it is told."""
+    tracker = mock.Mock()
     put = lambda accelerator, *_: setattr(accelerator, "trackers", [tracker])  # noqa: E731
     monkeypatch.setattr(Accelerator, "init_trackers", put)
-    monkeypatch.setattr(Accelerator, "log", lambda *_: None)
-    monkeypatch.setattr(Accelerator, "end_training", lambda *_: None)
+    for name in ("log", "end_training"):
+        monkeypatch.setattr(Accelerator, name, lambda *_: None)
     return tracker
 
 
@@ -114,16 +100,19 @@ def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
     run = run_main(name, dataset=data, num_evals=1, beta=0.1)
     names = METRICS.split()
     assert len(names) == 18 and all(set(names) <= set(line) for line in run.metrics)
-    (values,) = tracker.logged
-    histogram = values["prompt_lengths"]
+    (logged,) = tracker.log.call_args_list
+    histogram = logged.args[0]["prompt_lengths"]
     lengths = json.loads((run.run_dir / "prompt_lengths.json").read_text())
     assert lengths == [len(row["prompt"]) for row in rows]  # a token for each letter
     assert sum(histogram.histogram) == 64
     assert (histogram.bins[0], histogram.bins[-1]) == (min(lengths), max(lengths))
-    ((table_name, table),) = tracker.tables  # in step 1, where an evaluation would have been
+    (logged,) = tracker.log_table.call_args_list  # in step 1, where an evaluation would have been
+    assert logged.args == ("sample_completions",)
+    table = logged.kwargs["dataframe"]
+    assert not logged.kwargs["commit"]  # the step's metrics come after it
     rollouts = read_json_lines(run.run_dir / "rollouts.jsonl")
     first = [sample["response"] for sample in rollouts if sample["training_step"] == 1]
-    assert table_name == "sample_completions" and list(table["response"]) == first
+    assert list(table["response"]) == first
     assert set(table["policy_version"]) == {0}
 
 
@@ -185,7 +174,8 @@ def test_run_is_evaluated_by_the_rule_also_where_it_trains_by_a_reward_model(
     for sample in samples:
         assert sample["score"] == float(sample["response"].strip() == sample["ground_truth"])
     # Before the first update, and after the last
-    assert [len(table) for _, table in tracker.tables] == [8, 8]
+    tables = [logged.kwargs["dataframe"] for logged in tracker.log_table.call_args_list]
+    assert [len(table) for table in tables] == [8, 8]
     assert len({score for batch in run.batches for score in batch.scores.tolist()}) > 16
     line = run.metrics[-1]
     assert line["eval/scores"] == line["eval/verifiable_score"] != line["eval/reward_model_score"]
