@@ -18,13 +18,11 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import REPO, SCRIPTS
 from helpers.files import write_text
-from helpers.processes import CPU, end, environment, wait_until
+from helpers.processes import CPU, ONE_RANK, TWO_RANKS, end, environment, wait_until
 from helpers.programs import call_main
 from torch.distributed.run import get_args_parser
 
 import ppo_vllm_async
-
-ONE_GPU = str(REPO / "scripts" / "accelerate" / "one_gpu.yaml")
 
 # ---------------------------------------------------------------------------------- the launcher
 
@@ -49,8 +47,6 @@ def test_every_launch_names_its_file():
 
 # end_with_launcher alone: the script's imports take seconds
 ENDS_WITH_LAUNCHER = f"""import ast, contextlib, ctypes, os, signal, sys, time
-while "orphan" in sys.argv and os.getppid() != 1:
-    time.sleep(0.01)
 source = open({str(REPO / "ppo_sync.py")!r}).read()
 for node in ast.parse(source).body:
     if getattr(node, "name", None) == "end_with_launcher":
@@ -58,48 +54,21 @@ for node in ast.parse(source).body:
 end_with_launcher()
 print("goes on", flush=True)
 """
-DDP = str(REPO / "scripts" / "accelerate" / "ddp.yaml")
-LAUNCHERS = [  # a launcher, the ranks that it starts, and whether a shell starts it
-    (["accelerate.commands.launch", "--config_file", ONE_GPU], 1, True),
-    (["accelerate.commands.launch", "--config_file", DDP, "--num_processes", "2"], 2, False),
-    (["torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, True),
-]
 
 
-@pytest.fixture(scope="module")
-def in_container(tmp_path_factory):
-    """in_container(*command): runs it as process 1 of a namespace, as a container does."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "shell"), [(ONE_RANK, 1, True), (TWO_RANKS, 2, False)]
+)
+def test_launcher_may_be_process_1_as_in_a_container(launcher, ranks, shell, tmp_path):
+    """Or a shell that starts it. Torch's calls itself pt_elastic there."""
     container = ["unshare", "-Upf", "--mount-proc", "--kill-child"]
     if not shutil.which("unshare") or subprocess.run([*container, "true"]).returncode:
         pytest.skip("unshare makes no namespace of processes here")
-    program = write_text(tmp_path_factory.mktemp("container") / "program.py", ENDS_WITH_LAUNCHER)
-
-    def run(*command, **variables):
-        command = [str(program) if word == "PROGRAM" else word for word in command]
-        streams = {"capture_output": True, "text": True, "timeout": 600}
-        return subprocess.run([*container, *command], env=environment(variables), **streams)
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "ranks", "below_a_shell"), LAUNCHERS)
-def test_launcher_may_be_process_1(words, ranks, below_a_shell, in_container):
-    """Torch's calls itself pt_elastic there."""
-    shell = ["sh", "-c", '"$@"; exit $?', "sh"] if below_a_shell else []
-    result = in_container(*shell, sys.executable, "-m", *words, "PROGRAM", **CPU)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("goes on") == ranks
-
-
-@pytest.mark.slow
-def test_script_whose_launcher_is_gone_says_so_and_ends(in_container):
-    """Process 1 has adopted it: a shell, which stays until the script has closed its output."""
-    leaves_it = """sh -c '"$@" orphan & exit 0' sh "$@" 2>&1 | cat"""
-    shell = ("sh", "-c", leaves_it, "sh")
-    result = in_container(*shell, sys.executable, "PROGRAM", TORCHELASTIC_RUN_ID="1")
-    assert "goes on" not in result.stdout
-    assert "program.py ends: its launcher is gone" in result.stdout
+    program = write_text(tmp_path / "program.py", ENDS_WITH_LAUNCHER)
+    container += ["sh", "-c", '"$@"; exit $?', "sh"] if shell else []
+    command = [*container, sys.executable, *launcher, program]
+    assert subprocess.check_output(command, env=environment(CPU)).count(b"goes on") == ranks
 
 
 def hidden(*_):
