@@ -28,7 +28,6 @@ from run_files import read_args, read_metrics
 # What an x axis can show: the metric that it is read from, and its title
 X_AXES = {
     "step": ("training_step", "training step"),
-    "episode": ("episode", "episode"),
     "seconds": ("time/from_scratch", "seconds since the start"),
 }
 
@@ -123,7 +122,7 @@ def short_name(name: str) -> str:
 # ------------------------------------------------------------------------------ the picture
 
 
-def points_of(metrics: list[dict], key: str, x_axis: str) -> list[tuple[float, float]]:
+def points_of(metrics: list[dict], key: str, x_axis: str = "step") -> list[tuple[float, float]]:
     """(x, value) of one metric.
 
     An evaluation is of the policy before its line's update, but for the last one. Seconds are
@@ -153,9 +152,7 @@ def panels_of(runs: list[Run]) -> list[Panel]:
         own.setdefault(short_name(name), []).append(name)
     panels = []
     for panel in PANELS + [Panel(title, metrics) for title, metrics in own.items()]:
-        drawn = [
-            key for key in panel.metrics if any(points_of(run.metrics, key, "step") for run in runs)
-        ]
+        drawn = [key for key in panel.metrics if any(points_of(run.metrics, key) for run in runs)]
         panels += [panel._replace(metrics=drawn)] if drawn else []
     return panels
 
@@ -323,8 +320,6 @@ def main():
     for run_dir, run in zip(run_dirs, runs, strict=True):
         if not run.metrics:
             parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
-        if X_AXES[args.x][0] not in run.metrics[-1]:
-            parser.error(f"--x {args.x}: {run_dir} has no metric {X_AXES[args.x][0]}")
     if output.exists() and not args.overwrite and output.name != "curves.png":
         parser.error(f"{output} exists: --overwrite replaces it, --output names another")
     try:

@@ -88,7 +88,7 @@ def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     """{metric: [steps, values]}; of many points the least and the greatest of neighbours."""
     curves = {}
     for name in sorted(plots.names_in([run]) - {"training_step"}):
-        points = plots.points_of(run.metrics, name, "step")
+        points = plots.points_of(run.metrics, name)
         points = [(x, float(f"{y:.5g}")) for x, y in points if math.isfinite(y)]
         size = -(-2 * len(points) // most)
         if size > 2:

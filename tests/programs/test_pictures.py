@@ -14,7 +14,7 @@ def steps(**metrics):
     for step, values in enumerate(zip(*metrics.values(), strict=True), start=1):
         named = zip(metrics, values, strict=True)
         line = {name.replace("__", "/"): value for name, value in named if value is not None}
-        lines.append({"training_step": step, "episode": 8 * step} | line)
+        lines.append({"training_step": step} | line)
     return lines
 
 
@@ -30,12 +30,13 @@ def points_in(axes):
 
 def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_policy_was():
     lines = steps(eval__scores=[0.1, 0.9], objective__scores=[0.2, 0.4])
-    lines[0]["eval/policy_version"], lines[1]["eval/policy_version"] = 0, 2
+    for line, version in zip(lines, (0, 2), strict=True):
+        line |= {"eval/policy_version": version, "time/from_scratch": 8 * line["training_step"]}
     axes = draw(lines)["Score"]
     said = [text.get_text() for text in axes.get_legend().get_texts()]
     assert said == ["held-out: eval/scores", "training: objective/scores"]
     assert points_in(axes) == [[[0, 0.1], [2, 0.9]], [[1, 0.2], [2, 0.4]]]
-    assert points_in(draw(lines, x_axis="episode")["Score"])[0] == [[0, 0.1], [16, 0.9]]
+    assert points_in(draw(lines, x_axis="seconds")["Score"])[0] == [[0, 0.1], [16, 0.9]]
 
 
 def test_seconds_leave_out_the_first_step_of_each_process():
