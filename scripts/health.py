@@ -5,37 +5,74 @@ chosen on is in TRIED.
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parent.parent / "docs/scripts.md"
-OF_HELD_OUT = "scores verifiable_score verifiable_correct_rate reward_model_score reward_failures "
-OF_HELD_OUT += "reward/NAME sequence_lengths stop_rate"
-
-
-def read_meanings() -> dict[str, str]:
-    """What each metric is, by the table of docs/scripts.md; {} in a copy that is without docs/.
-
-    >>> METRICS["optim/grad_norm"].partition(". If ")[0]
-    "Mean over the step's updates. optim/grad_norm: before clipping"
-    """
-    text = PAGE.read_text("utf-8") if PAGE.exists() else ""
-    table, meanings, heading = text.partition("## Logged metrics")[2], {}, ""
-    for first, second in re.findall(r"^\| (.+?) \| (.*?) ?\|$", table, re.MULTILINE):
-        heading = first.split("**")[1].strip(".") if "**" in first else heading
-        said = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`†]", r"\1", second).strip()
-        names = re.findall(r"`([\w/]+)`", first)
-        meanings |= dict.fromkeys(names, f"{heading}. {', '.join(names)}: {said}")
-    for name in OF_HELD_OUT.split() if meanings else []:
-        meanings[f"eval/{name}"] = f"Held-out prompts. {meanings[f'objective/{name}']}"
-    return meanings
-
-
-METRICS = read_meanings()
+# What each metric is: of the whole batch and all ranks, where nothing else is said
+METRICS = {
+    "episode": "responses trained on so far",
+    "epoch": "passes over the training prompts so far",
+    "lr": "the policy's learning rate; 0 while the value model learns alone",
+    "objective/scores": "mean score of a response",
+    "objective/scores_std": "deviation of the scores over the batch",
+    "objective/verifiable_score": "mean of what the reward function returned",
+    "objective/verifiable_correct_rate": "share of right responses, by the reward function",
+    "objective/reward_model_score": "mean score by the reward model",
+    "objective/reward/NAME": "mean of what the reward function returned as NAME",
+    "objective/reward_failures": "share of responses whose reward function failed",
+    "objective/kl": "logp - logp_ref, summed over a response; mean over responses",
+    "objective/non_score_reward": "-beta x KL (GRPO: --kl_estimator), summed over a response; mean",
+    "objective/rlhf_reward": "score plus -beta x KL, of the responses that have a score",
+    "objective/entropy": "-logp, summed over a response's sampled tokens; mean over responses",
+    "objective/loss": "what an update minimizes; mean over the step's updates",
+    "objective/sequence_lengths": "tokens of a response, with its stop token",
+    "objective/stop_rate": "share of responses that stopped before --response_length",
+    "policy/entropy_avg": "exact entropy of a token's distribution, in nats; mean over tokens",
+    "policy/approxkl_avg": "(new - old)^2 / 2 of log-probabilities; mean over tokens",
+    "policy/clipfrac_avg": "share of tokens where the clip binds",
+    "policy/version": "training steps that the learner had completed before this one",
+    "policy/staleness": "how many more that is than the policy that sampled had",
+    "loss/policy_avg": "the clipped loss; mean over tokens",
+    "loss/value_avg": "half the squared error of the values; mean over tokens",
+    "loss/kl_avg": "the KL term, before beta; mean over tokens",
+    "val/ratio": "new / old probability; mean over tokens",
+    "val/ratio_var": "squared distance of new / old from 1; mean over tokens",
+    "val/clipfrac_avg": "share of tokens where the value loss is clipped",
+    "val/explained_variance": "of returns by values before the update: 1 perfect, 0 a constant",
+    "val/sequence_lengths": "tokens of a response, with its stop token",
+    "val/num_stop_token_ids": "number of responses that stopped",
+    "val/zero_variance_groups": "number of groups whose scores are all equal",
+    "val/computed_responses": "number of responses that went through the policy",
+    "optim/grad_norm": "norm of the policy's gradient before clipping; mean over updates",
+    "optim/value_grad_norm": "the same of the value model",
+    "mismatch/logprob_diff_mean": "|learner's - sampler's log-probability|; mean over tokens",
+    "mismatch/logprob_diff_max": "|learner's - sampler's log-probability|; the largest",
+    "mismatch/kl": "KL of the sampler to the learner (k3); mean over tokens",
+    "mismatch/ess": "effective sample size by the importance weights, as a share of the tokens",
+    "mismatch/tis_clipfrac": "share of importance weights cut off at --tis_cap",
+    "mismatch/masked": "share of tokens whose response --mismatch_mask takes out",
+    "time/training": "seconds of the step",
+    "time/weight_sync": "seconds of sending vLLM the weights",
+    "time/generation": "seconds of sampling, on rank 0",
+    "time/reward": "seconds of the reward function, on rank 0",
+    "time/reward_model": "seconds of the reward model",
+    "time/forward": "seconds of the forward passes before the updates",
+    "time/update": "seconds of the updates",
+    "time/checkpoint": "seconds of saving a checkpoint",
+    "time/evaluation": "seconds of sampling and grading an evaluation",
+    "time/from_scratch": "seconds since the run began",
+    "time/wait_for_generation": "seconds that the learner waited for the batch",
+    "time/wait_for_prompts": "seconds that generation waited for the learner, on rank 0",
+    "perf/episodes_per_second": "responses a second of the step",
+    "perf/response_tokens_per_second": "response tokens a second of the step",
+    "perf/memory_gib": "GiB on rank 0, without vLLM: the most on its GPU so far; on a CPU now",
+    "eval/policy_version": "training steps of the policy that answered the held-out prompts",
+}
+OF_HELD_OUT = "scores verifiable_score verifiable_correct_rate reward_model_score reward_failures"
+for _name in (*OF_HELD_OUT.split(), "reward/NAME", "sequence_lengths", "stop_rate"):
+    METRICS[f"eval/{_name}"] = f"{METRICS[f'objective/{_name}']}, to held-out prompts"
 
 
 class Question(NamedTuple):

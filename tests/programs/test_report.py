@@ -204,7 +204,11 @@ def test_a_run_s_failure_is_linked_to_what_it_looks_like(make_run):
     assert link == (REPO / "docs/failures.md").as_uri() + "#stale-weights"
 
 
-def test_docs_quote_the_rules():
+def test_docs_have_the_metrics_and_quote_the_rules():
+    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/scripts.md").read_text(), re.M)
+    keys = {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
+    held_out = {name for name in health.METRICS if name.startswith("eval/")}
+    assert keys | held_out == health.METRICS.keys() and len(keys) > 50
     text = (REPO / "docs/looking.md").read_text()
     said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
     quoted = [words for each in health.QUESTIONS for words in (each.ask, each.usual, each.then)]
