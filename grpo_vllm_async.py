@@ -1261,10 +1261,12 @@ def fill_in(args, world_size):
         )
     if args.number_samples_per_prompt < 2:
         raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
-    # Fixed in vLLM 0.33 (issue 48590)
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if args.lora_rank > 32 and is_hopper:
-        raise ValueError(f"--lora_rank {args.lora_rank}: above 32 this vLLM is wrong on this GPU")
+    if args.lora_rank > 32 and is_hopper and "TRITON_PTXAS_PATH" not in os.environ:
+        raise ValueError(
+            f"--lora_rank {args.lora_rank}: above 32 vLLM 0.32 may be wrong on this GPU (its issue "
+            f"48590), unless TRITON_PTXAS_PATH is an assembler of CUDA 13.3 or later"
+        )
     num_engines = count_engines(args)
     if not args.reward_workers:
         args.reward_workers = min(8, os.cpu_count() // num_engines or 1)
