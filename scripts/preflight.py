@@ -129,6 +129,7 @@ class Run:
     # Of each data source: scores of a right, a wrong and an empty answer to its first row
     answers: dict = field(default_factory=dict)
     run_dir: Path | None = None
+    disk: Path | None = None  # the folder that is there, of those on the way to it
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
     notes: list = field(default_factory=list)  # what is no mistake, but should be known
@@ -431,45 +432,39 @@ def load_pairs(run):
 # ----------------------------------------------------------------------------------------- models
 
 
-def build_model(run, auto_class, path, config):
-    """A model without its weights, and the report of its loading.
-
-    A model on the hub is built from its config alone: its weights are not downloaded. So is one
-    here that has none, if the run is for another machine.
-    """
-    options = {"config": config, "attn_implementation": run.args.attn_implementation}
-    report = {"missing_keys": [], "mismatched_keys": []}
-    is_here = is_local(path)
-    if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
-        # The report names shapes that are others
-        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, report = auto_class.from_pretrained(path, device_map="meta", **options)
-    elif is_here and not run.options.is_elsewhere():
-        raise Mistake(
-            "it has no weights, such as model.safetensors; a plan for another machine needs none: "
-            "say its --num_gpus and --gpu_memory, before the script"
-        )
-    else:
-        if is_here:
-            run.notes.append(f"{path} has no weights: the plan is by its config.json")
-        with torch.device("meta"):
-            model = auto_class.from_config(**options)
-    for name, shape, needed in sorted(report["mismatched_keys"]):
-        raise Mistake(f"in its weights {name} is {list(shape)}, and should be {list(needed)}")
-    # AutoModelForCausalLM finds the text model in one for images, too. But it makes decoders of
-    # encoders such as BERT, as which they were not trained
-    saved_as = str(config.architectures)
-    if auto_class is AutoModelForCausalLM and re.search("MaskedLM|PreTraining", saved_as):
-        raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
-    return model, report
-
-
 def load_model(run, auto_class, path, trained, **config_options):
-    """A model by the script's load_model, which refuses what it lacks, without its weights."""
+    """A model by the script's load_model, which refuses what it lacks, without its weights.
+
+    One on the hub is built from its config alone: its weights are not downloaded. So is one here
+    that has none, if the run is for another machine.
+    """
     script, args = run.reader()
 
     def build(path, config, **_):
-        return build_model(run, auto_class, path, config)
+        options = {"config": config, "attn_implementation": args.attn_implementation}
+        report, is_here = {"missing_keys": [], "mismatched_keys": []}, is_local(path)
+        if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
+            # The report names shapes that are others
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, report = auto_class.from_pretrained(path, device_map="meta", **options)
+        elif is_here and not run.options.is_elsewhere():
+            raise Mistake(
+                "it has no weights, such as model.safetensors; a plan for another machine needs "
+                "none: say its --num_gpus and --gpu_memory, before the script"
+            )
+        else:
+            if is_here:
+                run.notes.append(f"{path} has no weights: the plan is by its config.json")
+            with torch.device("meta"):
+                model = auto_class.from_config(**options)
+        for name, shape, needed in sorted(report["mismatched_keys"]):
+            raise Mistake(f"in its weights {name} is {list(shape)}, and should be {list(needed)}")
+        # AutoModelForCausalLM finds the text model in one for images, too. But it makes decoders
+        # of encoders such as BERT, as which they were not trained
+        saved_as = str(config.architectures)
+        if auto_class is AutoModelForCausalLM and re.search("MaskedLM|PreTraining", saved_as):
+            raise Mistake(f"it is {saved_as}, and must be a decoder, a causal language model")
+        return model, report
 
     without_weights = SimpleNamespace(from_pretrained=build)
     with mock.patch.object(script, auto_class.__name__, without_weights):
@@ -635,14 +630,9 @@ def rows_to_try(run, prompts):
     return sorted(chosen, key=lambda row: is_empty(row.ground_truth))
 
 
-POOR = (
-    "the ground truth as an answer scores no more than a wrong or an empty answer; is a right "
-    "answer of another form?"
-)
+POOR = "the truth scores no more than a wrong or an empty answer; is a right one of another form?"
 PARTIAL = (
-    "the ground truth scores less than 1, which counts as right: unless an answer of another form "
-    "scores more, the share of right answers will say 0; the reward may return `right` as well "
-    "(docs/rewards.md)"
+    "the ground truth scores less than 1, which counts as right: see `right` in docs/rewards.md"
 )
 
 
@@ -689,17 +679,13 @@ def score(run, workers, prompt, answer):
     script, args, tokenizer = run.script, run.args, run.tokenizer
     try:
         token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        response = script.Response(
-            prompt=prompt,
-            token_ids=[*token_ids, 0],  # with a stop token
-            logprobs=None,
-            stopped=True,
-            text=script.response_text(tokenizer, token_ids, args),
-        )
+        text = script.response_text(tokenizer, token_ids, args)
+        given = {"prompt": prompt, "token_ids": [*token_ids, 0], "text": text}  # with a stop token
+        response = script.Response(**given, logprobs=None, stopped=True)
         if args.reward_fn:
             response = script.call_worker(workers, response, args)
         else:
-            value = script.compute_score(prompt.data_source, response.text, prompt.ground_truth)
+            value = script.compute_score(prompt.data_source, text, prompt.ground_truth)
             response = replace(response, verifiable=value)
         failure = response.failure
     except Exception as error:
@@ -716,21 +702,16 @@ def score(run, workers, prompt, answer):
 # ------------------------------------------------------------------ folder, checkpoint, disk, hub
 
 
-def existing_folder(path):
-    """The folder that is there, of those on the way to a path."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def check_run_folder(run):
     """Refuses a run folder with another run, or which cannot be written. Finds the checkpoint."""
     args = replace(run.args, run_name=run.args.run_name or run.args.exp_name)
     run_dir, checkpoint_dir = run.script.find_run(args)
     run_dir = run_dir.absolute()
-    folder = existing_folder(run_dir)
+    folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
     if not (can_write or run.options.is_elsewhere()):
         raise Mistake(f"--output_dir {args.output_dir}: {folder} is no folder to write to")
-    run.run_dir, run.checkpoint_dir = run_dir, checkpoint_dir
+    run.run_dir, run.disk, run.checkpoint_dir = run_dir, folder, checkpoint_dir
     if checkpoint_dir is not None:  # prompts may have the day in them
         with contextlib.suppress(OSError, ValueError, KeyError):
             run.args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
@@ -772,7 +753,7 @@ def check_disk(run):
     if not disk and run.options.is_elsewhere():
         run.notes.append("the other machine's disk is not checked; say its room by --disk, in GB")
         return
-    free = disk * 1e9 if disk else shutil.disk_usage(existing_folder(run.run_dir)).free
+    free = disk * 1e9 if disk else shutil.disk_usage(run.disk).free
     # Checkpoints that are there already will make way
     there = [path for path in run.run_dir.glob("checkpoints/**/*") if path.is_file()]
     free += sum(path.stat().st_size for path in there)
@@ -840,17 +821,18 @@ def check_hub(run):
 
 def check_memory(run):
     """Refuses a run that needs more memory than its GPUs have."""
-    if run.options.gpu_memory is None and torch.cuda.device_count() > 0:
-        run.options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    if run.options.gpu_memory is None or plan.fits(run):
+    args, options = run.args, run.options
+    if options.gpu_memory is None and torch.cuda.device_count() > 0:
+        options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    if options.gpu_memory is None or plan.fits(run):
         return
-    parts = {"a learner": (plan.learner_needs(run), plan.learner_room(run))}
+    sizes = [("a learner", plan.learner_needs(run), plan.learner_room(run))]
     if not run.trains_reward_model():
-        name = f"vLLM, by --vllm_gpu_memory_utilization {run.args.vllm_gpu_memory_utilization:g},"
-        parts[name] = (plan.engine_needs(run), plan.engine_room(run))
+        name = f"vLLM, by --vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization:g},"
+        sizes.append((name, plan.engine_needs(run), plan.engine_room(run)))
     problem = "; ".join(
         f"{name} needs about {in_words(needed)} of its GPU, and has {in_words(room)}"
-        for name, (needed, room) in parts.items()
+        for name, needed, room in sizes
         if needed > room
     )
     helps = "no flags make room; GPUs for vLLM alone may (--vllm_gpus), or a smaller model"
@@ -952,8 +934,7 @@ def plan_of_checkpoint(run):
     yield "resumes", str(run.checkpoint_dir)
     step = run.script.step_of
     checkpoints = run.script.list_checkpoints(run.run_dir)
-    newer = [path.name for path in checkpoints if step(path) > step(run.checkpoint_dir)]
-    if newer:
+    if newer := [path.name for path in checkpoints if step(path) > step(run.checkpoint_dir)]:
         yield "", f"and removes what is newer: {', '.join(newer)}"
     for name, (was, now) in run.changed.items():
         yield "", f"{name} was {was} and is {now}"
@@ -980,8 +961,8 @@ def launch_command(options, words):
     """
     learners, machines = options.num_processes, options.num_machines
     launcher = Path(sys.executable).with_name("accelerate")
-    is_on_path = shutil.which("accelerate") == str(launcher)
     file = Path(__file__).with_name("accelerate") / ("ddp.yaml" if learners > 1 else "one_gpu.yaml")
+    is_on_path = shutil.which("accelerate") == str(launcher)
     command = ["accelerate" if is_on_path else os.path.relpath(launcher), "launch", "--quiet"]
     # The launcher does not expand a home
     command += ["--config_file", os.path.expanduser(options.config_file or os.path.relpath(file))]
@@ -1008,13 +989,11 @@ def check(run):
     mistakes = []
 
     def attempt(part, *needed):
-        """Runs a part, unless another has not found what it needs."""
-        if None in needed or False in needed:
-            return
-        try:
-            part(run)
-        except Exception as error:  # such as of a fork, which may lack a function or an argument
-            mistakes.append(describe(error))
+        if None not in needed and False not in needed:
+            try:
+                part(run)
+            except Exception as error:  # such as of a fork, which may lack a function
+                mistakes.append(describe(error))
 
     is_trainer = run.trains_reward_model()
     attempt(check_sharding)
@@ -1065,9 +1044,8 @@ def main(words):
         print(line, file=sys.stderr)
     if mistakes:
         return 2
-    where = ""
-    if options.num_machines > 1:
-        where = " on HOST, and on each other machine by its own --machine_rank"
+    others = ", and on each other machine by its own --machine_rank"
+    where = f" on HOST{others}" if options.num_machines > 1 else ""
     print(f"Launch{where}:\n{launch_command(options, words[split:])}")
     return 0
 

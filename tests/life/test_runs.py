@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import overlap
 import pytest
 import torch
-from helpers import ASYNC, REPO, SCRIPTS
+from helpers import ASYNC, SCRIPTS
 from helpers.endings import new_mark, processes_with
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, folders_of_vllm
+from helpers.processes import CPU, ONE_RANK, folders_of_vllm
 from helpers.rollouts import STOP  # <|end|> of the debug model too
 from helpers.runs import (
     VLLM_OPTIONS,
@@ -32,28 +32,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.slow
 
 STEPS = range(1, 5)
-# As in README.md
-LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
-LAUNCHER += (str(REPO / "scripts" / "accelerate" / "one_gpu.yaml"),)
 LENGTH = VLLM_OPTIONS["response_length"]
 # Each version is far from the next
 ASYNC_OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
-OF_GRPO = {
-    "local_rollout_batch_size": 8,
-    "number_samples_per_prompt": 4,
-    "kl_estimator": "kl1",
-    "learning_rate": 1e-3,
-    "seed": 3,  # whose first groups have spread
-}
+OF_GRPO = {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4, "kl_estimator": "kl1"}
+OF_GRPO |= {"learning_rate": 1e-3, "seed": 3}  # whose first groups have spread
 OF_GRPO |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # it has none of these
 
 
 @pytest.fixture(scope="module")
 def launched(run_script, small_eval, tmp_path_factory):
-    """launched("ppo_vllm_async.py", "ppo", LAUNCHER, wandb's variables): a run that went well."""
+    """launched("ppo_vllm_async.py", ONE_RANK, wandb's variables): a run that went well."""
 
-    def run(script, name, launcher=None, env=None, **options):
-        folder, mark = tmp_path_factory.mktemp(name), new_mark()
+    def run(script, launcher=None, env=None, **options):
+        folder, mark = tmp_path_factory.mktemp("run"), new_mark()
         env = {"WANDB_DIR": str(folder)} | mark | (env or {})
         options = {"eval_dataset": small_eval} | ASYNC_OPTIONS | options
         run = run_script(script, folder, launcher, env=env, **options)
@@ -66,13 +58,13 @@ def launched(run_script, small_eval, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ppo_run(launched):
-    return launched("ppo_vllm_async.py", "ppo", LAUNCHER)
+    return launched("ppo_vllm_async.py", ONE_RANK)
 
 
 @pytest.fixture(scope="module")
 def grpo_run(launched):
     env = {"WANDB_MODE": "offline"}
-    return launched("grpo_vllm_async.py", "grpo", LAUNCHER, env, with_tracking=True, **OF_GRPO)
+    return launched("grpo_vllm_async.py", ONE_RANK, env, with_tracking=True, **OF_GRPO)
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -108,8 +100,8 @@ def test_every_step_has_its_line_of_finite_metrics(run):
         assert all(math.isfinite(value) for value in line.values())
         assert timers <= set(line) and min(line[timer] for timer in timers) >= 0
     assert (run.run_dir / "curves.png").stat().st_size > 0
-    lines = re.findall(r"^step (\d) of 4, (\S+) left  objective/scores: ", run.stdout, re.MULTILINE)
-    assert [int(step) for step, _ in lines] == list(STEPS) and lines[-1][1] == "0:00:00"
+    lines = re.findall(r"^step (\d of 4), \S+ left  objective/scores: ", run.stdout, re.MULTILINE)
+    assert lines == [f"{step} of 4" for step in STEPS]
 
 
 def test_sampler_had_the_weights_of_the_version_that_it_names(run, models):
@@ -142,18 +134,17 @@ def test_score_is_of_the_response_to_the_prompt_beside_it(run, tokenizer):
     for step, line in zip(STEPS, run.metrics, strict=True):
         batch = batch_of(run, step)
         drawn += batch["prompt_ids"]
-        scores, right = [], []
-        for prompt, response in batch["sequences"]:
+        right = []
+        for row, (prompt, response) in enumerate(batch["sequences"]):
             digits = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("=")
             answer = tokenizer.decode(response, skip_special_tokens=True)
             right.append(float(answer == "".join(sorted(digits))))
-            scores.append(right[-1] if response[-1] == STOP else -1.0)
-            assert STOP not in response[:-1]
-            assert response[-1] == STOP or len(response) == LENGTH
-        assert batch["scores"].tolist() == scores
+            stopped = response[-1] == STOP
+            assert batch["scores"][row] == (right[-1] if stopped else -1.0)
+            assert STOP not in response[:-1] and (stopped or len(response) == LENGTH)
         for name in ("verifiable_correct_rate", "verifiable_score"):
             assert line[f"objective/{name}"] == pytest.approx(sum(right) / 32)
-        seen |= set(scores)
+        seen |= {*batch["scores"].tolist()}
     assert {-1.0, 0.0} <= seen  # few are right at this temperature, and 1.0
     assert all(drawn[i] == drawn[i - i % samples] for i in range(128))
     assert len(set(map(str, drawn))) == 128 / samples
@@ -177,17 +168,6 @@ def test_evaluations_are_greedy_answers_of_the_version_that_they_name(run, model
         right = sum(s["response"] == s["ground_truth"] for s in samples) / 32
         assert line["eval/verifiable_correct_rate"] == pytest.approx(right)
         assert line["eval/stop_rate"] == sum(s["stopped"] for s in samples) / 32
-
-
-def test_saved_model_is_the_last_policy(run, models):
-    saved = AutoModelForCausalLM.from_pretrained(run.run_dir / "model").state_dict()
-    first, last = (models[version].state_dict() for version in (0, 4))
-    assert saved.keys() == last.keys()
-    for name, value in saved.items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, last[name])
-        assert not torch.equal(value, first[name])
-    assert AutoTokenizer.from_pretrained(run.run_dir / "model").chat_template
 
 
 @pytest.mark.parametrize("run", ASYNC, indirect=True)
@@ -234,7 +214,7 @@ def test_resumed_run_gives_the_same_bits(ppo_run, launched, tmp_path):
     for name in ("model", "batches"):
         shutil.rmtree(tmp_path / "run" / name)
     options = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_2"}
-    again = launched("ppo_vllm_async.py", "again", output_dir=tmp_path, **options)
+    again = launched("ppo_vllm_async.py", output_dir=tmp_path, **options)
     again.run_dir = tmp_path / "run"
     check_equal_to_the_bit(ppo_run, again, steps=(3, 4))
 
@@ -243,7 +223,7 @@ def test_forked_run_gives_the_bits_of_the_real_command(run, launched):
     """Else what other tests find in forked runs would not be what a user has."""
     of_sync = {"learning_rate": 5e-4, "save_freq": None}
     changes = {"ppo_sync.py": of_sync, "grpo_vllm_async.py": OF_GRPO}
-    again = launched(run.script, "forked", **changes.get(run.script, {}))
+    again = launched(run.script, **changes.get(run.script, {}))
     check_equal_to_the_bit(run, again, STEPS)
 
 
@@ -252,15 +232,9 @@ NOT_COMPARED = ("time/", "perf/", "mismatch/")
 
 
 def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
-    halves = {
-        "local_rollout_batch_size": 8,
-        "local_mini_batch_size": 16,
-        "per_device_train_batch_size": 4,
-        "local_rollout_forward_batch_size": 16,
-        "total_episodes": 64,
-        "num_evals": 1,
-    }
-    options = VLLM_OPTIONS | halves | {"eval_dataset": small_eval}
+    options = VLLM_OPTIONS | {"eval_dataset": small_eval, "num_evals": 1, "total_episodes": 64}
+    options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
+    options |= {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 16}
     run = run_script("ppo_sync.py", tmp_path, ranks=2, env=CPU, **options)
     assert run.returncode == 0, run.output
     assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
@@ -278,7 +252,7 @@ def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
 
 @pytest.mark.parametrize("async_mode", [False, True])
 def test_generation_and_training_overlap_and_only_then_are_responses_a_step_old(
-    async_mode, monkeypatch
+    async_mode, monkeypatch, capsys
 ):
     """Asynchronously a training waits for the next generation to begin, and that for it."""
     events, both = [], threading.Barrier(2, timeout=60)
@@ -294,7 +268,8 @@ def test_generation_and_training_overlap_and_only_then_are_responses_a_step_old(
 
     clock = SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter)
     monkeypatch.setattr(overlap, "time", clock)
-    samplers = [sampler for sampler, _ in overlap.run_toy(async_mode)]
+    overlap.run_steps(async_mode)
+    samplers = [int(version) for version in re.findall(r"of version (\d)", capsys.readouterr().out)]
     assert samplers == ([0, 0, 1, 2, 3, 4, 5] if async_mode else [0, 1, 2, 3, 4, 5, 6])
     in_turn = ["generation", "generation ends", "training", "training ends"]
     assert (events == 7 * in_turn) != async_mode

@@ -1,7 +1,8 @@
-"""README.md, docs/ and scripts/train: what their commands launch passes the preflight, and fits.
+"""What the commands of README.md, docs/ and scripts/train launch has flags that fit together.
 
-Recipes are run in a folder in which .venv/bin/python and accelerate only note how they are called.
-Then the notes are followed. Rows have the form of the hub's; models have shapes, and no weights.
+Scripts of bash are run in a folder in which .venv/bin/python and accelerate only note how they are
+called. What a recipe launches passes the whole preflight: rows have the form of the hub's; models
+have shapes, and no weights.
 """
 
 import itertools
@@ -13,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import datasets
@@ -21,6 +21,7 @@ import fork
 import plan
 import preflight
 import pytest
+import tyro
 from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
 from preflight_cases import call_rewards_here
@@ -64,25 +65,6 @@ def split_words(words):
     return words[:start], words[start:]
 
 
-@pytest.fixture
-def ask(monkeypatch, capfd):
-    """ask(words): the preflight's Run of a launch that it finds right."""
-    runs = []
-    call_rewards_here(monkeypatch)
-    monkeypatch.setattr(preflight, "print_plan", runs.append)
-
-    def ask(words):
-        options, script = split_words(words)
-        if not Path(script[0]).exists():  # it is no fork
-            script = [str(REPO / script[0]), *script[1:]]
-        with modules.put_back(LOADED):
-            status = preflight.main([*options, *script])
-        assert status == 0, capfd.readouterr().err
-        return runs[-1]
-
-    return ask
-
-
 # ---------------------------------------------------------------------------------------- documents
 
 PROGRAM = r"(?:\w+=\S+ )*(?:\S*/)?(?:bash|python|accelerate|torchrun) "
@@ -123,82 +105,49 @@ FOUND = {each for page in PAGES for each in commands_of(page)}
 COMMANDS = sorted(words for words in FOUND if re.match(ASKED, " ".join(words)))
 
 
-def block_of(page, pattern):
-    """A program that a page shows."""
-    (block,) = re.findall(pattern, (REPO / "docs" / page).read_text(), re.DOTALL)
-    return textwrap.dedent(block)
-
-
-@pytest.fixture(scope="module")
-def newcomer(git, assets, take_rows, reward_model, tmp_path_factory):
-    """A folder with what the commands need; and, by flag, what stands for what is not there."""
-    folder = make_folder(tmp_path_factory.mktemp("newcomer") / "clone")
-    files = ("train.parquet", "test.parquet", "preference_train.parquet", "preference_test.parquet")
-    few, model = take_rows(dict.fromkeys(files, 512)), folder / "model"
-    (few / "model").symlink_to(assets / "model")
-    for name in ("debug_assets", "debug_assets_rm", "debug_assets_calculator"):
-        (folder / name).symlink_to(few)
-    for path in fork.FORKS.glob("*.diff"):
-        fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
-    rewards = block_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
-    write_text(folder / "my_rewards.py", rewards)
-    step = block_of("forks.md", r"```python\n(def step.*?)```")
-    write_text(folder / "tools.py", f"import re\n\n\n{step}")
-    make = [sys.executable, "scripts/data_preprocess/instructions.py"]
-    subprocess.run(make, cwd=folder, check=True)
-    shutil.copytree(assets / "model", model)
-    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
-    write_text(model / "config.json", json.dumps(config))
-    models = {"--model_name_or_path": model, "--reward_model_path": reward_model}
-    models["--teacher_model_path"] = assets / "model"
-    for kind in ("", "preference_"):
-        train, test = (few / f"{kind}{split}.parquet" for split in ("train", "test"))
-        models[kind] = models | {"--dataset": train, "--eval_dataset": test}
-    return folder, models
-
-
 def launches_of(words, folder):
     """What a command launches: words, those of the script among them."""
     variables = {"MODEL": "debug_assets/model"}
     if words[0].startswith("SCRIPT="):
         variables["SCRIPT"], words = words[0].removeprefix("SCRIPT="), words[1:]
     if words[0] != "bash":
-        return [words]
+        return [words[2:] if "scripts/preflight.py" in words else words]
     return [note for note in notes_of(words, folder, **variables) if note[0] == "accelerate"]
 
 
-def question_of(launch):
-    """What the preflight is to be told of a launch on GPUs that this machine lacks."""
-    options, script = split_words(launch)
+def check_flags(launch, folder):
+    """The preflight's check of arguments, on GPUs that this machine lacks."""
+    options, (name, *flags) = split_words(launch)
     known = []
     for option, value in itertools.pairwise(options):
         if option in LAUNCH_OPTIONS:
             known += [LAUNCH_OPTIONS[option], value]
     # On a GPU adapters need bfloat16, which the debug commands have not
-    gpus = ["--num_gpus", "16", "--gpu_memory", "80"]
-    if "--lora_rank" in script and "float32" in script:
-        gpus = ["--num_gpus", "0"]
-    return [*known, *gpus, *script]
+    num_gpus = 0 if "--lora_rank" in flags and "float32" in flags else 16
+    script = preflight.load_script(folder / name if (folder / name).exists() else REPO / name)
+    known += ["--num_gpus", str(num_gpus)]
+    launch = tyro.cli(preflight.Options, args=known, use_underscores=True)
+    args = tyro.cli(script.Args, args=flags, use_underscores=True)
+    preflight.read_config_file(launch)
+    run = preflight.Run(script, launch, args)
+    preflight.check_sharding(run)
+    preflight.check_arguments(run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_pass_the_preflight(words, newcomer, ask, monkeypatch):
-    folder, stand_in = newcomer
+def test_commands_have_flags_that_fit_together(git, assets, tmp_path, monkeypatch):
+    folder = make_folder(tmp_path / "clone")
     monkeypatch.chdir(folder)
-    if "scripts/preflight.py" in words:
-        questions = [list(words[2:])]
-    else:
-        questions = [question_of(launch) for launch in launches_of(list(words), folder)]
-    assert questions
-    for question in questions:
-        if "--resume_from_checkpoint" in question:  # there is none yet
-            del question[question.index("--resume_from_checkpoint") :]
-        paths = stand_in["preference_" if TRAINER in question else ""]
-        for index, (flag, value) in enumerate(itertools.pairwise(question), start=1):
-            if not Path(value).exists():
-                question[index] = str(paths.get(flag, value))
-        ask(question)
+    (folder / "debug_assets").symlink_to(assets)
+    for path in fork.FORKS.glob("*.diff"):
+        fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
+    assert len(COMMANDS) > 40
+    with modules.put_back(LOADED):
+        for words in COMMANDS:
+            launches = launches_of(list(words), folder)
+            assert launches, words
+            for launch in launches:
+                check_flags(launch, folder)
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -285,7 +234,7 @@ def ways_to_run():
 
 @pytest.mark.parametrize(("recipe", "number", "env"), ways_to_run())
 def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
-    recipe, number, env, ask, assets, tmp_path, monkeypatch
+    recipe, number, env, assets, tmp_path, monkeypatch, capfd
 ):
     kind, text = recipe.split("/")[0], (TRAIN / recipe).read_text()
     name = re.search(r"{MODEL:-([^}]+)}", text)[1]
@@ -296,6 +245,9 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     variables = {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
     notes = notes_of(["bash", f"scripts/train/{recipe}"], folder, **env | variables)
     monkeypatch.chdir(folder)
+    runs = []
+    call_rewards_here(monkeypatch)
+    monkeypatch.setattr(preflight, "print_plan", runs.append)
     monkeypatch.setattr(preflight.Run, "max_length", max_length)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for _, program, *words in notes:
@@ -306,9 +258,12 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     trained.mkdir(parents=True)
     (trained / "model").symlink_to(reward_model)
 
-    def ask_of(options, script, gpu_memory="80"):
-        gpus = "1" if options[-1] == "1" else "8"
-        return ask([*options, "--num_gpus", gpus, "--gpu_memory", gpu_memory, *script])
+    def ask(options, script, gpu_memory="80"):
+        gpus = ["--num_gpus", "1" if options[-1] == "1" else "8", "--gpu_memory", gpu_memory]
+        with modules.put_back(LOADED):
+            status = preflight.main([*options, *gpus, str(REPO / script[0]), *script[1:]])
+        assert status == 0, capfd.readouterr().err
+        return runs[-1]
 
     asked = [split_words(note[2:]) for note in notes if note[1] == "scripts/preflight.py"]
     launched = [split_words(note[2:]) for note in notes if note[1] == "launch"]
@@ -316,12 +271,12 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     early = [asked.pop(0)] if STAND_IN in asked[0][1] else []
     assert len(early) == (recipe == "rm/ppo_hh.sh")
     for question in early:
-        ask_of(*question)
+        ask(*question)
     needs = re.findall(NEEDS, text, re.MULTILINE)[number * len(asked) :][: len(asked)]
     for question, launch, (needed, room, memory) in zip(asked, launched, needs, strict=True):
         assert question[1] == launch[1]  # what was asked is launched
         assert " ".join(question[0]) in " ".join(launch[0])
-        run = ask_of(*question, memory)
+        run = ask(*question, memory)
         sizes = plan.learner_needs(run) / plan.GIB, plan.learner_room(run) / plan.GIB
         assert sizes == pytest.approx((int(needed), int(room)), rel=0.1)
         assert not any("GPUs are not used" in note for note in run.notes)

@@ -67,7 +67,7 @@ def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
 
 
 def test_ddp_has_the_gradients_of_one_model_a_second_time():
-    """As test_fake_memory sees it do."""
+    """In the first pass after the first update (torch 2.13, reducer.cpp, rebuild_buckets)."""
     run = launch(PPO, "1.7", 80, "ddp.yaml", learners=8)
     most, parts = plan.learner_memory(run)
     count = max(map(plan.count_parameters, (run.model, run.value_model)))

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,11 +341,22 @@ def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
     check_plan(answer, "scores 1, a wrong answer 0, an empty one 0")
 
 
+def program_of(page, pattern):
+    """What a page shows."""
+    (block,) = re.findall(pattern, (REPO / "docs" / page).read_text(), re.DOTALL)
+    return textwrap.dedent(block)
+
+
 @pytest.mark.slow
-def test_reward_and_environment_run_in_a_process(ask, folder, write_fork):
+def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
+    """Those that the pages show, too."""
     late = cases.call("time.sleep(99)")
     check_mistake(ask("ppo_sync.py", late, reward_timeout=0.5), "TimeoutError | 0.5 s")
-    write_text(folder / "tools.py", "def step(text, ground_truth, turn): return None\n")
+    mine = program_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
+    write_text(folder / "my_rewards.py", mine)
+    check_plan(ask("ppo_sync.py", reward_fn="my_rewards.py:score"), "a wrong answer 0")
+    step = program_of("forks.md", r"```python\n(def step.*?)```")
+    write_text(folder / "tools.py", f"import re\n\n\n{step}")
     path, before = write_fork("multiturn"), threading.enumerate()
     check_mistake(ask(path, env_fn="tools.py:walk", max_turns=2), "no attribute 'walk'")
     check_plan(ask(path, env_fn="tools.py:step", max_turns=2), "learners 1")

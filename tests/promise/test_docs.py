@@ -10,14 +10,10 @@ import sys
 import pytest
 from helpers import PAGES, REPO, SCRIPTS
 
-# Flags of other programs: the launchers, the preflight, the benchmarks, docker
+# Flags of launchers, docker and Slurm, and of programs of older commits
 OTHER_FLAGS = """
-    num_processes machine_rank main_process_ip main_process_port nproc_per_node help config_file
-    privileged quiet steps local_save_dir local_dataset_path split center_rewards_coefficient
-    num_gpus gpu_memory disk positions seeds output overwrite metrics responses samples
-    temperature model summary repo_id private seed ipc shm-size compare rounds step_ms draw
-    results show lag correction exclude dry_run network init nodes job-name signal batch adapters
-    temperatures answer bug runs without
+    adapters batch draw exclude help init ipc job-name machine_rank main_process_ip
+    main_process_port network nodes positions privileged results rounds shm-size signal step_ms
 """
 
 
@@ -48,8 +44,10 @@ def test_flags_exist():
     for script in SCRIPTS:
         for field in dataclasses.fields(importlib.import_module(script[:-3]).Args):
             known |= {field.name, f"no-{field.name}"}
-    for diff in (REPO / "scripts/forks").glob("*.diff"):
-        known |= set(re.findall(r"^\+    (\w+): .* = ", diff.read_text(), re.MULTILINE))
+    for path in [*(REPO / "scripts").rglob("*.diff"), *(REPO / "scripts").rglob("*.py")]:
+        text = path.read_text()
+        known |= set(re.findall(r"^\+?    (\w+): .* = ", text, re.MULTILINE))
+        known |= set(re.findall(r'"--([\w-]+)"', text))
     for page in PAGES:
         flags = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", page.read_text()))
         assert flags <= known, page.name
