@@ -450,7 +450,11 @@ def test_run_that_ended_in_its_first_step_begins_anew_under_the_first_ranks_name
     """What it left would be taken for the new run's. A name with the time differs between ranks."""
     script = importlib.import_module(name.removesuffix(".py"))
 
-    found = (tmp_path / "first", None, "2026-01-01")  # by the first rank; what this one finds does not count
+    found = (
+        tmp_path / "first",
+        None,
+        "2026-01-01",
+    )  # by the first rank; what this one finds does not count
     monkeypatch.setattr(
         script,
         "broadcast_object_list",

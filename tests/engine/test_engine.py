@@ -37,9 +37,13 @@ USERS = {"RANKING": "mine", "VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES
 
 @pytest.mark.parametrize(
     ("name", "gib", "share", "most"),
-    [("NVIDIA H100 80GB HBM3", 80, 512, 512), ("NVIDIA H100 80GB HBM3", 80, 4096, 1024)]
-    + [("NVIDIA H100 80GB HBM3", 80, 8, 128), ("NVIDIA A100-SXM4-80GB", 80, 512, 256)]
-    + [("NVIDIA L40S", 45, 512, 256)],
+    [
+        ("NVIDIA H100 80GB HBM3", 80, 512, 512),
+        ("NVIDIA H100 80GB HBM3", 80, 4096, 1024),
+        ("NVIDIA H100 80GB HBM3", 80, 8, 128),
+        ("NVIDIA A100-SXM4-80GB", 80, 512, 256),
+        ("NVIDIA L40S", 45, 512, 256),
+    ],
 )
 def test_engine_has_no_room_for_more_responses_than_a_step_asks_of_it(
     name, gib, share, most, monkeypatch

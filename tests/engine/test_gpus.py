@@ -3,6 +3,7 @@
 That attention has no mask is in test_heads.py, that gradients are in memory once in test_fsdp2.py.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -87,8 +88,14 @@ def test_room_is_left_for_contexts_and_nccl_and_vllm(gpus, ranks, left, gpu):
 
 @pytest.mark.parametrize(
     ("capability", "rank", "assembler", "is_refused"),
-    [((9, 0), 64, None, True), ((9, 0), 33, None, True), ((9, 0), 32, None, False)]
-    + [((9, 0), 64, "/opt/ptxas", False), ((8, 0), 64, None, False), (None, 64, None, False)],
+    [
+        ((9, 0), 64, None, True),
+        ((9, 0), 33, None, True),
+        ((9, 0), 32, None, False),
+        ((9, 0), 64, "/opt/ptxas", False),
+        ((8, 0), 64, None, False),
+        (None, 64, None, False),
+    ],
 )
 def test_adapters_that_vllm_would_compute_wrongly_are_refused(
     capability, rank, assembler, is_refused, monkeypatch
@@ -96,6 +103,7 @@ def test_adapters_that_vllm_would_compute_wrongly_are_refused(
     """NaN, or numbers that are silently off, in long prompts (vllm issue 48590)."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     if assembler:
         monkeypatch.setenv("TRITON_PTXAS_PATH", assembler)
     with pytest.raises(ValueError, match="48590") if is_refused else contextlib.nullcontext():
