@@ -344,7 +344,8 @@ def show_comparison(folder: Path, other: Path, worth: float):
     if two["of"][0] == "trained" != one["of"][0]:
         one, two = two, one
     print(f"\n{one['model']} less {two['model']}, prompt by prompt ({other.name})")
-    print(as_table(compare(one["rows"], two["rows"], worth)))
+    differences = compare(one["rows"], two["rows"], worth)
+    print(as_table(differences) if differences else "No prompt has a score of both")
 
 
 # ---------------------------------------------------------------------------------------- answers

@@ -152,9 +152,10 @@ def describe_speed(metrics: list[dict]) -> str | None:
 
 
 def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:
-    """FLOPs of a token in a forward pass and in an update, by plan.flops_of_token; None: not known.
+    """FLOPs for a token that is in an update: of the update, and of the passes before it.
 
-    Of PPO the mean of its two models: the value model has no head.
+    By plan.flops_of_token, for policy and value model, which has no head. The first mini-batch has
+    no pass of the policy before. None: there is no saved model.
     """
     model = run_dir / "model"
     if not (model / "config.json").is_file():
@@ -166,26 +167,28 @@ def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, 
     lengths = [line["val/sequence_lengths"] for line in metrics]
     prompts = json.loads((run_dir / "prompt_lengths.json").read_bytes())
     attention = config.num_hidden_layers * plan.widths(config)[0] * (mean(lengths) + mean(prompts))
-    matrices = matrices_in(model)
+    matrices, has_adapters = matrices_in(model), bool(args.get("lora_rank"))
+    forward, update = plan.flops_of_token(matrices, attention, has_adapters)
+    epochs = args["num_epochs"]
+    before = forward * (1 - epochs / args["updates_per_step"] + (args["beta"] > 0))
     if "value_learning_rate" in args:
-        matrices -= config.vocab_size * config.hidden_size / 2
-    return plan.flops_of_token(matrices, attention, bool(args.get("lora_rank")))
+        matrices -= config.vocab_size * config.hidden_size
+        of_value = plan.flops_of_token(matrices, attention, has_adapters)
+        before, update = before + of_value[0], update + of_value[1]
+    return update, before / epochs
 
 
 def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: dict) -> str:
     """Model FLOPs as a share of the learners' peak, in updates and over whole steps, or nothing."""
     gpu = args.get("provenance", {}).get("gpu")
-    updated = [line.get("perf/update_tokens_per_second") for line in metrics]
-    flops = model_flops(run_dir, args, metrics) if gpu and all(updated) else None
+    flops = model_flops(run_dir, args, metrics) if gpu else None
     peak = flops and sys.modules["plan"].peak_of(gpu)
     if not peak:
         return ""
-    read = mean(line["perf/learner_tokens_per_second"] for line in metrics)
-    peak, updated = peak[0] * args["world_size"], mean(updated)
-    in_update = flops[1] * updated
-    of_step = (in_update + flops[0] * (read - updated)) / peak
-    in_update *= times["training"] / times["update"] / peak
-    return f"; model FLOPs {in_update:.1%} of the peak in updates, {of_step:.1%} over all ({gpu})"
+    of_gpus = peak[0] * args["world_size"] / mean(line["val/update_tokens"] for line in metrics)
+    in_updates, in_all = flops[0] / times["update"], sum(flops) / times["training"]
+    said = f"{in_updates / of_gpus:.1%} of the peak in updates, {in_all / of_gpus:.1%} over all"
+    return f"; model FLOPs {said} ({gpu})"
 
 
 def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None:
@@ -194,22 +197,22 @@ def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None
     None: no step is known that has them. Left out are the first two steps and the last, which wait
     or do not overlap, where there are others.
     """
-    steps = [line for line in metrics if "perf/response_tokens_per_second" in line]
+    steps = [line for line in metrics if "val/update_tokens" in line]
     steps = steps[2:-1] or steps
     if not steps:
         return None
     names = [*TRAINING, *GENERATION, *WAITS, "training"]
     times = {name: mean(line.get(f"time/{name}", 0) for line in steps) for name in names}
-    rates = []
-    for kind in ("response", "learner"):
-        known = [line.get(f"perf/{kind}_tokens_per_second") for line in steps]
-        rates += [f"{mean(known):,.0f} {kind} tokens a second"] if all(known) else []
+    sampled = mean(line["perf/response_tokens_per_second"] for line in steps)
+    read = mean(line["val/update_tokens"] for line in steps)
+    rates = f"{sampled:,.0f} response tokens a second, learner {read / times['update']:,.0f} in "
+    rates += f"updates and {read / times['training']:,.0f} over all"
     utilization = describe_utilization(run_dir, args, steps, times)
     whole = times.pop("training")
     spent = ", ".join(f"{name} {s:.3g}" for name, s in times.items() if s >= 0.01 * whole)
     memory = max(line["perf/memory_gib"] for line in metrics if "perf/memory_gib" in line)
-    said = f"To compare: {', '.join(rates)}{utilization}"
-    return f"{said}; a step {whole:.3g} s ({spent}); a learner's peak {memory:.3g} GiB"
+    said = f"To compare: {rates}{utilization}; a step {whole:.3g} s ({spent})"
+    return f"{said}; a learner's peak {memory:.3g} GiB"
 
 
 def describe_evaluations(metrics: list[dict]) -> list[str]:

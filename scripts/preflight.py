@@ -22,6 +22,7 @@ Memory is an estimate from the sizes of the models, by plan.py, which finds what
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -641,6 +642,13 @@ def try_reward(run, workers, prompts):
 
     Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
     """
+
+    @functools.cache
+    def read(answer):
+        """Token ids of an answer, and what the run would read of them."""
+        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return token_ids, run.script.response_text(run.tokenizer, token_ids, run.args)
+
     start, truths, count, found = time.perf_counter(), {}, 0, {POOR: [], PARTIAL: []}
     for prompt in prompts:  # the texts of each source
         truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
@@ -652,7 +660,7 @@ def try_reward(run, workers, prompts):
         origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
         answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        graded = [score(run, workers, prompt, answer) for answer in answers]
+        graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
         bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
         if odd_data.is_rule(prompt.ground_truth):
@@ -674,12 +682,10 @@ def try_reward(run, workers, prompts):
             run.notes.append(f"{origins[0]}, and so {of_all}: {words}")
 
 
-def score(run, workers, prompt, answer):
+def score(run, workers, prompt, token_ids, text):
     """An answer as a Response with its score. Mistake: the reward fails on it."""
-    script, args, tokenizer = run.script, run.args, run.tokenizer
+    script, args = run.script, run.args
     try:
-        token_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        text = script.response_text(tokenizer, token_ids, args)
         given = {"prompt": prompt, "token_ids": [*token_ids, 0], "text": text}  # with a stop token
         response = script.Response(**given, logprobs=None, stopped=True)
         if args.reward_fn:
@@ -693,7 +699,7 @@ def score(run, workers, prompt, answer):
     if failure:
         raise Mistake(
             f"{prompt.origin}: {args.reward_fn or 'compute_score'} fails on the answer "
-            f"{answer[:60]!r} (a model may answer anything) to the ground truth "
+            f"{text[:60]!r} (a model may answer anything) to the ground truth "
             f"{prompt.ground_truth!r:.60}, extra_info {prompt.extra_info!r:.60}: {failure}"
         )
     return response

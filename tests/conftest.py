@@ -20,13 +20,7 @@ Which folder.
     promise      the seeds' list, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
 
-Helpers, in tests/helpers.
-    formulas, rollouts, preference_pairs    definitions to compare with; tiny models and batches
-    loops, hooks, modules, programs     main() with a stub of vLLM; in a function's way
-    runs, files, processes, endings     what a run has written; rows; processes, and what they left
-    zygote, machines                    forked runs; what a test needs of the machine
-    real_vllm, stub_vllm, faked_cuda, fsdp2    an engine to ask; in place of vLLM, CUDA and GPUs
-    saving_batches, run_with_fault, compute_on_ranks    are programs
+What several files need is in helpers; what a file there has, its first line says.
 A fault in a function: monkeypatch; in a run: a function of run_with_fault.py, by its fixture.
 A new test: break what it tests once, and see it fail.
 """

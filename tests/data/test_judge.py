@@ -20,7 +20,6 @@ HANG, TRICKLE = "hang", "trickle"
 # server is asked, where that is known
 WAYS = {
     "right": ([RIGHT], 1.0, 1),
-    "a share": (["Score: 2.5"], 0.25, 1),
     "busy at first": ([(429, "later"), RIGHT], 1.0, 2),
     "in trouble at first": ([(500, "no"), (503, "no"), (502, "no"), RIGHT], 1.0, 4),
     "lost at first": ([LOST, LOST, RIGHT], 1.0, 3),
@@ -30,7 +29,6 @@ WAYS = {
     "trickles": ([TRICKLE], "TimeoutError: .*no answer", 1),
     "refused": ([REFUSED], "TimeoutError: .*before that: .*cannot connect", None),
     "too long": ([(400, "8193 tokens")], "BadRequestError: .*400 .*8193 tokens", 1),
-    "nonsense": (["I like it."], "ValueError: .*'I like it.'", 1),
     "no last word": (["Score: 10\nOr rather not."], "ValueError: .*'Or rather not.'", 1),
     "silence": ([None], "ValueError: .*'None'", 1),
     "broken": ([(200, '{"choices": [')], "JSONDecodeError: ", 1),

@@ -9,7 +9,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy
 import psutil
@@ -85,26 +84,24 @@ def test_means_of_scores_leave_out_what_is_not_known():
         response("math", verifiable=0.5, score=-1.0, size=9, reward_metrics={"acc": 0.25}),
         response("math", score=0.0, stopped=False),
     ]
-    parts = {  # of all, and of each source
-        "scores": (1 / 3, 2.0, -0.5),
-        "verifiable_score": (0.75, 1.0, 0.5),
-        "verifiable_correct_rate": (0.5, 1.0, 0.0),
-        "reward/acc": (0.625, 1.0, 0.25),
-        "reward_failures": (0.25, 0.5, 0.0),
-        "sequence_lengths": (4.5, 3.0, 6.0),
-        "stop_rate": (0.75, 1.0, 0.5),
-    }
-    expected = {
-        f"eval/{name}{source}": mean
-        for name, means in parts.items()
-        for source, mean in zip(("", "/gsm8k", "/math"), means, strict=True)
+    means = {  # of all, and of each source
+        "scores": [1 / 3, 2.0, -0.5],
+        "verifiable_score": [0.75, 1.0, 0.5],
+        "verifiable_correct_rate": [0.5, 1.0, 0.0],
+        "reward/acc": [0.625, 1.0, 0.25],
+        "reward_failures": [0.25, 0.5, 0.0],
+        "sequence_lengths": [4.5, 3.0, 6.0],
+        "stop_rate": [0.75, 1.0, 0.5],
     }
     found = script.score_metrics("eval", responses, Args(num_sources=50))
-    assert found == pytest.approx(expected)
-    wholes = {f"eval/{name}" for name in parts}
-    assert set(script.score_metrics("eval", responses[:2], Args(num_sources=50))) == wholes
+    assert len(found) == 3 * len(means)
+    for name, expected in means.items():
+        of_each = [found[f"eval/{name}{source}"] for source in ("", "/gsm8k", "/math")]
+        assert of_each == pytest.approx(expected)
     # A source of its own in each row would make thousands of metrics
-    assert set(script.score_metrics("eval", responses, Args(num_sources=51))) == wholes
+    wholes = {f"eval/{name}" for name in means}
+    for some, count in ((responses[:2], 50), (responses, 51)):
+        assert set(script.score_metrics("eval", some, Args(num_sources=count))) == wholes
 
 
 # -------------------------------------------------------------------------- the form of a response
@@ -296,16 +293,6 @@ WAYS_TO_FAIL = {
     # An answer of the child would be taken for this call's, and this call's for the next one's
     FORKS: None,
 }
-RIGHT = (1.0, None)
-
-
-def grade(workers, args, *ways):
-    """What is said of responses that do this, as (score, failure)."""
-    prompt = Prompt("row 0", "", [], "any", "1", None)
-    responses = [Response(prompt, [way], [-1.0], stopped=True) for way in ways]
-    graded = script.grade_responses(responses, TOKENIZER, workers, args)
-    assert [one.text for one in graded] == list(ways)
-    return [(one.verifiable, one.failure) for one in graded]
 
 
 def test_worker_that_gives_no_answer_in_time_is_replaced(monkeypatch):
@@ -323,47 +310,39 @@ def test_worker_that_gives_no_answer_in_time_is_replaced(monkeypatch):
     assert script.process_groups == []  # its number may be another's by now
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory):
-    """The file of that function; and workers for it, which the tests share."""
-    path = write_text(tmp_path_factory.mktemp("rewards") / "reward_of_test.py", DOES_AS_IT_IS_TOLD)
-    args = Args(reward_fn=f"{path}:score", reward_workers=2, reward_timeout=60.0)
+@pytest.mark.slow
+def test_whatever_a_reward_does_costs_its_own_response_alone(tmp_path):
+    path = write_text(tmp_path / "reward_of_test.py", DOES_AS_IT_IS_TOLD)
+    args = Args(reward_fn=f"{path}:score", reward_workers=2, reward_timeout=10.0)
     workers = queue.Queue()
     for _ in range(2):
         workers.put(script.start_reward_worker(args.reward_fn))
-    yield SimpleNamespace(path=path, parts=(workers, args))
+
+    def grade(*ways):
+        prompt = Prompt("row 0", "", [], "any", "1", None)
+        responses = [Response(prompt, [way], [-1.0], stopped=True) for way in ways]
+        graded = script.grade_responses(responses, TOKENIZER, workers, args)
+        assert [one.text for one in graded] == list(ways)
+        return [(one.verifiable, one.failure) for one in graded]
+
+    given, right = [one for way in WAYS_TO_FAIL for one in (way, "pass", "pass")], (1.0, None)
+    for way, (score, failure) in zip(given, grade(*given), strict=True):
+        cause = WAYS_TO_FAIL.get(way)
+        assert (score, failure) == right if cause is None else score is None and cause in failure
+    pid = int((tmp_path / "child").read_text())
+    left = [process for process in psutil.process_iter() if process.pid == pid]
+    wait_until(lambda: not alive(left), "the end of what the reward started")
+    # One that is killed while it is idle costs a response, too
+    victim = psutil.Process(workers.queue[0][1])
+    victim.kill()
+    wait_until(lambda: not alive([victim]), "the end of an idle worker")
+    assert sorted(failure is None for _, failure in grade(*["pass"] * 4)) == [False, *[True] * 3]
+    assert grade(*["pass"] * 4) == [right] * 4
     assert workers.qsize() == len(script.process_groups) == 2
-    family = [psutil.Process(group) for _, group in list(workers.queue)]
+    family = [psutil.Process(group) for _, group in workers.queue]
     script.end_children()
     wait_until(lambda: not alive(family), f"the end of {family}")
     script.process_groups.clear()
-
-
-def child_beside(path):
-    """What leave_a_child of this file has left last: one process or none."""
-    pid = int(path.with_name("child").read_text())
-    return alive([process for process in psutil.process_iter() if process.pid == pid])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_late", [False, True])
-def test_whatever_a_reward_does_costs_its_own_response_alone(is_late, failing):
-    workers, args = failing.parts
-    ways = {way: cause for way, cause in WAYS_TO_FAIL.items() if (cause == LATE) == is_late}
-    limited = replace(args, reward_timeout=3.0) if is_late else args
-    given = [one for way in ways for one in (way, "pass", "pass")]
-    for way, (score, failure) in zip(given, grade(workers, limited, *given), strict=True):
-        cause = ways.get(way)
-        assert (score, failure) == RIGHT if cause is None else score is None and cause in failure
-    if not is_late:
-        wait_until(lambda: not child_beside(failing.path), "the end of what the reward started")
-        # One that is killed while it is idle costs a response, too
-        victim = psutil.Process(workers.queue[0][1])
-        victim.kill()
-        wait_until(lambda: not alive([victim]), "the end of an idle worker")
-        found = grade(*failing.parts, *["pass"] * 4)
-        assert sorted(failure is None for _, failure in found) == [False, True, True, True]
-    assert grade(*failing.parts, *["pass"] * 4) == [RIGHT] * 4
 
 
 BE_BUSY = """

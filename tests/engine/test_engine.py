@@ -24,6 +24,7 @@ from helpers import real_vllm
 from helpers.processes import alive, wait_until
 from helpers.real_vllm import PROMPTS, differences, perturb, prompt_of, sample, sync, vllm_args
 from helpers.rollouts import STOP, VOCAB, plain
+from torch.distributions import Categorical
 
 import ppo_vllm_async as script
 
@@ -35,16 +36,12 @@ LAUNCHERS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_
 USERS = {"RANKING": "mine", "VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": "3,GPU-5,7"}
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "share", "most"),
-    [
-        ("NVIDIA H100 80GB HBM3", 80, 512, 512),
-        ("NVIDIA H100 80GB HBM3", 80, 4096, 1024),
-        ("NVIDIA H100 80GB HBM3", 80, 8, 128),
-        ("NVIDIA A100-SXM4-80GB", 80, 512, 256),
-        ("NVIDIA L40S", 45, 512, 256),
-    ],
-)
+H100 = "NVIDIA H100 80GB HBM3"
+AT_ONCE = [(H100, 80, 512, 512), (H100, 80, 4096, 1024), (H100, 80, 8, 128)]
+AT_ONCE += [("NVIDIA A100-SXM4-80GB", 80, 512, 256), ("NVIDIA L40S", 45, 512, 256)]
+
+
+@pytest.mark.parametrize(("name", "gib", "share", "most"), AT_ONCE)
 def test_engine_has_no_room_for_more_responses_than_a_step_asks_of_it(
     name, gib, share, most, monkeypatch
 ):
@@ -126,28 +123,16 @@ def test_kl_is_that_of_the_sampler_to_the_learner():
     assert found == pytest.approx((sampler * (sampler / learner).log()).sum().item(), rel=1e-3)
 
 
-def draw(logits, seed):
-    """Log-probabilities and entropies of tokens that are drawn: (rows, length)."""
-    generator = torch.Generator().manual_seed(seed)
-    probabilities = logits.softmax(-1).flatten(0, 1)
-    drawn = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    found = script.token_logprobs(logits.flatten(0, 1), drawn)
-    return [numbers.view(logits.shape[:2]) for numbers in found]
-
-
 @pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])  # the last is nearly sure of most tokens
 def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
-    generator = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(64, 12, VOCAB, generator=generator)
-    mask = torch.ones(64, 12)
+    torch.manual_seed(0)
+    policy = Categorical(logits=scale * torch.randn(64, 12, VOCAB))
+    entropies, mask = policy.entropy(), torch.ones(64, 12)
     mask[::2, 5:] = 0
-    for seed in range(100):
-        script.check_draws(*draw(logits, seed), mask)
-    _, entropies = draw(logits, 0)
-    # Tokens of another policy, or of a higher temperature, as the policy sees them
-    others = logits.roll(1, dims=0).softmax(-1).flatten(0, 1)
-    tokens = torch.multinomial(others, 1, generator=generator).view(64, 12, 1)
-    wrong = logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
+    for _ in range(100):
+        script.check_draws(policy.log_prob(policy.sample()), entropies, mask)
+    # Tokens of another policy, as this one sees them
+    wrong = policy.log_prob(Categorical(logits=policy.logits.roll(1, dims=0)).sample())
     with pytest.raises(RuntimeError, match="did not draw its tokens by its policy"):
         script.check_draws(wrong, entropies, mask)
     script.check_draws(wrong[:29], entropies[:29], mask[:29])  # too few to tell

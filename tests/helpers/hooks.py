@@ -7,9 +7,6 @@ it is set with put=monkeypatch.setattr.
 
 import functools
 import inspect
-from types import SimpleNamespace
-
-from helpers.runs import with_lists
 
 
 def around(owner, name, instead, put=setattr):
@@ -31,13 +28,3 @@ def around(owner, name, instead, put=setattr):
 def before(owner, name, do, put=setattr):
     """do(given) before each call of owner.name, which do may stop by an error."""
     around(owner, name, lambda call, given: (do(given), call())[1], put)
-
-
-def with_each_batch(script, do, put=setattr):
-    """do(batch) with each step's batch, as with_lists has it, when its updates have been made."""
-    before(
-        script,
-        "batch_metrics",
-        lambda given: do(SimpleNamespace(**with_lists(vars(given["batch"])))),
-        put,
-    )

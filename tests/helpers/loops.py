@@ -24,6 +24,7 @@ from helpers import PPO, REPO, hooks
 from helpers.files import read_json_lines
 from helpers.processes import flags_of
 from helpers.rollouts import collate_pairs
+from helpers.runs import with_lists
 
 STEPS, EPISODES = 3, 16
 STOP = 1  # the debug model's end token
@@ -172,6 +173,9 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     seen.programs = []  # that were called: name, and steps in metrics.jsonl at that time
     metrics = seen.run_dir / "metrics.jsonl"
 
+    def note_batch(given):  # when its updates have been made
+        seen.batches.append(SimpleNamespace(**copy.deepcopy(with_lists(vars(given["batch"])))))
+
     def note_request(given):
         stub.made[0].order.append(f"request {given['training_step']}")
 
@@ -204,7 +208,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         if score is not None:
             options["reward_fn"] = "of the test"
             reward_in_this_process(script, score, put)
-        hooks.with_each_batch(script, lambda batch: seen.batches.append(copy.deepcopy(batch)), put)
+        hooks.before(script, "batch_metrics", note_batch, put)
         hooks.before(script, "make_request", note_request, put)
         hooks.before(script, "accumulate_gradients", note_update, put)
         hooks.around(script, "apply_gradients", note_step, put)

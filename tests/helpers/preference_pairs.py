@@ -6,8 +6,7 @@ from unittest import mock
 import torch
 import train_reward_model as rm
 
-import ppo_sync as ppo
-from helpers.rollouts import STOP, VOCAB, tiny_classifier
+from helpers.rollouts import STOP, VOCAB
 
 # Responses of (chosen, rejected): no two micro-batches have the same width.
 SIZES = [(3, 7), (12, 5), (2, 2), (9, 4), (6, 15), (4, 3), (5, 5), (11, 10)]
@@ -16,10 +15,6 @@ SIZES = [(3, 7), (12, 5), (2, 2), (9, 4), (6, 15), (4, 3), (5, 5), (11, 10)]
 def tiny_args(**changes):
     options = {"dtype": "float32", "stop_token_id": STOP, "center_rewards_coefficient": 0.1}
     return rm.Args(**options | changes)
-
-
-def tiny_reward_model():
-    return ppo.ValueModel(tiny_classifier(seed=1), tiny_args(), is_value_model=False)
 
 
 def make_pairs():

@@ -76,7 +76,7 @@ def tiny_value_model(seed=1):
     return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=True)
 
 
-def tiny_reward_model(seed):
+def tiny_reward_model(seed=1):
     return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=False)
 
 

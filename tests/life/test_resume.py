@@ -223,16 +223,6 @@ def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps
     assert files_of(run_dir) == before
 
 
-def test_evaluations_of_a_synchronous_run_may_change(broken, whole, six_steps, tmp_path):
-    shutil.copytree(broken("ppo_sync.py").run_dir, tmp_path / "run")
-    options = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"} | OF_ANOTHER_EVALUATION
-    run = six_steps("ppo_sync.py", **options)
-    for line, expected in zip(run.metrics, whole("ppo_sync.py").metrics, strict=True):
-        for name, value in without_clock(line).items():
-            assert name.startswith("eval/") or expected[name] == value, name
-    assert ["eval/scores" in line for line in run.metrics] == [True, *[False] * 3, True, True]
-
-
 def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
     """A network file system may show a folder late to others."""
     monkeypatch.setenv("RANK", "1")

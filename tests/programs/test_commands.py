@@ -25,6 +25,7 @@ import tyro
 from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
 from preflight_cases import call_rewards_here
+from test_report import byte_tokenizer
 from transformers import AutoConfig
 
 TRAIN = REPO / "scripts" / "train"
@@ -214,6 +215,7 @@ def save_models(name, assets, folder):
         shutil.copytree(assets / "model", folder / kind, ignore=lambda *_: ["model.safetensors"])
         config.architectures = [f"{family}For{kind}"]
         config.save_pretrained(folder / kind)
+        byte_tokenizer().save(str(folder / kind / "tokenizer.json"))  # no letter is lost
         yield str(folder / kind)
 
 

@@ -145,17 +145,20 @@ def test_runs_are_compared_by_model_flops_of_the_peak(run_dir):
     policy = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
     policy.save_pretrained(run_dir / "model")
     write_text(run_dir / "prompt_lengths.json", "[10, 20]")
-    args = run_files.read_args(run_dir) | {"world_size": 2}
+    args = run_files.read_args(run_dir) | {"world_size": 2, "beta": 0.1, "num_epochs": 2}
+    args |= {"updates_per_step": 8, "value_learning_rate": 1e-5}
     args["provenance"]["gpu"] = "2 x NVIDIA H200"
-    rates = {"perf/learner_tokens_per_second": 2.5e9, "perf/update_tokens_per_second": 2e9}
     line = LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}
-    metrics = [line | rates | {"val/sequence_lengths": 35.0}] * 4
-    forward = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50
-    shares = 3 * forward * 2e9 * 4 / 3, forward * (3 * 2e9 + 0.5e9)
+    metrics = [line | {"val/update_tokens": 1.2e10, "val/sequence_lengths": 35.0}] * 4
+    policy, head = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50, 2 * 64 * 100
+    update = 3 * (2 * policy - head)
+    # Each row: the old policy but for a quarter, the reference policy, the value model
+    before = 0.75 * policy + policy + policy - head
+    shares = 1.2e10 * update / 3, (1.2e10 * update + 0.6e10 * before) / 4
     said = inspect_run.describe_costs(run_dir, args, metrics)
-    assert "500 response tokens a second, 2,500,000,000 learner tokens a second; model" in said
-    in_update, in_all = (f"{share / 2 / 989e12:.1%}" for share in shares)
-    assert f"FLOPs {in_update} of the peak in updates, {in_all} over all" in said
+    assert "500 response tokens a second, learner 4,000,000,000 in updates and 3,000," in said
+    in_updates, in_all = (f"{share / 2 / 989e12:.1%}" for share in shares)
+    assert f"FLOPs {in_updates} of the peak in updates, {in_all} over all" in said
     args["provenance"]["gpu"] = "1 x Tesla T4"
     said = inspect_run.describe_costs(run_dir, args, metrics)
     assert "FLOPs" not in said and said.endswith("; a learner's peak 3 GiB")

@@ -148,13 +148,11 @@ DIES = "The score falls to nothing, and the policy hardly changes"
 RULES = [
     ("objective/reward_failures", [0, 0.1, 0], "objective/reward_failures > 0"),
     ("val/explained_variance", [-0.1] * 10, "val/explained_variance < -0.05 for 10 steps"),
-    ("val/explained_variance", [-0.1] * 9, None),
     ("policy/clipfrac_avg", [0.2, 0.2, 0.01, 0.2], None),
     ("policy/clipfrac_avg", [0.2, 0.2, 0.2], "policy/clipfrac_avg > 0.1 for 3 steps"),
     ("objective/scores_std", [0.4, 0, 0, 0], "objective/scores_std < 1e-09 for 3 steps"),
     (f"eval/{RIGHT}", [0.5, 0.7, 0.4], f"eval/{RIGHT} < 0.9 x the first, at the end"),
     (f"eval/{RIGHT}", [0.5, 0.4, 0.7], None),
-    (f"eval/{RIGHT}", [0.5, 0.46], None),  # of few prompts
     (f"eval/{RIGHT}", [0.02, 0.0], None),
     ("eval/scores", [-3.0, -2.9, -3.2], None),  # a reward model's
     ("eval/scores", [0.5] * 4, "eval/scores repeats to the last digit"),
@@ -192,16 +190,6 @@ def test_what_is_ill_is_said_and_nothing_else():
         assert ill(lines, **arguments) == [], changes[-1]
     of_one_step = [line | OLD | {"policy/staleness": 1} for line in metrics_of(12)[1:]]
     assert len(ill([metrics_of(1)[0], *of_one_step])) == 2
-
-
-def test_a_run_s_failure_is_linked_to_what_it_looks_like(make_run):
-    lines = metrics_of(12)
-    for line in lines[2:]:
-        line["mismatch/kl"] = 0.5
-    rows = report_of(make_run(metrics=lines))[1]["runs"][0]["health"]
-    ((said, link, section),) = [each for row in rows for each in row["ill"]]
-    assert said == "mismatch/kl > 0.1 for 3 steps" and section.startswith("Stale weights: vLLM")
-    assert link == (REPO / "docs/failures.md").as_uri() + "#stale-weights"
 
 
 def test_docs_have_the_metrics_and_quote_the_rules():

@@ -13,10 +13,10 @@ import torch
 import train_reward_model as rm
 from helpers import REPO, hooks, rollouts
 from helpers.files import read_json_lines, write_rows
-from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args, tiny_reward_model
+from helpers.preference_pairs import gradient_and_sums, make_pairs, tiny_args
 from helpers.preference_pairs import train as train_in_this_process
 from helpers.processes import TWO_RANKS, environment, flags_of
-from helpers.rollouts import PAD, STOP
+from helpers.rollouts import PAD, STOP, tiny_reward_model
 from helpers.runs import without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
