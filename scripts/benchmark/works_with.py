@@ -4,7 +4,7 @@
     python scripts/benchmark/works_with.py qwen3 llama
     python scripts/benchmark/works_with.py --model PATH     # a folder, or the hub's
 
-A model of a kind is tiny and random. GRPO trains it in float32 without asynchrony, so in each step
+A model of a kind is tiny and random. GRPO trains it without asynchrony, so in each step
 vLLM has sampled with the weights that the learner reads. A cell is the largest KL of the sampler to
 the learner in a step, with all weights or with adapters, or why the run ended.
 """
@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "h
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1}
 SIZES |= {"max_position_embeddings": 512, "bos_token_id": None, "tie_word_embeddings": True}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
-LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
 HYBRID = {"layer_types": ["attention"] * 2, "shared_intermediate_size": 128}
 UNTIED = {"tie_word_embeddings": False}
@@ -59,7 +59,7 @@ def make_model(kind, folder):
 def cell_of(model, **options):
     """The largest KL of three steps, or the reason that there is none."""
     flags = {"model_name_or_path": model, "dataset": DEBUG_MODEL.parent / "train.parquet"}
-    flags |= {"dtype": "float32", "async_mode": False, "response_length": 8, "num_evals": 0}
+    flags |= {"async_mode": False, "response_length": 8, "num_evals": 0}
     flags |= {"total_episodes": 96, "local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
     flags |= {"local_mini_batch_size": 32, "learning_rate": 1e-3}
     words = ["grpo_vllm_async.py", *benchmark.flags_of(flags | options)]
@@ -78,6 +78,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--dtype", default="float32", help="on GPUs adapters need bfloat16")
     parser.add_argument("--model", help="in place of tiny ones; it needs a chat template")
     given = parser.parse_args()
     benchmark.make_debug_assets()
@@ -87,7 +88,8 @@ def main():
             if not given.model:
                 make_model(kind, folder)
             model = given.model or folder
-            cells = cell_of(model), cell_of(model, lora_rank=8, learning_rate=1e-2)
+            adapters = {"lora_rank": 8, "learning_rate": 1e-2}
+            cells = [cell_of(model, dtype=given.dtype, **more) for more in ({}, adapters)]
         print(f"| {Path(kind).name} | {cells[0]} | {cells[1]} |", flush=True)
 
 

@@ -13,9 +13,6 @@ The program is in Python, and run in a sandbox. `ground_truth`, as JSON or not:
     {"test": "def check(candidate): ...", "entry_point": "f"}
         HumanEval: one test case; with a "prompt" besides, that stands before the program
 
-The program is the last fenced block that says Python; without one the last that says nothing; or
-the whole response where nothing is fenced.
-
 The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
 or aarch64): namespaces without a network, a read-only system without /home, /root and this project,
 an empty environment, a /tmp of its own in memory, and CLOSED_CALLS. Limits are constants below, and
@@ -33,14 +30,12 @@ killing is no success. When the score is known, nothing of the program runs any 
 
 Who judges:
 
-1. `assert f(1) == 2`, or any assertion that something equals a literal: the something is evaluated
-   in the program's process, which sends the result out as plain data (None, numbers, text, bytes,
-   lists, tuples, sets, dicts, and what inherits from these); it is compared outside. The literal is
-   never in the sandbox.
+1. `assert f(1) == 2`, or any assertion that something equals a literal: the program's process sends
+   the something out as plain data (None, numbers, text, bytes, lists, tuples, sets, dicts), and it
+   is compared outside. The literal is never in the sandbox.
 2. Programs for stdin and stdout: expected outputs stay outside as well.
-3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge.
-   A program made for the purpose passes them: it can return objects that equal everything, replace
-   built-in functions, or search the interpreter for the secret that reports success.
+3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge:
+   one made for the purpose passes them, by objects that equal everything, for example.
 
 What else stays open, for want of a means that an ordinary user has everywhere: memory in sum is
 looked at 20 times a second, and until the next look processes may take more, each up to its own

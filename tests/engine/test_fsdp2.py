@@ -163,10 +163,8 @@ def run_of(together, how, kind, name):
 @pytest.mark.slow
 def test_gradients_are_in_ddps_buckets_alone(together):
     """After each backward pass, from the third update on: DDP arranges buckets in the first two."""
-    for buckets, in_passes in together.ddp["storages"][2:]:
-        assert buckets and len(in_passes) == 2 * 2  # two passes of two models
-        assert len(buckets) == len(set(buckets))  # ranks exchange them once
-        assert all(storages == set(buckets) for storages in in_passes)
+    counts = together.ddp["storages"]  # after two passes of two models each time
+    assert len(counts) == 4 * 4 and {*counts[2 * 4 :]} <= {1, 2}  # and not of 27 gradients
 
 
 @pytest.mark.slow

@@ -164,19 +164,6 @@ def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(
     assert grown > 10
 
 
-def test_a_round_without_a_clock_ends_when_a_batch_of_responses_has_finished(run_rounds):
-    seen, again = (run_rounds(max_staleness=4, deterministic=True) for _ in range(2))
-    for one, other in zip(seen.under_way, again.under_way, strict=True):
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_array_equal(a.token_ids, b.token_ids)
-            np.testing.assert_array_equal(a.versions, b.versions)
-    before = 0
-    for version, under_way in enumerate(seen.under_way[1:]):
-        finished = 8 * (version + 1) + sum(response.finished for response in under_way)
-        assert finished - before >= 8 or all(response.finished for response in under_way)
-        before = finished
-
-
 # ------------------------------------------------------------------------------------- whole runs
 
 
@@ -213,7 +200,8 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
 ):
     """In the third and in the fifth batch each rank has a response that is long.
 
-    No thread calls vLLM while another's call runs, which saving_batches.py asserts.
+    No clock ends a round. Nor does a thread call vLLM while another's call runs, which
+    saving_batches.py asserts.
     """
     third, fifth = (
         {module.stable_hash(1, "episode", 16 * batch + rank * 8) for rank in (0, 1)}

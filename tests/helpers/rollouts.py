@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import grpo_vllm_async as grpo
@@ -164,12 +165,10 @@ def spoiled_padding(models):
         return input_ids.where(until_the_end, 7), mask
 
     def spoil_outputs(model, given, outputs):
-        _, mask = given
+        inside = given[1].bool()
         # exp() of some of these is infinite, and infinity times a mask of 0 is not 0
-        rubbish = torch.tensor([1e3, -1e3]).repeat(mask.shape[1])[: mask.shape[1]]
-        if isinstance(outputs, tuple):
-            return tuple(output.where(mask.bool(), rubbish) for output in outputs)
-        return outputs.where(mask.bool(), rubbish)
+        rubbish = torch.tensor([1e3, -1e3]).repeat(inside.shape[1])[: inside.shape[1]]
+        return tree_map_only(torch.Tensor, lambda output: output.where(inside, rubbish), outputs)
 
     with contextlib.ExitStack() as stack:
         for model in models:

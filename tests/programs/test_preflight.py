@@ -28,7 +28,7 @@ from helpers.files import write_text
 from helpers.loops import options_of
 from helpers.processes import environment
 
-ASK_VLLM = preflight.ask_vllm
+ASK_VLLM, LOAD_SCRIPT = preflight.ask_vllm, preflight.load_script
 
 
 def each_with_a_script(table):
@@ -45,8 +45,9 @@ def folder(assets, tmp_path_factory, monkeypatch, request):
     """Where preflight is called. Its name has no word of a case in it, as tmp_path's would."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
-    if "slow" not in request.keywords:
-        cases.call_rewards_here(monkeypatch)
+    cases.call_rewards_here(monkeypatch)
+    if "slow" in request.keywords:  # they are called in processes
+        monkeypatch.setattr(preflight, "load_script", LOAD_SCRIPT)
     with modules.put_back(["__mp_main__", "r"]):
         yield folder
 
