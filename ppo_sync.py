@@ -260,8 +260,7 @@ def main(args):
     found = agree_on_run(args)
     if not found:  # by --resume_from_checkpoint auto: the run is finished
         return
-    run_dir, checkpoint_dir, args.start_day = found
-    args.run_name = run_dir.name
+    args, run_dir, checkpoint_dir = found
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
@@ -1238,16 +1237,19 @@ def make_optimizer(model, args):
 
 
 def agree_on_run(args):
-    """Collective. The run's folder, the checkpoint to resume or None, and the run's first day.
+    """Collective. args with the run's name and first day, its folder, the checkpoint to resume.
 
-    None: `auto` has found the run finished. Chat templates may write the day into prompts. Rank 0
-    looks for all: the run's name may hold the time, and others may see a folder late.
+    The latter may be None; all is None where `auto` finds the run finished. Chat templates may
+    write the day into prompts. Rank 0 looks for all: the run's name may hold the time, and others
+    may see a folder late.
     """
     found = None
     if is_rank_0():
         run_dir, checkpoint_dir = find_run(args)
-        saved = json.loads((run_dir / "args.json").read_bytes()) if checkpoint_dir else {}
-        found = run_dir, checkpoint_dir, saved.get("start_day", args.start_day)
+        args = replace(args, run_name=run_dir.name)
+        if checkpoint_dir:
+            args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
+        found = args, run_dir, checkpoint_dir
         if args.resume_from_checkpoint == "auto" and is_finished(run_dir, args.num_training_steps):
             print(f"{run_dir} is finished")
             upload(run_dir, args)  # which may have been cut short
