@@ -148,7 +148,7 @@ class Algorithm:
     kl_estimator: Literal["kl1", "kl3"] = "kl3"
     """kl3 has the KL's gradient at each token, kl1 on average (2510.01555)"""
     cliprange: float = 0.2
-    """the ratio's lower limit is 1 - this; in PPO 1 + this is its upper one"""
+    """the ratio is clipped to 1 - this, and in PPO to 1 + this"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this (DAPO: 0.28)"""
     advantage_normalization: Literal["standard", "centered"] = "standard"
@@ -260,10 +260,10 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    found = agree_on_run(args)
-    if not found:  # by --resume_from_checkpoint auto: the run is finished
+    agreed = agree_on_run(args)
+    if not agreed:  # by --resume_from_checkpoint auto: the run is finished
         return
-    args, run_dir, checkpoint_dir = found
+    args, run_dir, checkpoint_dir = agreed
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
@@ -325,8 +325,8 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps a checkpoint of the models after the previous step, before this
-        # one writes files. Not in a process's first step, before which it has changed nothing
+        # 2. Every save_freq steps a checkpoint of the models after the previous step: now that this
+        # step's rollout is known, before it writes any file. A process's first step has nothing new
         if training_step > first_step and checkpoint_is_due(accelerator, version, args):
             state["seconds"] = time.time() - start_time
             state["policy_version"] = rollout.policy_version
@@ -392,7 +392,7 @@ def main(args):
                             check_draws(batch.logprobs, batch.entropies, mask)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # AdamW would still move, by its moments
+                    continue  # else AdamW would move by its moments alone
                 # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -676,10 +676,11 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
 
     Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
     micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included,
-    and one at least. All ranks cut at the same places, since under FSDP2 they compute together: by
-    longest[n], the greatest length of their n-th rows. Rows that the policy skips are dropped, but
-    for as many as give each rank equally many, and one at least; their loss_mask is 0 in the parts,
-    so no metric counts them.
+    and one at least. All ranks cut at the same places, since under FSDP2 they compute together: for
+    that a rank takes its n-th row to be as long as the longest of all ranks' n-th rows, longest[n].
+
+    Rows that the policy skips are dropped, but for as many as give each rank equally many, and one
+    at least; their loss_mask is 0 in the parts, so no metric counts them.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -701,11 +702,11 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = in_order[accelerator.process_index :: num_ranks]
     longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
-    cuts = [0]
+    cuts, most = [0], micro_batch_size
     for i, length in enumerate(longest):
         if args.micro_batch_tokens > 0:
-            micro_batch_size = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= micro_batch_size:
+            most = max(1, args.micro_batch_tokens // length)
+        if i - cuts[-1] >= most:
             cuts.append(i)
     cuts.append(len(own_rows))
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
@@ -792,7 +793,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        # vLLM gets bfloat16: passes compute with weights rounded alike, what is trained is float32
+        # vLLM computes with bfloat16 weights; float32 ones are trained. So each pass rounds them
         if args.dtype == "bfloat16" and model.dtype == torch.float32:
             round_weights(model)
 
@@ -807,7 +808,7 @@ class PolicyModel(nn.Module):
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # token_logprobs, below, of the head's logits over the temperature, some tokens at a time.
-        # Both carry a gradient; that of entropies costs nothing, where no loss has them
+        # Both carry a gradient; that of entropies is computed only if a loss has them
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -920,7 +921,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
         if response.failure:
             score = None  # which does not mean wrong
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:  # also where it is None
+        if args.non_stop_penalty and not is_complete:  # also if the reward failed
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
 
@@ -1179,7 +1180,7 @@ class Args(Algorithm):
 
 def start_ranks(args):
     """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
-    end_with_launcher()
+    die_with_launcher()
     for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children for good
@@ -1283,10 +1284,10 @@ def make_optimizer(model, args):
 
 
 def agree_on_run(args):
-    """Collective. args with the run's name and first day, its folder, the checkpoint to resume.
+    """Collective. (args with the run's name and first day, its folder, a checkpoint or None).
 
-    The latter may be None; all is None where `auto` finds the run finished. Chat templates may
-    write the day into prompts. Rank 0 looks for all: the run's name may hold the time, and others
+    Or None in place of all three, if `auto` finds that the run is finished. Chat templates may
+    write the day into prompts. Rank 0 decides for all: the run's name may hold the time, and others
     may see a folder late.
     """
     found = None
@@ -1355,7 +1356,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     lock_run(run_dir)
-    # Those of a run that ended in its first step, or of steps made again
+    # Those of a run that ended before a checkpoint, or of steps made again
     for path in run_dir.glob("*.jsonl"):
         path.unlink()
     shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
@@ -1974,7 +1975,7 @@ def round_weights(model):
 # -------------------------------------------------------------------------------------- the engine
 
 
-# Seconds for the start of vLLM or a reward worker, and for each message of a weight sync
+# Seconds for the start of vLLM or a reward worker, and for each call of a weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
 
@@ -2016,7 +2017,7 @@ class VLLM:
         if self.gpus:
             options["max_num_seqs"] = responses_at_once(args.episodes_per_step // self.count)
         self.executor = ProcessPoolExecutor(
-            1, mp.get_context("spawn"), initializer=end_with_script, initargs=(self.folder,)
+            1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
         # vLLM and torch read the environment when they are imported: the process is born with it
         with clear_environment(), signals_blocked():
@@ -2031,7 +2032,7 @@ class VLLM:
         return call
 
     def call(self, method, *args, **kwargs):
-        """Calls a method of vLLM's LLM, with the time limit of weight syncs."""
+        """Has vLLM's process call a method of LLM, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
     def sample(self, prompts, seeds, temperature):
@@ -2086,6 +2087,7 @@ class VLLM:
         torch.cuda.ipc_collect()  # memory that vLLM has read
 
     def connect(self):
+        """Prepares vLLM's workers for "ipc" or "nccl", before the first weight sync."""
         if self.way == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
@@ -2181,7 +2183,8 @@ def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
     if args.dtype == "float32":
         limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    if kl > limit / min(1.0, args.temperature):
+    limit /= min(1.0, args.temperature)
+    if kl > limit:
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
         )
@@ -2216,9 +2219,10 @@ def end_if_failed(call):
 
 
 def responses_at_once(share):
-    """The most that vLLM samples at once on a GPU: its default, but no more than a step's share.
+    """The most that vLLM samples at once on a GPU: its default, or an engine's share of a step.
 
-    The memory of its sampler grows with them, and it does not count that. For evaluations 128.
+    The memory of its sampler grows with them, which its plan of the GPU's memory leaves out. 128 at
+    least, for evaluations.
     """
     device = torch.cuda.get_device_properties()
     is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
@@ -2330,7 +2334,7 @@ def place_engine(rank, num_gpus, args):
     node, local_rank = divmod(rank, args.local_world_size)
     size = args.vllm_tensor_parallel_size
     gpus = args.vllm_gpus or tuple(range(args.local_world_size))
-    engines_per_node = len(gpus) // size
+    engines_per_node = count_engines(args)
     if local_rank >= engines_per_node:
         return None
     own_gpus = gpus[local_rank * size : (local_rank + 1) * size] if num_gpus else ()
@@ -2395,6 +2399,7 @@ def start_llm(options, config, folder, way):
 
 
 def call_llm(method, *args, **kwargs):
+    """Calls a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
 
 
@@ -2606,7 +2611,7 @@ def start_fork_server():
 def start_reward_worker(reward_fn):
     """Starts a process for --reward_fn. Returns it, and its group's id."""
     start_fork_server()
-    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"), initializer=end_with_script)
+    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"), initializer=die_with_script)
     process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
     process_groups.append(process_group)
     return executor, process_group
@@ -2745,7 +2750,7 @@ def batch_metrics(batch, args):
     }
     if batch.has_score.any():
         metrics["objective/scores_std"] = batch.scores[batch.has_score.bool()].std(correction=0)
-    if args.beta > 0:  # to compare with PPO: GRPO's reward has no KL, its loss has
+    if args.beta > 0:  # to look at alone: GRPO's reward has no KL, its loss has
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
         non_score_reward = (-args.beta * kl).sum(1)  # (episodes,)
@@ -2950,6 +2955,7 @@ def save_model(accelerator, model, tokenizer, path, args):
 MUST_AGREE = (
     "seed",
     "model_name_or_path",
+    "reward_model_path",
     "lora_rank",
     "lora_alpha",
     "beta",
@@ -2959,7 +2965,8 @@ MUST_AGREE = (
     "num_epochs",
     "num_updates",
     "data_hash",
-    # A checkpoint's rollout may have answers to held-out prompts
+    # How the rollout of a checkpoint was sampled, with answers to held-out prompts perhaps
+    "temperature",
     "num_evals",
     "eval_temperature",
 )
@@ -2974,7 +2981,7 @@ def read_state(run_dir, checkpoint_dir, args):
     """
     if is_rank_0() and run_dir.exists():
         lock_run(run_dir)
-    state = {"seconds": 0.0, "failed_batches": 0}  # older checkpoints have no count
+    state = {"seconds": 0.0, "failed_batches": 0}
     if not checkpoint_dir:
         return 1, state | {"wandb_id": os.urandom(8).hex()}
     step = step_of(checkpoint_dir)
@@ -3112,6 +3119,7 @@ def remove_checkpoints(checkpoints):
 
 
 def rewind_run(run_dir, checkpoint_dir):
+    """Takes a run's files back to a checkpoint, and removes newer checkpoints."""
     for path in checkpoint_dir.glob("*.jsonl"):
         shutil.copy(path, run_dir)
     step = step_of(checkpoint_dir)
@@ -3164,7 +3172,7 @@ def end_run(accelerator, run_dir, args):
     upload(run_dir, args)
 
 
-def end_with_launcher():
+def die_with_launcher():
     """Has the system kill this process when its launcher dies, which tells nobody of a SIGKILL.
 
     A script that was started by itself goes on when its shell ends.
@@ -3194,11 +3202,12 @@ def signals_blocked():
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_script(folder=""):
-    """In a child at its birth: its process group ends with the script, and so does the folder.
+def die_with_script(folder=""):
+    """Ties a child, at its birth, to the script's life: with the script its process group ends.
 
-    A shell waits until the script's end closes the pipe from it; a thread might not get Python's
-    lock from a reward. It is nobody's child here, since a reward may wait for all of its own.
+    A shell in that group waits for the script's end, which closes a pipe; then it removes `folder`
+    and kills the group. It is no thread, which might not get Python's lock from a reward; and it is
+    nobody's child, since a reward may wait for all of its own.
     """
     os.setsid()  # a Ctrl-C is for the script alone
     # vLLM may write while it is removed: the second time little is left

@@ -45,13 +45,13 @@ def test_every_launch_names_its_file():
 
 # ------------------------------------------------------------------------- process 1 of a container
 
-# end_with_launcher alone: the script's imports take seconds
+# die_with_launcher alone: the script's imports take seconds
 ENDS_WITH_LAUNCHER = f"""import ast, contextlib, ctypes, os, signal, sys, time
 source = open({str(REPO / "ppo_sync.py")!r}).read()
 for node in ast.parse(source).body:
-    if getattr(node, "name", None) == "end_with_launcher":
+    if getattr(node, "name", None) == "die_with_launcher":
         exec(ast.get_source_segment(source, node))
-end_with_launcher()
+die_with_launcher()
 print("goes on", flush=True)
 """
 
@@ -85,11 +85,11 @@ def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypa
         monkeypatch.setattr(os, "getppid", iter(parents).__next__)
         monkeypatch.setattr(os.path, "samefile", samefile)
         with pytest.raises(SystemExit, match="1"):
-            ppo_vllm_async.end_with_launcher()
+            ppo_vllm_async.die_with_launcher()
         assert "its launcher is gone" in capfd.readouterr().err
     monkeypatch.setattr(os, "getppid", lambda: 1)
     monkeypatch.setattr(os.path, "samefile", lambda one, other: other == sys.executable)
-    ppo_vllm_async.end_with_launcher()  # process 1 runs the same Python
+    ppo_vllm_async.die_with_launcher()  # process 1 runs the same Python
 
 
 # ------------------------------------------------------------------------------------------- Slurm
