@@ -204,6 +204,7 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
 
 def write_splits(folder: Path, splits: Splits) -> None:
     """A .parquet file for each split that has rows."""
+    folder = folder.expanduser()
     if not any(splits.values()):
         raise ValueError(f"no row is left to write to {folder}; see why above")
     datasets.disable_progress_bars()  # writing takes no time, unlike a download

@@ -29,7 +29,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
@@ -102,32 +101,16 @@ def fill(model):
 
 @contextlib.contextmanager
 def fake_ranks(run):
-    """Has fully_shard and DDP take this process for one of the run's learners."""
-    world_size, patch = run.options.num_processes, mock.patch.object
+    """Has fully_shard take this process for one of the run's learners."""
+    world_size = run.options.num_processes
     torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh("cpu", (world_size,))
     shard = functools.partial(run.script.fully_shard, mesh=mesh)
     try:
-        # What reads numbers: the shapes that the other ranks have
-        reads = patch(distributed, "_verify_param_shape_across_processes")
-        with reads, patch(run.script, "fully_shard", shard):
+        with mock.patch.object(run.script, "fully_shard", shard):
             yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def in_ddp(model):
-    """A model in DDP, as the scripts ask for it. Its buckets are sent to nobody."""
-
-    def send(_, bucket):
-        sent = torch.futures.Future()
-        sent.set_result(bucket.buffer())
-        return sent
-
-    options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": False}
-    model = distributed.DistributedDataParallel(model, **options)
-    model.register_comm_hook(None, send)
-    return model
 
 
 # --------------------------------------------------------------------------------------- the count
@@ -168,46 +151,36 @@ def trained_parameters(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def take_step(models, optimizers, set_to_none):
-    """AdamW's step of each model, which has it make the moments."""
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for parameter in trained_parameters(model):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-
-
 def count(run):
     """Bytes of a learner's tensors, at the moment of a step with the most."""
     script, args, options = run.script, run.args, run.options
     is_sharded = bool(options.num_shards())
-    is_in_ddp = options.num_processes > 1 and not is_sharded
     accelerator = SimpleNamespace(
         is_fsdp2=is_sharded, prepare_model=lambda model, evaluation_mode: model
     )
     models = load_models(run)
     roles = [role for role in models if role in plan.trained_models(run)]
-    ranks = fake_ranks(run) if options.num_processes > 1 else contextlib.nullcontext()
     chunk = script.LOGITS_CHUNK["cuda" if options.has_gpus() else "cpu"]
     chunks = mock.patch.dict(script.LOGITS_CHUNK, cpu=chunk)
-    with ranks, chunks, FakeTensorMode():
+    with fake_ranks(run) if is_sharded else contextlib.nullcontext(), chunks, FakeTensorMode():
         for model in models.values():
             fill(model)
             script.place_model(accelerator, model, args)
         trained = [models[role] for role in roles]
         optimizers = [script.make_optimizer(model, args) for model in trained]
         # Outside of the tracker, which would count sharded tensors as whole ones there
-        take_step(trained, optimizers, set_to_none=is_in_ddp)
+        for model, optimizer in zip(trained, optimizers, strict=True):
+            for parameter in trained_parameters(model):
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # which makes the moments
+            optimizer.zero_grad(set_to_none=False)
         tracker = Tracker()
         tracker.track_external(*models.values(), *optimizers)
         with tracker:
-            if is_in_ddp:
-                models |= {role: in_ddp(models[role]) for role in roles}
             run_passes(run, models, roles)
-            if is_in_ddp:
-                take_step(trained, optimizers, set_to_none=False)
-                # DDP makes its buckets a second time, which it cannot with fake tensors
+            if options.num_processes > 1 and not is_sharded:
+                # After the first update DDP makes other buckets, one model's at a time, beside
+                # those that the gradients are in
                 sizes = [sum(map(torch.numel, trained_parameters(model))) for model in trained]
                 torch.empty(max(sizes))
     return tracker.peak()

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 from helpers import REPO
 from helpers.files import write_rows, write_text
+from test_dataset import characters
 
 import ppo_vllm_async
 
@@ -133,7 +134,7 @@ def test_rows_are_converted_or_dropped_for_a_reason_and_ppo_loads_them(
         else:
             assert f": {outcome}" in said
     assert f": {index + 1} rows, {len(rows)} kept, {index + 1 - len(rows)} dropped" in said
-    tokenizer = ppo_vllm_async.AutoTokenizer.from_pretrained(assets / "model")
+    template = ppo_vllm_async.AutoTokenizer.from_pretrained(assets / "model").chat_template
     rule = name != "full_hh_rlhf"  # its rows are for a reward model: their `style` is "model"
     args = ppo_vllm_async.Args(
         max_prompt_token_length=10_000,
@@ -141,6 +142,7 @@ def test_rows_are_converted_or_dropped_for_a_reason_and_ppo_loads_them(
         reward_fn="scripts/rewards/graders.py:compute_score",
     )
     path = str(tmp_path / "out" / "train.parquet")
+    tokenizer = characters(template=template)
     prompts = ppo_vllm_async.load_prompts(path, None, "train", tokenizer, args, False)
     for prompt, row in zip(prompts, written, strict=True):
         assert prompt.ground_truth == (row["reward_model"]["ground_truth"] if rule else None)
