@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "h
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1}
 SIZES |= {"max_position_embeddings": 512, "bos_token_id": None, "tie_word_embeddings": True}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
-LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
 HYBRID = {"layer_types": ["attention"] * 2, "shared_intermediate_size": 128}
 UNTIED = {"tie_word_embeddings": False}
@@ -34,7 +34,7 @@ KINDS |= {
     "granitemoehybrid": HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},
     "qwen3_5_text": LINEAR,
     "qwen3_5": {"vision_config": VISION | {"out_hidden_size": 64}},  # the text model within it
 }
