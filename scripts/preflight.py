@@ -22,6 +22,7 @@ Memory is an estimate from the sizes of the models, by plan.py, which finds what
 """
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import io
@@ -442,6 +443,8 @@ def load_model(run, auto_class, path, trained, **config_options):
     script, args = run.reader()
 
     def build(path, config, **_):
+        if getattr(config, "quantization_config", None) is not None:
+            raise Mistake("it is quantized; give the model that it was made from")
         options = {"config": config, "attn_implementation": args.attn_implementation}
         report, is_here = {"missing_keys": [], "mismatched_keys": []}, is_local(path)
         if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
@@ -553,6 +556,61 @@ def check_engine(run):
         )
     elif answer:
         raise Mistake(f"--model_name_or_path: vLLM cannot serve a {name}: {answer}")
+
+
+def shrunk(config):
+    """A copy of a config, for a model that is built in no time; sizes of attention's heads stay."""
+    config = copy.deepcopy(config.get_text_config())
+    num_layers = config.num_hidden_layers
+    head_size = config.hidden_size / config.num_attention_heads
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == num_layers:  # such as layer_types
+            setattr(config, name, value[:2])
+        elif name.endswith("_token_id"):
+            setattr(config, name, 0)
+        elif isinstance(value, int) and re.search("intermediate_size|^vocab_size", name):
+            setattr(config, name, 64)
+    # By these names also where the config has others, as GPT-J's and MPT's
+    config.num_hidden_layers = config.num_attention_heads = 2
+    config.hidden_size = 64 * math.ceil(head_size / 32)
+    config.vocab_size = 64
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 2
+    return config
+
+
+@torch.no_grad()
+def check_head(run):
+    """Compares PolicyModel's log-probabilities with those of a small model of the same kind.
+
+    Its parameters are drawn anew: biases begin at 0, and a cap changes small logits by nothing.
+    """
+    args, name = replace(run.args, dtype="float32"), type(run.model).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(
+                shrunk(run.model.config), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            for parameter in model.parameters():
+                parameter.normal_()
+            input_ids = torch.randint(64, (2, 16))
+        logits = model(input_ids, use_cache=False).logits
+    except Exception as error:
+        run.notes.append(f"{name}: not compared with PolicyModel ({describe(error)})")
+        return
+    policy = run.script.PolicyModel(model, args)
+    mask = torch.ones_like(input_ids)
+    mask[:, 0] = 0
+    logprobs, _ = policy(input_ids, mask)  # (2, 16)
+    expected = torch.log_softmax(logits / args.temperature, dim=-1)
+    expected = expected[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (2, 15)
+    difference = (logprobs[:, 1:] - expected).abs().max()
+    if not difference <= 0.01 * expected.abs().max():
+        raise Mistake(
+            f"PolicyModel's log-probabilities of a {name} are wrong: by {difference:.2g} with "
+            f"random weights; its head has a bias, a multiplier or a cap of its own"
+        )
 
 
 def check_tokens(run):
@@ -1009,6 +1067,7 @@ def check(run):
     attempt(check_data, run.tokenizer)
     attempt(check_models)
     attempt(check_engine, not is_trainer, run.model)
+    attempt(check_head, not is_trainer, run.model)
     attempt(check_tokens, run.tokenizer, run.model)
     attempt(check_reward, not is_trainer, run.train_rows)
     attempt(check_checkpoint, run.args.num_updates > 0, run.train_rows, run.checkpoint_dir)

@@ -4,6 +4,7 @@ Nothing is written. The inputs are the tables of preflight_cases.py. A check is 
 all scripts: an entry is tried with one of those that it is for, the next with the next.
 """
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import fork
 import huggingface_hub
@@ -28,7 +30,10 @@ from helpers.files import write_text
 from helpers.loops import options_of
 from helpers.processes import environment
 
+import ppo_vllm_async
+
 ASK_VLLM, LOAD_SCRIPT = preflight.ask_vllm, preflight.load_script
+CHECK_HEAD = preflight.check_head
 
 
 def each_with_a_script(table):
@@ -46,6 +51,7 @@ def folder(assets, tmp_path_factory, monkeypatch, request):
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
     cases.call_rewards_here(monkeypatch)
+    monkeypatch.setattr(preflight, "check_head", lambda run: None)
     if "slow" in request.keywords:  # they are called in processes
         monkeypatch.setattr(preflight, "load_script", LOAD_SCRIPT)
     with modules.put_back(["__mp_main__", "r"]):
@@ -280,6 +286,33 @@ def test_vllm_is_asked_whether_it_has_the_model(assets):
     assert ASK_VLLM(config, "float32") == ""
     config = transformers.Qwen3_5TextConfig(**cases.HYBRID, architectures=["Qwen3_5ForCausalLM"])
     assert ASK_VLLM(config, "float32") in ("", "ModuleNotFoundError: No module named 'torchvision'")
+
+
+# A small model by this config, with the script's PolicyModel or one that forgets a field
+HEADS = [("llama", {}, ""), ("cohere", {"logit_scale": 0.25}, "logit_scale")]
+HEADS += [("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping")]
+
+
+@pytest.mark.parametrize(("kind", "changes", "forgotten"), HEADS)
+def test_head_that_policy_model_reads_wrongly_is_refused(kind, changes, forgotten):
+    """check_sampler sees no multiplier within 2% of 1 in bfloat16, and no cap far above 100."""
+
+    class Forgetful(ppo_vllm_async.PolicyModel):
+        def forward(self, input_ids, mask):
+            with mock.patch.dict(vars(self.model.config), dict.fromkeys([forgotten])):
+                return super().forward(input_ids, mask)
+
+    module = SimpleNamespace(**vars(ppo_vllm_async) | {"PolicyModel": Forgetful})
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    options = {"model": SimpleNamespace(config=config), "args": module.Args(temperature=0.5)}
+    right, wrong = (
+        SimpleNamespace(script=one, notes=[], **options) for one in (ppo_vllm_async, module)
+    )
+    CHECK_HEAD(right)
+    assert right.notes == []
+    refusal = pytest.raises(preflight.Mistake, match=r"PolicyModel's .* a cap of its own")
+    with refusal if forgotten else contextlib.nullcontext():
+        CHECK_HEAD(wrong)
 
 
 LACKS = "ModuleNotFoundError: No module named "
