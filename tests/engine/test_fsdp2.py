@@ -36,6 +36,8 @@ def check_metrics(found, expected):
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
         for line in (found, expected)
     )
+    if "val/computed_responses" in found:  # of GRPO, whose ranks may need rows besides
+        assert found.pop("val/update_tokens") >= expected.pop("val/update_tokens")
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
