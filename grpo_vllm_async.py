@@ -234,13 +234,13 @@ class Batch:
     scores: Tensor  # (episodes,), 0.0 where there is none
     has_score: Tensor  # (episodes,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    # By steps 5 and 6: (episodes, length), but for `computed`. logprobs and entropies are 0 in rows
-    # that the policy skips; the first mini-batch has its own in step 7
+    # By steps 5 and 6: (episodes, length), but for `computed`. Step 6 leaves logprobs and entropies
+    # of the first mini-batch at 0, for its update to fill in. In skipped rows they are of no use
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
     entropies: Tensor | None = None  # the policy's, before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
     advantages: Tensor | None = None
-    computed: Tensor | None = None  # (episodes,), 0.0 where the policy skips the row
+    computed: Tensor | None = None  # (episodes,), by rows_to_compute: 0.0 where the row is skipped
 
     def cut(self, rows, length):
         """A Batch of some rows, which are `length` tokens long at most."""
@@ -268,8 +268,7 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args.num_sources = len({prompt.data_source for prompt in prompts})
-    args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
+    args = note_data(prompts, args)
     first_step, state = read_state(run_dir, checkpoint_dir, args)
     start_time -= state["seconds"]  # those before a resume
 
@@ -303,7 +302,7 @@ def main(args):
         sync_weights(engine, language_model, version, args)
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
-    if checkpoint_dir:  # its step's rollout is in it: the weights that sampled that are gone
+    if checkpoint_dir:  # of step N: with the rollout of step N + 1, whose weights are gone
         request = make_request(first_step, train_prompts, eval_prompts, args)
         response_Q.put(load_rollout(state, request))
     else:
@@ -360,8 +359,8 @@ def main(args):
             batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
         batch.computed = rows_to_compute(batch, args)
 
-        # 6. Forward passes, before any update. For speed alone not of the first mini-batch: its
-        # update, in step 7, makes the same pass by the same weights
+        # 6. Forward passes, before any update. The first mini-batch is left out, for speed alone:
+        # its update, in step 7, makes the same pass by the same weights
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
@@ -381,18 +380,19 @@ def main(args):
                     accelerator, policy, batch, mini_batch, is_first, args
                 )
                 sums.update(new_sums)
-                if is_first:  # step 6 has left these rows at 0
+                if is_first:  # step 6 has left these rows at 0; now logprobs are complete
                     logprobs, entropies = accelerator.reduce(outputs)
                     batch.logprobs = batch.logprobs + logprobs
                     batch.entropies = batch.entropies + entropies
-                    if rollout.policy_version == version:  # in async mode that is batch 1 alone
+                    # Has vLLM sampled by these very weights (in async mode batch 1 alone)?
+                    if rollout.policy_version == version:
                         mask = batch.mask * batch.computed[:, None]
                         check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
                         if args.beta > 0:  # else which rows are left depends on their scores
                             check_draws(batch.logprobs, batch.entropies, mask)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # else AdamW would move by its moments alone
+                    continue  # else AdamW would move by its moments, without any data
                 # apply_gradients clips gradients, steps, and sets them to zero
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -477,7 +477,7 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
         variances = (advantages**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         advantages = advantages / (variances.sqrt() + 1e-8)
     # Equal scores may differ from their mean by rounding, which the division would enlarge: such
-    # groups get 0, and those without scores (-inf <= inf)
+    # groups get 0. So do those without scores, whose largest is -inf and smallest inf
     largest = groups.masked_fill(has_score == 0, -math.inf).amax(1, keepdim=True)
     smallest = groups.masked_fill(has_score == 0, math.inf).amin(1, keepdim=True)
     return advantages.masked_fill(largest <= smallest, 0.0).flatten()
@@ -530,9 +530,9 @@ def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args)
                 new_logprobs * part.loss_mask, part.ref_logprobs * part.loss_mask, args.kl_estimator
             )
             # Times new/old and the importance weight, tokens count as if the new policy drew them
-            # (but for the weight's cap). With the gradient of new/old, kl3 gives d * grad log p at
-            # each token, d being log p - log ref, and kl1 (d + 1) * grad log p, which is the same
-            # on average (2510.01555)
+            # (but for the weight's cap). The KL's gradient is d * grad log p, d = log p - log ref.
+            # That of new/old * kl3 is the same at each token. That of new/old * kl1 is
+            # (d + 1) * grad log p: the same on average, since grad log p is 0 then (2510.01555)
             kl = kl * token_log_ratio.exp() * tis_weights
             token_loss = pg_loss + args.beta * kl
         scale = part.loss_mask  # of a token: 1; "sequence": 1 / its response's tokens
@@ -562,10 +562,11 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. A tis_cap of 0: no correction, 1 for each token. With
-    --mismatch_mask sequence all of a response are 0 if the geometric mean of its old/sampler is
-    outside [1/r, r], r being mismatch_mask_range; its tokens still count in the loss's mean. With
-    --importance_sampling_level sequence old/sampler of a token is that geometric mean (GSPO).
+    older if it is asynchronous.
+    --tis_cap 0: no correction, 1 for each token.
+    --mismatch_mask sequence: 0 in a response if the geometric mean of its old/sampler is outside
+    [1/r, r], r being mismatch_mask_range; its tokens still count in the loss's mean.
+    --importance_sampling_level sequence: old/sampler of a token is that geometric mean (GSPO).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -671,6 +672,19 @@ def rows_to_compute(batch, args):
     return torch.ones_like(has_gradient)
 
 
+def drop_rows(computed, mini_batch, num_ranks):
+    """The rows of a mini-batch to compute, and some more: each rank has equally many, one at least.
+
+    >>> drop_rows([0.0, 1.0, 0.0, 1.0, 1.0], [0, 1, 2, 3], num_ranks=1)
+    [1, 3]
+    >>> drop_rows([0.0, 1.0, 0.0, 1.0, 1.0], [0, 2, 3, 4], num_ranks=3)
+    [3, 4, 0]
+    """
+    needed_first = sorted(mini_batch, key=lambda row: not computed[row])
+    needed = sum(computed[row] for row in mini_batch)
+    return needed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
+
+
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
 
@@ -679,8 +693,8 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     and one at least. All ranks cut at the same places, since under FSDP2 they compute together: for
     that a rank takes its n-th row to be as long as the longest of all ranks' n-th rows, longest[n].
 
-    Rows that the policy skips are dropped, but for as many as give each rank equally many, and one
-    at least; their loss_mask is 0 in the parts, so no metric counts them.
+    Rows that the policy may skip are dropped (drop_rows). The loss_mask of those that stay is 0 in
+    the parts, so no metric counts them.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -695,10 +709,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     if batch.computed is not None:
         batch = replace(batch, loss_mask=batch.loss_mask * batch.computed[:, None])
-        computed = batch.computed.tolist()
-        needed = sum(computed[row] for row in mini_batch)
-        computed_first = sorted(mini_batch, key=lambda row: not computed[row])
-        mini_batch = computed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
+        mini_batch = drop_rows(batch.computed.tolist(), mini_batch, num_ranks)
     in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = in_order[accelerator.process_index :: num_ranks]
     longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
@@ -1607,6 +1618,15 @@ def drop_nulls(value):
     return value
 
 
+def note_data(prompts, args):
+    """A copy of args with what is to be known of all prompts."""
+    return replace(
+        args,
+        num_sources=len({prompt.data_source for prompt in prompts}),
+        data_hash=stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
+    )
+
+
 def uses_reward_model(args):
     return args.reward_model_path and args.reward_model_multiplier
 
@@ -2219,7 +2239,7 @@ def end_if_failed(call):
 
 
 def responses_at_once(share):
-    """The most that vLLM samples at once on a GPU: its default, or an engine's share of a step.
+    """The most that vLLM samples at once on a GPU: no more than its default, or a step's share.
 
     The memory of its sampler grows with them, which its plan of the GPU's memory leaves out. 128 at
     least, for evaluations.
@@ -2974,8 +2994,8 @@ MUST_AGREE = (
 
 def read_state(run_dir, checkpoint_dir, args):
     """The first training step, and what no step tells: seconds so far, batches in a row whose
-    rewards all failed, the tracker's id, and on resume of an asynchronous run the checkpoint's
-    rollout and the version that sampled it.
+    rewards all failed, the tracker's id, and on resume, in the asynchronous scripts, the
+    checkpoint's rollout and the version that sampled it.
 
     ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
     """
@@ -3195,7 +3215,7 @@ def die_with_launcher():
 
 @contextlib.contextmanager
 def signals_blocked():
-    """Has a process that is started inside live on when its group is to end, to clean up then."""
+    """Has a process that is started inside ignore these signals, so that it can clean up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     yield

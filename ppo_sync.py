@@ -265,8 +265,7 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args.num_sources = len({prompt.data_source for prompt in prompts})
-    args.data_hash = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
+    args = note_data(prompts, args)
     first_step, state = read_state(run_dir, checkpoint_dir, args)
     start_time -= state["seconds"]  # those before a resume
 
@@ -377,7 +376,7 @@ def main(args):
                 )
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # else AdamW would move by its moments alone
+                    continue  # else AdamW would move by its moments, without any data
                 # apply_gradients clips gradients, steps, and sets them to zero
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -554,9 +553,10 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous. A tis_cap of 0: no correction, 1 for each token. With
-    --mismatch_mask sequence all of a response are 0 if the geometric mean of its old/sampler is
-    outside [1/r, r], r being mismatch_mask_range; its tokens still count in the loss's mean.
+    older if it is asynchronous.
+    --tis_cap 0: no correction, 1 for each token.
+    --mismatch_mask sequence: 0 in a response if the geometric mean of its old/sampler is outside
+    [1/r, r], r being mismatch_mask_range; its tokens still count in the loss's mean.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -1560,6 +1560,15 @@ def drop_nulls(value):
     return value
 
 
+def note_data(prompts, args):
+    """A copy of args with what is to be known of all prompts."""
+    return replace(
+        args,
+        num_sources=len({prompt.data_source for prompt in prompts}),
+        data_hash=stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
+    )
+
+
 def uses_reward_model(args):
     return args.reward_model_path and args.reward_model_multiplier
 
@@ -2178,7 +2187,7 @@ def end_if_failed(call):
 
 
 def responses_at_once(share):
-    """The most that vLLM samples at once on a GPU: its default, or an engine's share of a step.
+    """The most that vLLM samples at once on a GPU: no more than its default, or a step's share.
 
     The memory of its sampler grows with them, which its plan of the GPU's memory leaves out. 128 at
     least, for evaluations.
@@ -2923,8 +2932,8 @@ MUST_AGREE = (
 
 def read_state(run_dir, checkpoint_dir, args):
     """The first training step, and what no step tells: seconds so far, batches in a row whose
-    rewards all failed, the tracker's id, and on resume of an asynchronous run the checkpoint's
-    rollout and the version that sampled it.
+    rewards all failed, the tracker's id, and on resume, in the asynchronous scripts, the
+    checkpoint's rollout and the version that sampled it.
 
     ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
     """
@@ -3123,7 +3132,7 @@ def die_with_launcher():
 
 @contextlib.contextmanager
 def signals_blocked():
-    """Has a process that is started inside live on when its group is to end, to clean up then."""
+    """Has a process that is started inside ignore these signals, so that it can clean up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     yield

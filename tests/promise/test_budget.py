@@ -8,9 +8,9 @@ import pytest
 from helpers import PAGES, REPO
 
 BUDGETS = {
-    "ppo_sync.py": 16_530,
-    "ppo_vllm_async.py": 16_975,
-    "grpo_vllm_async.py": 17_030,
+    "ppo_sync.py": 16_550,
+    "ppo_vllm_async.py": 16_995,
+    "grpo_vllm_async.py": 17_070,
     "scripts/train_reward_model.py": 2_690,
     "scripts/preflight.py": 7_310,
     "scripts/odd_data.py": 1_480,
@@ -21,7 +21,7 @@ BUDGETS = {
 SURROUNDINGS = {"scripts/**/*.py": 11_120, "tests/**/*.py": 16_665, "README.md and docs": 19_600}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
-PART_ONE = {"ppo_sync.py": 4_500, "ppo_vllm_async.py": 4_750, "grpo_vllm_async.py": 4_780}
+PART_ONE = {"ppo_sync.py": 4_400, "ppo_vllm_async.py": 4_650, "grpo_vllm_async.py": 4_700}
 BANNER = "# The algorithm ends here."
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
