@@ -10,6 +10,7 @@
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 10 GiB for a learner, of the 11 that it may take of a GPU of 24
 #   GPUS=8: 10 GiB for a learner, of the 10 that it may take of a GPU of 24
+# PyTorch's own count of a learner's tensors on one GPU, with Qwen2.5-1.5B-Instruct, is 6.7 GiB.
 # Hours: verl's log has 116 steps of about 80 s on two GPUs of 80 GB, which is 2.5 hours, without its evaluations. Here: not
 # known; this has not run on a GPU.
 #

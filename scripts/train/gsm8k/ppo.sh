@@ -8,6 +8,7 @@
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 20 GiB for a learner, of the 26 that it may take of a GPU of 40
 #   GPUS=8: 20 GiB for a learner, of the 25 that it may take of a GPU of 40
+# PyTorch's own count of a learner's tensors on one GPU is 19.7 GiB.
 # Hours: verl's log has 435 steps of about 66 s on one GPU, which is 8 hours; it does not say on which. Here: not known.
 #
 # Expect: verl's score on the test set ended at .5686 (github.com/eric-haibin-lin/verl-data, branch experiments,

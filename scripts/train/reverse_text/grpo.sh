@@ -9,6 +9,7 @@
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 12 GiB for a learner, of the 15 that it may take of a GPU of 24
 #   GPUS=8: 12 GiB for a learner, of the 14 that it may take of a GPU of 24
+# PyTorch's own count of a learner's tensors on one GPU is 11.8 GiB.
 # Without a GPU: bash scripts/train/debug/grpo.sh, the same algorithm in a minute.
 #
 # Expect (github.com/PrimeIntellect-ai/prime-rl): in training a reward that rises, and is above 0.6 at the end, and a KL of
