@@ -22,6 +22,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 gpus=${GPUS:-1}
 ((64 % gpus == 0)) || { echo "GPUS=$gpus must divide 64" >&2; exit 2; }
+if [ -z "${MODEL:-}" ] && ! nvidia-smi -L; then
+  echo "This needs a GPU of 24 GB. Without one: bash scripts/train/debug/grpo.sh" >&2
+  exit 2
+fi
 bash scripts/setup.sh
 .venv/bin/python scripts/data_preprocess/gsm8k.py --local_save_dir data/gsm8k ${DATA:+--local_dataset_path "$DATA"}
 flags=(

@@ -22,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 gpus=${GPUS:-1}
 ((8 % gpus == 0)) || { echo "GPUS=$gpus must divide 8" >&2; exit 2; }
 if [ -z "${MODEL:-}" ] && ! nvidia-smi -L; then
-  echo "This needs a GPU of 24 GB. Without one: bash scripts/train/debug/grpo.sh; or MODEL=debug_assets/model here" >&2
+  echo "This needs a GPU of 24 GB. Without one: bash scripts/train/debug/grpo.sh" >&2
   exit 2
 fi
 bash scripts/setup.sh
