@@ -14,7 +14,14 @@ from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 import ppo_vllm_async as script
 
@@ -54,6 +61,33 @@ def test_dropout_of_the_checkpoint_is_off_and_gradient_checkpointing_on(tmp_path
         assert torch.equal(outputs_of(trained), outputs_of(trained)) == (trained is not live)
     assert not load_policy(tmp_path, gradient_checkpointing=False).model.is_gradient_checkpointing
     assert not load_policy(tmp_path, trained=False).model.is_gradient_checkpointing
+
+
+def test_text_model_of_one_that_sees_is_loaded_without_dropout_and_by_its_name(tmp_path):
+    """vLLM would take a config without architectures for another kind of model."""
+    linear = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    linear |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    text = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    text |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_dropout": 0.1,
+    }
+    text |= linear | {"layer_types": ["linear_attention", "full_attention"]}
+    eyes = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
+    config = Qwen3_5Config(text_config=text, vision_config=eyes)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    assert policy.model.config.architectures == ["Qwen3_5ForCausalLM"]
+    assert policy.model.config.get_text_config().attention_dropout == 0.0
+    assert torch.equal(outputs_of(policy), outputs_of(policy))
 
 
 def test_new_value_head_is_zeros_and_that_of_a_checkpoint_is_kept(saved_policy, tmp_path):

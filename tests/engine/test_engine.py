@@ -255,6 +255,30 @@ def test_error_that_is_no_pickle_is_told_as_what_it_says(monkeypatch, tmp_path):
     assert "no such" in str(pickle.loads(pickle.dumps(told.value)))
 
 
+@pytest.mark.parametrize(
+    ("kinds", "options", "has_cache"),
+    [
+        (["linear_attention", "full_attention"], {"enable_chunked_prefill": False}, False),
+        (["conv", "full_attention"], {"enable_chunked_prefill": False}, False),
+        (["conv", "full_attention"], {}, True),
+        (["sliding_attention"], {"enable_chunked_prefill": False}, None),
+        (None, {}, None),
+    ],
+)
+def test_hybrid_has_a_prefix_cache_where_its_prefill_is_chunked(
+    kinds, options, has_cache, monkeypatch, tmp_path
+):
+    """Else vLLM does not start. None: as vLLM has it."""
+    started = {}
+    stub = SimpleNamespace(LLM=lambda **given: started.update(given))
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(save_pretrained=lambda folder: None, layer_types=kinds)
+    monkeypatch.setattr(script, "llm", None)
+    script.start_llm(options, config, tmp_path, "ipc")
+    assert started.get("enable_prefix_caching") == has_cache
+
+
 def test_vllm_has_an_environment_and_a_folder_of_its_own(system):
     def of_vllm(name):
         return system.vllm.submit(os.getenv, name).result()
