@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, then all tests, two files at a time (8 to 9 minutes on two cores).
+# Set-up, then all tests, two files at a time (7 to 8 minutes on two cores).
 # Some need bubblewrap and git: root has apt install them, and without them these tests are skipped.
 #   bash scripts/test.sh            all of them
 #   bash scripts/test.sh fast       those that start neither vLLM nor other processes (under 2 minutes)
