@@ -154,8 +154,8 @@ def describe_speed(metrics: list[dict]) -> str | None:
 def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:
     """FLOPs for a token that is in an update: of the update, and of the passes before it.
 
-    By plan.flops_of_token, for policy and value model, which has no head. The first mini-batch has
-    no pass of the policy before. None: there is no saved model.
+    By plan.flops_of_token, for policy and value model, which has no head. GRPO's first mini-batch
+    has no pass of the policy before. None: there is no saved model.
     """
     model = run_dir / "model"
     if not (model / "config.json").is_file():
@@ -169,9 +169,10 @@ def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, 
     attention = config.num_hidden_layers * plan.widths(config)[0] * (mean(lengths) + mean(prompts))
     matrices, has_adapters = matrices_in(model), bool(args.get("lora_rank"))
     forward, update = plan.flops_of_token(matrices, attention, has_adapters)
-    epochs = args["num_epochs"]
-    before = forward * (1 - epochs / args["updates_per_step"] + (args["beta"] > 0))
-    if "value_learning_rate" in args:
+    epochs, is_ppo = args["num_epochs"], "value_learning_rate" in args
+    left_out = 0 if is_ppo else epochs / args["updates_per_step"]
+    before = forward * (1 - left_out + (args["beta"] > 0))
+    if is_ppo:
         matrices -= config.vocab_size * config.hidden_size
         of_value = plan.flops_of_token(matrices, attention, has_adapters)
         before, update = before + of_value[0], update + of_value[1]

@@ -138,7 +138,8 @@ def test_last_lines_of_a_run(run_dir):
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
 
 
-def test_runs_are_compared_by_model_flops_of_the_peak(run_dir):
+@pytest.mark.parametrize("is_ppo", [True, False])
+def test_runs_are_compared_by_model_flops_of_the_peak(is_ppo, run_dir):
     """By hand; the head counts where it is tied, too."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100}
@@ -146,14 +147,15 @@ def test_runs_are_compared_by_model_flops_of_the_peak(run_dir):
     policy.save_pretrained(run_dir / "model")
     write_text(run_dir / "prompt_lengths.json", "[10, 20]")
     args = run_files.read_args(run_dir) | {"world_size": 2, "beta": 0.1, "num_epochs": 2}
-    args |= {"updates_per_step": 8, "value_learning_rate": 1e-5}
+    args |= {"updates_per_step": 8} | ({"value_learning_rate": 1e-5} if is_ppo else {})
     args["provenance"]["gpu"] = "2 x NVIDIA H200"
     line = LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}
     metrics = [line | {"val/update_tokens": 1.2e10, "val/sequence_lengths": 35.0}] * 4
     policy, head = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50, 2 * 64 * 100
-    update = 3 * (2 * policy - head)
-    # Each row: the old policy but for a quarter, the reference policy, the value model
-    before = 0.75 * policy + policy + policy - head
+    # Each row by policy and reference policy; PPO's by the value model, too, GRPO's first of four
+    # mini-batches not by the policy
+    update = 3 * (2 * policy - head if is_ppo else policy)
+    before = 3 * policy - head if is_ppo else 1.75 * policy
     shares = 1.2e10 * update / 3, (1.2e10 * update + 0.6e10 * before) / 4
     said = inspect_run.describe_costs(run_dir, args, metrics)
     assert "500 response tokens a second, learner 4,000,000,000 in updates and 3,000," in said
