@@ -104,19 +104,13 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    broadcast_object_list,
-    clear_environment,
-)
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, clear_environment
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -436,8 +430,7 @@ def main(args):
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
 
-    # ---- The end. The wrappers go before the ranks' groups: see end_run
-    del policy, ref_policy, value_model, trained_models
+    # ---- The end
     end_run(accelerator, run_dir, args)
 
 
@@ -526,13 +519,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         accelerator, batch, mini_batch, args.per_device_train_batch_size, args
     )
     sums = Counter()
-    for i, (_, part) in enumerate(micro_batches):
-        # DDP exchanges gradients in the last pass only: its no_sync() sets this flag. FSDP2 and a
-        # single rank ignore it. All ranks make equally many passes
-        is_last_pass = i == len(micro_batches) - 1
-        policy.require_backward_grad_sync = is_last_pass
-        value_model.require_backward_grad_sync = is_last_pass
-
+    for _, part in micro_batches:
         sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
 
@@ -540,8 +527,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
         values = value_model(part.input_ids, part.mask)
         vf_loss, vf_clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
         loss = (vf_loss * part.loss_mask).sum() / normalizer
-        # Ranks average their gradients; times the number of ranks, that is their sum
-        (loss * accelerator.num_processes).backward()
+        loss.backward()
         sums["objective/loss"] += loss.detach()
         per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
         add_sums(sums, per_token, part.loss_mask)
@@ -560,7 +546,7 @@ def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, tr
             cliprange_higher=args.cliprange,  # DAPO's is higher
         )
         loss = (pg_loss * part.loss_mask).sum() / normalizer
-        (loss * accelerator.num_processes).backward()
+        loss.backward()
         sums["objective/loss"] += loss.detach()
         ratio = log_ratio.exp()
         per_token = {
@@ -704,11 +690,16 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Collective. Clips gradients, steps the optimizer; returns the norm before clipping, a tensor.
+    """Collective. Sum gradients over ranks, clip them, and step the optimizer.
 
-    FloatingPointError: the norm, the same on all ranks, is not finite; the batch is saved.
+    The optimizer steps float32 masters; the model's weights are these masters, rounded to
+    args.dtype. So the learner computes with the very weights that vLLM gets. Returns the norm
+    before clipping, a tensor. FloatingPointError: the norm, which is the same on all ranks, is not
+    finite; the batch is saved.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    masters = optimizer.param_groups[0]["params"]
+    sum_over_ranks(accelerator, [master.grad for master in masters])
+    norm = nn.utils.clip_grad_norm_(masters, args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
         norm = norm.full_tensor()
     if not torch.isfinite(norm):
@@ -718,8 +709,8 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
-    # Zeroed in place: they are DDP's buckets. If they were None, the next passes would make others
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)  # the next backward passes add to these tensors
+    round_masters(model)
     return norm
 
 
@@ -783,16 +774,13 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.args = args
-        # vLLM computes with bfloat16 weights; float32 ones are trained. So each pass rounds them
-        if args.dtype == "bfloat16" and model.dtype == torch.float32:
-            round_weights(model)
 
     def forward(self, input_ids, mask):
         """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
 
         mask: 1 where there is a response token.
         """
-        hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
+        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
         # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
@@ -829,7 +817,7 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids, mask):
         """Rewards; or values, 0 outside the mask of response tokens. (batch, length)"""
-        hidden = hidden_states(self.model, input_ids, self.args)  # (batch, length, hidden_size)
+        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
         scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
         if not self.is_value_model:
             return scores
@@ -837,10 +825,9 @@ class ValueModel(nn.Module):
         return scores.roll(1, dims=1) * mask
 
 
-def hidden_states(model, input_ids, args):
+def hidden_states(model, input_ids):
     """What a model's head reads: (batch, length, hidden_size)."""
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        return model.base_model(input_ids, use_cache=False).last_hidden_state
+    return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 def collate(responses, device):
@@ -1059,7 +1046,7 @@ class Args(Algorithm):
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """of forward passes and vLLM; trained weights stay float32"""
+    """Data type of all weights, in the learner and in vLLM; the optimizer keeps float32 masters."""
     attn_implementation: str = "sdpa"
     """sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
@@ -1194,13 +1181,9 @@ def start_ranks(args):
     timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
-        mixed_precision="no",  # autocast is ours
+        mixed_precision="no",  # weights are in args.dtype already
         log_with="wandb" if args.with_tracking else None,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timeout),
-            # Gradients are in DDP's buckets alone
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-        ],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
     is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
@@ -1272,11 +1255,6 @@ def fill_in(args, world_size):
     if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
-
-
-def make_optimizer(model, args):
-    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
-    return torch.optim.AdamW(model.parameters(), **options)
 
 
 # -------------------------------------------------------------------------------- the run's folder
@@ -1668,13 +1646,13 @@ def draw_prompts(num_prompts, start, count, seed):
 
 
 def load_model(auto_class, path, args, trained, **config_options):
-    """A model without dropout (1909.08593, p. 3).
+    """Load a model in args.dtype, without dropout (1909.08593, p. 3).
 
-    It is float32 if it is trained whole, else (frozen, adapters) of args.dtype. ValueError: the
-    checkpoint lacks a tensor, or a policy has what does not reach vLLM. A value model may lack its
-    head: zeros, so that the first advantages are rewards to come and no noise.
+    It is loaded in that dtype and never cast, because a cast would also round its float32 buffers,
+    such as the frequencies of rotary embeddings. A value model may lack its head, which then starts
+    as zeros, so that the first advantages are rewards to come and no noise. ValueError: the
+    checkpoint lacks a tensor, or a policy has what does not reach vLLM.
     """
-    is_trained_whole = trained and not args.lora_rank
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
     for part in (config, config.get_text_config()):  # of a vision model another one
@@ -1685,7 +1663,7 @@ def load_model(auto_class, path, args, trained, **config_options):
         path,
         config=config,
         revision=revision,
-        dtype=torch.float32 if is_trained_whole else getattr(torch, args.dtype),
+        dtype=getattr(torch, args.dtype),
         attn_implementation=args.attn_implementation,
         output_loading_info=True,
     )
@@ -1714,7 +1692,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
-    model.train(trained).requires_grad_(is_trained_whole)
+    model.train(trained).requires_grad_(trained and not args.lora_rank)
     if trained and args.lora_rank:
         add_adapter(model, args)
     return model
@@ -1759,19 +1737,67 @@ def load_classifier(accelerator, path, args, trained):
 
 
 def place_model(accelerator, model, args):
-    """Collective. Puts a PolicyModel or ValueModel on this rank's device.
+    """Collective. Put a PolicyModel or ValueModel on this rank's device.
 
-    Under FSDP2 the rank gets its part of each parameter, else a copy, in DDP if it is trained.
+    Under FSDP2 a rank gets its part of each parameter, else a copy of the whole model. Copies start
+    out equal, because all ranks load the same files.
     """
     if not accelerator.is_fsdp2:
-        return accelerator.prepare_model(model, evaluation_mode=not model.model.training)
-    # A layer is gathered in args.dtype while it computes, the rest (embedding, head) in its own;
-    # gradients are added in float32
-    precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model.model._no_split_modules:
+        return model.to(accelerator.device)
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients
+    for name, module in model.named_modules():
+        is_layer = type(module).__name__ in model.model._no_split_modules
+        # Parameters of one unit must have one dtype, and a classifier's head is float32
+        if is_layer or name == "model.score":
             fully_shard(module, mp_policy=precision)
-    return fully_shard(model, reshard_after_forward=True)
+    return fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+
+
+# ------------------------------------------------------------------ float32 masters of the weights
+
+
+def make_optimizer(model, args):
+    """Give each trained weight a float32 master (1710.03740), and return AdamW for the masters.
+
+    A bfloat16 weight would lose small updates, and a bfloat16 gradient small terms of its sum over
+    backward passes. So masters hold both. A weight that is float32 shares its memory with its
+    master.
+    """
+    weights = trained_weights(model).values()
+    for weight in weights:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        weight.master = nn.Parameter(weight.detach().to(dtype))
+        weight.master.grad = torch.zeros_like(weight.master)
+        weight.register_post_accumulate_grad_hook(add_to_master)
+    options = {"eps": args.eps, "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW([weight.master for weight in weights], **options)
+
+
+def trained_weights(model):
+    """Return {name: parameter} of the parameters that train."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def add_to_master(weight):
+    """Move a weight's gradient of one backward pass to its master, which sums them up."""
+    weight.master.grad += weight.grad
+    weight.grad = None
+
+
+@torch.no_grad()
+def round_masters(model):
+    """Set each trained weight to its master, rounded to the weight's dtype."""
+    for weight in trained_weights(model).values():
+        weight.copy_(weight.master)
+
+
+def sum_over_ranks(accelerator, gradients):
+    """Collective. Sum gradients over the ranks, in place, because each rank had other rows."""
+    for gradient in gradients:
+        if accelerator.is_fsdp2:  # which has averaged them
+            gradient *= accelerator.num_processes
+        elif accelerator.num_processes > 1:
+            torch.distributed.all_reduce(gradient)
 
 
 # --------------------------------------------------------------------------------- adapters (LoRA)
@@ -1791,7 +1817,7 @@ def lora_config(args):
 
 
 def add_adapter(model, args):
-    """Gives each linear layer of a frozen model, but its head, an adapter (2106.09685), in float32.
+    """Give each linear layer of a frozen model, but its head, an adapter (2106.09685).
 
     W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B is 0.
     """
@@ -1799,9 +1825,6 @@ def add_adapter(model, args):
 
     torch.manual_seed(args.seed)
     inject_adapter_in_model(lora_config(args), model.base_model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
 
 
 def set_adapter_scale(model, scale):
@@ -1890,10 +1913,9 @@ class ChunkedHead(torch.autograd.Function):
         if soft_cap:
             soft_cap *= scale
         head = model.get_output_embeddings().weight
-        sent_as = torch.bfloat16 if args.dtype == "bfloat16" else head.dtype
         # Logits are float32 (2506.13585)
-        hidden = hidden.to(torch.promote_types(sent_as, torch.float32)) * scale
-        return cls.apply(hidden, head, labels, soft_cap, sent_as)
+        hidden = hidden.to(torch.promote_types(head.dtype, torch.float32)) * scale
+        return cls.apply(hidden, head, labels, soft_cap)
 
     @staticmethod
     def logits(hidden, head, soft_cap):
@@ -1907,12 +1929,12 @@ class ChunkedHead(torch.autograd.Function):
         return soft_cap * torch.tanh(logits / soft_cap)
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, soft_cap, sent_as):
-        ctx.soft_cap, ctx.sent_as = soft_cap, sent_as
+    def forward(ctx, hidden, weight, labels, soft_cap):
+        ctx.soft_cap = soft_cap
         size = max(1, LOGITS_CHUNK[hidden.device.type] // len(weight))  # positions
         ctx.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
         logprobs, entropies = (hidden.new_empty(len(hidden)) for _ in range(2))
-        with head_as_sent(weight, sent_as, hidden.dtype) as head:
+        with in_dtype(weight, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
@@ -1927,8 +1949,10 @@ class ChunkedHead(torch.autograd.Function):
             logprobs_grad = torch.zeros_like(entropies)
         hidden_grad = torch.empty_like(hidden)
         # None if the head is frozen
-        head_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with head_as_sent(weight, ctx.sent_as, hidden.dtype) as head:
+        head_grad = None
+        if ctx.needs_input_grad[1]:
+            head_grad = torch.zeros_like(weight, dtype=hidden.dtype)
+        with in_dtype(weight, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
@@ -1944,46 +1968,20 @@ class ChunkedHead(torch.autograd.Function):
                 hidden_grad[part] = logits_grad @ head
                 if head_grad is not None:
                     head_grad.addmm_(logits_grad.T, hidden[part])
-        return hidden_grad, head_grad, None, None, None
+        return hidden_grad, head_grad, None, None
 
 
 @contextlib.contextmanager
-def head_as_sent(weight, sent_as, computed_in):
-    """A head's weight with the rounding that vLLM's has: cast to one dtype, then to another.
+def in_dtype(weight, dtype):
+    """Yield a head's weight in the dtype that its products are computed in.
 
-    After bfloat16 a GPU may round the factors of float32 products inside to TF32: five times as
-    fast. Outside, TF32's 11 bits would round positions above 2,048 in rotary embeddings.
+    If the weight is bfloat16, a GPU may round factors of these products to TF32 inside, which is
+    five times as fast. Outside, TF32's 11 bits would round positions above 2,048 in rotary
+    embeddings.
     """
-    torch.backends.cuda.matmul.allow_tf32 = sent_as == torch.bfloat16
-    yield weight.to(sent_as).to(computed_in)
+    torch.backends.cuda.matmul.allow_tf32 = weight.dtype == torch.bfloat16
+    yield weight.to(dtype)
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def round_weights(model):
-    """Has a policy compute with its weights as vLLM gets them, rounded to bfloat16.
-
-    Gradients pass to the unrounded ones, which are trained. Autocast rounds what is multiplied as a
-    matrix, head_as_sent the head. Here looked-up embeddings are rounded, and vectors, such as a
-    norm's, each time their module runs: so also where gradient checkpointing runs it again. A
-    module's attribute is the rounded one then, parameters() has the trained one.
-    """
-
-    def as_sent(weight):
-        return weight + (weight.bfloat16() - weight).detach()
-
-    def round_rows(module, inputs, rows):
-        scale = getattr(module, "embed_scale", 1.0)  # Gemma's embedding is multiplied by it
-        return as_sent(rows / scale) * scale
-
-    def round_vectors(module, inputs):
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
-                vars(module)[name] = as_sent(parameter)  # which hides the parameter
-
-    for module in model.modules():
-        module.register_forward_pre_hook(round_vectors)
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(round_rows)
 
 
 # -------------------------------------------------------------------------------------- the engine
@@ -2159,8 +2157,9 @@ def gather_weights(model, args):
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if args.lora_rank and not parameter.requires_grad:
             continue
+        # The same tensor, but for modules that a model keeps in float32
         weight = parameter.detach().to(getattr(torch, args.dtype))
-        if isinstance(weight, DTensor):  # under FSDP2: the ranks exchange their parts, cast already
+        if isinstance(weight, DTensor):  # under FSDP2 the ranks exchange their parts
             weight = weight.full_tensor()
         yield name, weight
 
@@ -3007,6 +3006,8 @@ def load_checkpoint(trained_models, checkpoint_dir):
     if checkpoint_dir:
         for part, folder in checkpoint_parts(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
+        for model, _ in trained_models.values():
+            round_masters(model)
 
 
 checkpoint_wishes = []  # SIGUSR1s; no threading.Event, whose lock a handler must not take
@@ -3053,21 +3054,20 @@ def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
 def checkpoint_parts(trained_models, folder):
     """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
 
-    trained_models: {name: (model, its optimizer)}. The tensors, which checkpoint.load fills in
-    place, are those that train. DDP, FSDP2 and the number of ranks may be others on resume.
+    trained_models: {name: (model, its optimizer)}. The weights are masters, and checkpoint.load
+    fills them in place. FSDP2 and the number of ranks may be others on resume.
     """
     for name, (model, optimizer) in trained_models.items():
-        weights = {
-            key.removeprefix("module."): parameter.detach()
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        yield weights, folder / name
-        # Before a model's first update its optimizer has no state. To load one, torch makes it, by
-        # a step with a learning rate of 0
+        masters = {key: weight.master for key, weight in trained_weights(model).items()}
+        yield {key: master.detach() for key, master in masters.items()}, folder / name
+        # An optimizer has no state before its first step. For loading, a step with gradients and a
+        # learning rate of 0 makes the tensors that are to be filled
         path = folder / f"{name}_optimizer"
-        if optimizer.state or path.exists():
-            yield get_optimizer_state_dict(model, optimizer)["state"], path
+        if path.exists() and not optimizer.state:
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+        if optimizer.state:
+            yield {key: optimizer.state[master] for key, master in masters.items()}, path
 
 
 def pack_rollout(rollout):
@@ -3170,9 +3170,6 @@ def timed(metrics, name):
 def end_run(accelerator, run_dir, args):
     """Collective. A run's end: pictures, a summary, the upload, by programs beside this script."""
     end_children()
-    # main() has dropped its models. If DDP were gloo's last user, it would end gloo with Python's
-    # lock in its hands, which gloo's threads need
-    accelerator.clear()
     accelerator.end_training()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
