@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import GRPO, PPO, SCRIPTS, hooks, rollouts
+from helpers import GRPO, SCRIPTS, rollouts
 from helpers.loops import EPISODES
 from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_args, tiny_policy
 from safetensors.torch import load_file
@@ -276,18 +276,3 @@ def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_m
     if beta == 0:
         assert 0 < line["val/computed_responses"] < EPISODES
     assert line["val/ratio"] == 1 and line["policy/approxkl_avg"] == 0
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_ranks_exchange_gradients_in_the_last_pass_of_an_update_alone(name, run_main, monkeypatch):
-    module, seen = __import__(name.removesuffix(".py")), []
-
-    def note(given):
-        if torch.is_grad_enabled():  # DDP reads it then
-            seen.append(given["self"].require_backward_grad_sync)
-
-    models = (module.PolicyModel, module.ValueModel) if name in PPO else (module.PolicyModel,)
-    for model in models:
-        hooks.before(model, "forward", note, put=monkeypatch.setattr)
-    run_main(name, total_episodes=EPISODES)  # two updates of two passes
-    assert seen == ([False] * len(models) + [True] * len(models)) * 2
