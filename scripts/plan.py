@@ -4,7 +4,9 @@ scripts/preflight.py prints it. Each function takes its Run: the arguments of a 
 launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate,
 within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md).
 
-    a trained parameter   16: float32 weight, gradient, and AdamW's two moments (1412.6980)
+    a trained parameter   18: its weight in --dtype; in float32 its master, the gradient, and
+                          AdamW's two moments (1412.6980). With --dtype float32 it is 16, because
+                          the weight is the master
     a frozen parameter    2 or 4: its weight, in --dtype
     on disk               12 a trained parameter: a checkpoint has no gradients
     vLLM                  its weights in --dtype, and the cache of keys and values (2309.06180)
@@ -109,15 +111,12 @@ def widths(config):
     return heads * head_dim, keys * head_dim, inner
 
 
-def token_in_layer(run, model, residual):
-    """Bytes of a token that PyTorch saves in a layer, as of Qwen or Llama, for its gradient.
-
-    residual: bytes of a number of the residual stream.
-    """
+def token_in_layer(run, model):
+    """Return the bytes of a token that PyTorch saves in a layer, as of Qwen or Llama."""
     config, size = model.config.get_text_config(), size_of(run)
     queries, keys, inner = widths(config)
-    # What goes into two norms, and out of them; into q, k, v, gate and up, which autocast copies
-    states = config.hidden_size * (4 * residual + 5 * size)
+    # What goes into two norms, which compute in float32, and what comes out of them
+    states = config.hidden_size * 9 * size
     attention = (queries + keys) * 2 * size  # queries, and what comes out; keys and values
     if any(hasattr(module, "q_norm") for module in model.modules()):
         attention += (queries + keys) * (4 + size)  # they are normed in float32
@@ -134,26 +133,21 @@ def pass_parts(run, model, rows, is_trained):
     """
     args, config, size = run.args, model.config.get_text_config(), size_of(run)
     tokens, is_sharded = rows * run.max_length(), bool(run.options.num_shards())
-    is_whole, has_adapters = is_trained and not rank_of(run), is_trained and rank_of(run)
-    # Autocast leaves the residual stream of float32 weights alone
-    residual = size if is_sharded or has_adapters else 4
-    layer = tokens * token_in_layer(run, model, residual)
+    is_whole = is_trained and not rank_of(run)
+    layer = tokens * token_in_layer(run, model)
     saved = 0
     if is_trained:  # with checkpoints the inputs of layers alone (1604.06174)
-        inputs = tokens * config.hidden_size * residual
+        inputs = tokens * config.hidden_size * size
         saved = config.num_hidden_layers * (inputs if args.gradient_checkpointing else layer)
 
-    # Weights in --dtype as a pass computes with them: of all layers, copied by autocast; or of
-    # three, and the root unit, which is what is in no layer, as FSDP2 has gathered them
-    names = model._no_split_modules or []
-    layers = [count_parameters(m) for m in model.modules() if type(m).__name__ in names] or [0]
-    computed, weights, root = "autocast's copies", 0, 0
+    # What FSDP2 has gathered: three layers, and the root unit, which is what is in no layer
+    weights, root = 0, 0
     if is_sharded:
-        computed, weights = "gathered by FSDP2", 3 * size * max(layers)
-        root = (count_parameters(model) - sum(layers)) * (4 if is_whole else size)
-    elif is_trained and size == 2:
-        weights = size * (sum(layers) if is_whole else count_trained(run, model))
-    in_layer = {"activations": saved + layer, computed: weights + root}
+        names = model._no_split_modules or []
+        layers = [count_parameters(m) for m in model.modules() if type(m).__name__ in names] or [0]
+        weights = 3 * size * max(layers)
+        root = (count_parameters(model) - sum(layers)) * size
+    in_layer = {"activations": saved + layer, "gathered by FSDP2": weights + root}
     if hasattr(model, "score"):  # its head is small
         return in_layer
 
@@ -164,7 +158,7 @@ def pass_parts(run, model, rows, is_trained):
     chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
     in_head = {
         "activations": saved + 4 * 4 * tokens * config.hidden_size,
-        computed: root,
+        "gathered by FSDP2": root,
         "head: gradient, a copy in float32": head * (is_whole + (size == 2)),
         "logits": (4 - is_whole) * 4 * min(chunk, rows * args.response_length * config.vocab_size),
     }
@@ -185,18 +179,16 @@ def learner_memory(run):
     counts = [count_trained(run, model) for model in trained.values()]
     count = sum(counts) / shards
     kind = "adapters" if rank_of(run) else "weights"
+    weights = f"{kind} of {' and '.join(trained)}"
     always = {
-        f"{kind} of {' and '.join(trained)}": 4 * count,
+        weights: size_of(run) * count,
+        "their float32 masters": 4 * count if args.dtype == "bfloat16" else 0,
         "AdamW's moments": 8 * count,
         "gradients": 4 * count,  # between updates they are zeros
     }
     for name, model in frozen_weights(run).items():
         always[f"{name}, frozen"] = size_of(run) * count_parameters(model) / shards
     passes = {}
-    if options.num_processes > shards:
-        # Gradients are in DDP's buckets. After the first update it makes others, one model's at a
-        # time, beside the old ones (torch 2.13, reducer.cpp, rebuild_buckets)
-        passes["DDP's second update"] = {"other buckets of DDP": 4 * max(counts)}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
@@ -240,10 +232,9 @@ def left_to_cuda(run):
 
 def host_memory(run):
     """Bytes of a machine, not of its GPUs, while each of its learners loads its largest model."""
-    sizes = [size_of(run) * count_parameters(model) for model in frozen_weights(run).values()]
-    if not rank_of(run):
-        sizes += [4 * count_parameters(model) for model in trained_models(run).values()]
-    return max(sizes) * run.options.local_processes()
+    models = trained_models(run) | frozen_weights(run)
+    largest = max(map(count_parameters, models.values()))
+    return size_of(run) * largest * run.options.local_processes()
 
 
 # -------------------------------------------------------------------------- vLLM's memory, and disk
@@ -312,8 +303,11 @@ def checkpoints_on_disk(run):
 
 
 def final_model(run):
-    """Bytes of the final model in float32; adapters are there merged, and beside it alone."""
-    return 4 * (count_parameters(run.model) + (rank_of(run) and count_trained(run, run.model)))
+    """Bytes of the final model; adapters are merged into it in float32, and are beside it."""
+    if rank_of(run):
+        adapters = size_of(run) * count_trained(run, run.model)
+        return 4 * count_parameters(run.model) + adapters
+    return size_of(run) * count_parameters(run.model)
 
 
 def shared_memory(run):

@@ -106,7 +106,7 @@ class Args:
     stop_token: str = "eos"
     """token that ends every response, as the policy's do; "eos" means the tokenizer's end token"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """precision of forward passes; trained weights stay float32"""
+    """data type of the weights; the optimizer keeps float32 masters"""
     attn_implementation: str = "sdpa"
     """attention of the model: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
@@ -303,13 +303,10 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
     """
     micro_batches = cut_pairs(accelerator, pairs, mini_batch, args.per_device_train_batch_size)
     sums = Counter()
-    for i, indices in enumerate(micro_batches):
-        # DDP exchanges gradients in the last pass alone (as by its no_sync)
-        reward_model.require_backward_grad_sync = i == len(micro_batches) - 1
+    for indices in micro_batches:
         chosen, rejected = score_pairs(accelerator, reward_model, pairs, indices)
         loss = preference_loss(chosen, rejected, args.center_rewards_coefficient)  # (pairs,)
-        # Ranks average their gradients; times the number of ranks, that is their sum
-        (loss.sum() / len(mini_batch) * accelerator.num_processes).backward()
+        (loss.sum() / len(mini_batch)).backward()
         per_pair = {
             "loss/preference_avg": loss,
             "objective/accuracy": chosen > rejected,
@@ -392,7 +389,7 @@ def main(args):
                 raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
     start_time -= state["seconds"]
 
-    # ---- The model. What trains it is the same one, in DDP where there are several ranks
+    # ---- The model
     model = load_reward_model(args, tokenizer.pad_token_id)
     reward_model = ppo.place_model(accelerator, model, args)
     # Padding must not reach the tokens before it. A first token's score depends on no other
@@ -401,7 +398,7 @@ def main(args):
     if torch.autograd.grad(model(input_ids, None)[0, 0], embeddings)[0][1:].any():
         raise ValueError("the model attends to later tokens; it must be a causal model")
     # Its learning rate is set before each update
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True)
+    optimizer = ppo.make_optimizer(reward_model, as_ppo_args(args))
     trained_models = {"reward_model": (reward_model, optimizer)}
     ppo.load_checkpoint(trained_models, checkpoint_dir)
 
@@ -463,10 +460,6 @@ def main(args):
             print(f"step {training_step} of {args.num_updates}  {shown}", flush=True)
 
     accelerator.print(f"Reward model: {run_dir / 'model'}; metrics: {run_dir / 'metrics.jsonl'}")
-    # The last reference to gloo's group of ranks must not be DDP's: that holds Python's lock while
-    # it waits for gloo's threads, which may need it
-    accelerator.clear()
-    del reward_model, trained_models
     accelerator.end_training()
 
 

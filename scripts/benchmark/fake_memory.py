@@ -126,7 +126,7 @@ def read_pass(run, model):
     responses = torch.zeros(tokens * args.response_length // run.max_length(), dtype=torch.long)
 
     def forward(policy, input_ids, mask):
-        hidden = script.hidden_states(policy.model, input_ids, args)
+        hidden = script.hidden_states(policy.model, input_ids)
         hidden = hidden[:, :-1][responses, responses]
         return script.ChunkedHead.read(policy.model, hidden, responses, args)
 
@@ -147,17 +147,11 @@ def run_passes(run, models, roles):
         read_pass(run, models[role]).mean().backward()
 
 
-def trained_parameters(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def count(run):
     """Bytes of a learner's tensors, at the moment of a step with the most."""
     script, args, options = run.script, run.args, run.options
     is_sharded = bool(options.num_shards())
-    accelerator = SimpleNamespace(
-        is_fsdp2=is_sharded, prepare_model=lambda model, evaluation_mode: model
-    )
+    accelerator = SimpleNamespace(is_fsdp2=True)
     models = load_models(run)
     roles = [role for role in models if role in plan.trained_models(run)]
     chunk = script.LOGITS_CHUNK["cuda" if options.has_gpus() else "cpu"]
@@ -165,24 +159,20 @@ def count(run):
     with fake_ranks(run) if is_sharded else contextlib.nullcontext(), chunks, FakeTensorMode():
         for model in models.values():
             fill(model)
-            script.place_model(accelerator, model, args)
-        trained = [models[role] for role in roles]
-        optimizers = [script.make_optimizer(model, args) for model in trained]
+            if is_sharded:
+                script.place_model(accelerator, model, args)
+        optimizers = [script.make_optimizer(models[role], args) for role in roles]
         # Outside of the tracker, which would count sharded tensors as whole ones there
-        for model, optimizer in zip(trained, optimizers, strict=True):
-            for parameter in trained_parameters(model):
-                parameter.grad = torch.zeros_like(parameter)
+        masters = []
+        for optimizer in optimizers:
             optimizer.step()  # which makes the moments
-            optimizer.zero_grad(set_to_none=False)
+            masters += optimizer.param_groups[0]["params"]
         tracker = Tracker()
         tracker.track_external(*models.values(), *optimizers)
+        # Which belong to no model
+        tracker.track_external(*masters, *(master.grad for master in masters))
         with tracker:
             run_passes(run, models, roles)
-            if options.num_processes > 1 and not is_sharded:
-                # After the first update DDP makes other buckets, one model's at a time, beside
-                # those that the gradients are in
-                sizes = [sum(map(torch.numel, trained_parameters(model))) for model in trained]
-                torch.empty(max(sizes))
     return tracker.peak()
 
 
@@ -192,7 +182,10 @@ def main():
     print("| run | plan | count | plan / count |\n|---|---|---|---|")
     for row, words in fits.ROWS.items():
         titles = ("GRPO", "PPO", "GRPO, adapters", "PPO, adapters")
-        for title, (size, _, run) in zip(titles, fits.largest_of(words), strict=True):
+        for title, found in zip(titles, fits.largest_of(words), strict=True):
+            if found is None:  # nothing fits
+                continue
+            size, _, run = found
             name, needed, counted = f"{row}: {title}, {size} B", plan.learner_needs(run), count(run)
             sizes = f"{needed / plan.GIB:.1f} | {counted / plan.GIB:.1f}"
             print(f"| {name} | {sizes} | {needed / counted:.2f} |", flush=True)

@@ -122,11 +122,13 @@ def main():
     columns = "GRPO | PPO | GRPO, adapters | PPO, adapters |"
     print(f"The largest:\n\n| GPUs | {columns}\n|---|---|---|---|---|")
     for row, words in ROWS.items():
-        print(f"| {row} | {' | '.join(found[0] if found else '' for found in largest_of(words))} |")
+        print(
+            f"| {row} | {' | '.join(found[0] if found else '-' for found in largest_of(words))} |"
+        )
     print(f"\nBy launch:\n\n| GPUs | a learner has | {columns}\n|---|---|---|---|---|---|")
     for words, (gpu_memory, file, numbers) in LAUNCHES.items():
         run = launch("grpo_vllm_async", "0.6", gpu_memory, file, **numbers)
-        cells = [cell(*found) if found else "" for found in largest_of(words)]
+        cells = [cell(*found) if found else "-" for found in largest_of(words)]
         room = plan.learner_room(run) / plan.GIB
         print(f"| {words} | {room:.0f} | {' | '.join(cells)} |", flush=True)
 

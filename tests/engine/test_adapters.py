@@ -61,7 +61,7 @@ def merge_by_the_formula(weights, adapter):
     for name, weight in weights.items():
         a, b = (adapter.get(name.replace("weight", f"lora_{x}.default.weight")) for x in "AB")
         if a is not None:
-            merged[name] = weight + 5 / 3 * b @ a
+            merged[name] = weight + 5 / 3 * b.float() @ a.float()
     assert len(merged) == 2 * len(LAYERS)
     return merged
 
@@ -77,8 +77,7 @@ def test_every_linear_layer_but_the_head_has_an_adapter_and_the_rest_is_frozen(s
     modules = {name.rsplit(".lora_")[0].split(".")[-1] for name in found}
     assert modules == set(LAYERS) and len(found) == 2 * 2 * len(LAYERS)
     assert dict(script.gather_weights(model, args)).keys() == found.keys()  # no more is sent
-    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
-    assert frozen == {torch.bfloat16} and {p.dtype for p in found.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # as in vLLM
     torch.manual_seed(6)  # ranks draw the same
     again, other = load(saved_model, args), load(saved_model, replace(args, seed=2))
     for name, parameter in found.items():

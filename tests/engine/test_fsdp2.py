@@ -163,34 +163,29 @@ def run_of(together, how, kind, name):
 
 
 @pytest.mark.slow
-def test_gradients_are_in_ddps_buckets_alone(together):
-    """After each backward pass, from the third update on: DDP arranges buckets in the first two."""
-    counts = together.ddp["storages"]  # after two passes of two models each time
-    assert len(counts) == 4 * 4 and {*counts[2 * 4 :]} <= {1, 2}  # and not of 27 gradients
-
-
-@pytest.mark.slow
-def test_policy_computes_with_rounded_weights(together):
-    """The embedding, the last norm and the head are gathered in float32, layers in bfloat16."""
-    found = together.fsdp2["rounded"]
-    assert len(found) == 1 + 27 and all(found.values()), found
-
-
-@pytest.mark.slow
-def test_each_layer_is_a_unit_and_is_gathered_in_the_dtype_of_the_flag(together):
+def test_each_layer_is_a_unit_in_the_dtype_of_the_flag_and_a_float32_head_is_another(together):
     """Of two architectures in one process. Without names of layers the model would be one unit."""
     layers = {f"model.model.layers.{i}" for i in range(2)}
     # A whole trained model has 27 tensors; 14 layers have an adapter, of two matrices
-    for name, count in (("trained", 27), ("adapted", 28), ("frozen", 0)):
+    for name, count in (("trained", 27), ("adapted", 28), ("frozen", 0), ("value", 27)):
         model = together.fsdp2["units"][name]
-        assert model["units"] == {"", *layers} and model["after"] == {True}  # parts again
-        # Whole ones. What is trained and no layer computes in float32
-        embedding = torch.float32 if name == "trained" else torch.bfloat16
-        dtypes = {f"{layer}.mlp": {(False, torch.bfloat16)} for layer in layers}
-        assert model["in forward"] == dtypes | {"model.model.embed_tokens": {(False, embedding)}}
-        gradients = model["gradients"].values()  # sums finer than what each rank has
+        heads = {"model.score"} if name == "value" else set()
+        assert model["units"] == {"", *layers, *heads} and model["after"] == {True}  # parts again
+        dtypes = {f"{layer}.mlp": {(False, torch.bfloat16)} for layer in layers}  # whole ones
+        dtypes["model.model.embed_tokens"] = {(False, torch.bfloat16)}
+        dtypes |= {head: {(False, torch.float32)} for head in heads}
+        assert model["in forward"] == dtypes
+        gradients = model["gradients"].values()  # masters', which sum up passes in float32
         assert len(gradients) == count and {g.dtype for g in gradients} <= {torch.float32}
         assert all((gradient != gradient.bfloat16()).any() for gradient in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["one", *SHARED])
+def test_policy_in_bfloat16_is_its_reference_at_equal_weights(how, together):
+    """The KL penalty of the first step is 0, on the first rank's rows."""
+    distance, logprobs = getattr(together, how)["distance"]
+    assert distance == 0 and (logprobs < 0).any()
 
 
 # ------------------------------------------------------------------------------------- checkpoints

@@ -53,7 +53,7 @@ class Products(TorchDispatchMode):
 def test_tf32_is_for_the_products_of_the_head_alone(dtype, in_head):
     """A switch for the whole process would round rotary embeddings of positions above 2,048."""
     policy, batch = rollouts.tiny_policy(), rollouts.in_float32(make_rollout())
-    policy.args = tiny_args(dtype=dtype)
+    policy.to(getattr(torch, dtype))
     with Products() as products:
         logprobs, entropies = policy(batch.input_ids, batch.mask)
         (logprobs.sum() + entropies.sum()).backward()

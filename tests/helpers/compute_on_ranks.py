@@ -24,7 +24,6 @@ import torch
 import tyro
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -59,37 +58,14 @@ def own_rows(accelerator):
     return batch.input_ids[start : start + 2], batch.mask[start : start + 2].float()
 
 
-def storages(accelerator):
-    """In how many storages the policy's gradients are, after each pass of four updates."""
-    args = rollouts.tiny_args(per_device_train_batch_size=2)
-    batch = rollouts.in_float32(rollouts.make_rollout())
-    policy, value_model = (
-        ppo.place_model(accelerator, model, args)
-        for model in (rollouts.tiny_policy(), rollouts.tiny_value_model())
-    )
-    optimizer, counts = torch.optim.AdamW(policy.parameters()), []
-
-    def note_pass(call, given):
-        call()
-        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-        counts.append(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
-
-    with pytest.MonkeyPatch.context() as patch:
-        around(torch.Tensor, "backward", note_pass, put=patch.setattr)
-        for _ in range(4):
-            ppo.accumulate_gradients(accelerator, policy, value_model, batch, range(8), True, args)
-            ppo.apply_gradients(accelerator, policy, optimizer, 1e-3, batch, None, args)
-    return counts
-
-
 def trained_models(accelerator, seed=0):
     """{name: (model, its optimizer)}, in float64."""
-    args, trained = rollouts.tiny_args(dtype="float64"), {}
+    args, trained = rollouts.tiny_args(dtype="float64", weight_decay=0.1), {}
     models = {"policy": rollouts.tiny_policy(seed), "value_model": rollouts.tiny_value_model(seed)}
     for name, model in models.items():
         with in_float64(ppo):
             model = ppo.place_model(accelerator, model.double(), args)
-        trained[name] = model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        trained[name] = model, ppo.make_optimizer(model, args)
     return trained
 
 
@@ -109,7 +85,7 @@ def step_and_save(accelerator, folder):
     for scale in (1.0, 2.0):
         (scale * value_model(batch.input_ids[:2], batch.mask[:2]).square().sum()).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
     for state, path in ppo.checkpoint_parts(trained, folder):
         checkpoint.save(state, checkpoint_id=path)
     return state_of(trained, folder)
@@ -126,6 +102,8 @@ def load(accelerator, folder):
 def look_at_units(accelerator, model, args):
     """What is sharded as a unit of its own, and what parts of a model are while it computes."""
     model, dtypes, gradients = ppo.place_model(accelerator, model, args), {}, {}
+    if ppo.trained_weights(model):
+        ppo.make_optimizer(model, args)
 
     def note(name):
         def hook(module, *_):
@@ -134,18 +112,20 @@ def look_at_units(accelerator, model, args):
         return hook
 
     for name, module in model.named_modules():
-        if name.endswith(("mlp", "embed_tokens")):
+        if name.endswith(("mlp", "embed_tokens", "score")):
             module.register_forward_hook(note(name))
     inputs = own_rows(accelerator)
     with torch.no_grad():  # the reference policy's pass comes first
         ppo.set_adapter_scale(model, 0.0)
         model(*inputs)
         ppo.set_adapter_scale(model, 1.0)
-    logprobs, _ = model(*inputs)
-    if logprobs.requires_grad:
-        logprobs.sum().backward()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = {name: whole(p.grad) for name, p in trained.items()}
+    for rows in (slice(None), slice(1)):  # two micro-batches
+        outputs = model(*(tensor[rows] for tensor in inputs))
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+        if outputs.requires_grad:
+            outputs.sum().backward()
+    for name, weight in ppo.trained_weights(model).items():
+        gradients[name] = whole(weight.master.grad)
     return {
         "units": {name for name, m in model.named_modules() if isinstance(m, FSDPModule)},
         "in forward": dtypes,
@@ -155,40 +135,40 @@ def look_at_units(accelerator, model, args):
 
 
 def units(accelerator):
-    """Of policies in bfloat16: a trained one, one with an adapter, a frozen one of another kind."""
+    """Of models in bfloat16: policies, trained, with an adapter, and frozen of another kind; and a
+    value model, whose head is float32."""
     args = rollouts.tiny_args(dtype="bfloat16", lora_rank=3)
     adapted = rollouts.tiny_language_model().bfloat16().requires_grad_(False)
     ppo.add_adapter(adapted, args)
     rollouts.make_noise(adapted, seed=3)
     llama = LlamaForCausalLM(LlamaConfig(**rollouts.CONFIG))
     models = {
-        "trained": rollouts.tiny_language_model(),
+        "trained": rollouts.tiny_language_model().bfloat16(),
         "adapted": adapted,
         "frozen": llama.bfloat16().eval().requires_grad_(False),
     }
-    return {
-        name: look_at_units(accelerator, ppo.PolicyModel(model, args), args)
-        for name, model in models.items()
-    }
+    models = {name: ppo.PolicyModel(model, args) for name, model in models.items()}
+    models["value"] = rollouts.tiny_value_model().bfloat16()
+    models["value"].model.score.float()
+    return {name: look_at_units(accelerator, model, args) for name, model in models.items()}
 
 
-def rounded(accelerator):
-    """Whether a policy in bfloat16 computes as one whose weights are rounded in place, to the bit:
-    log-probabilities, and the gradient of each parameter."""
-    args, found = rollouts.tiny_args(dtype="bfloat16"), []
-    for round_weights in (ppo.round_weights, str):  # the latter does nothing
-        model = rollouts.tiny_language_model()
-        if round_weights is str:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.bfloat16().float()
-        with mock.patch.object(ppo, "round_weights", round_weights):
-            policy = ppo.place_model(accelerator, ppo.PolicyModel(model, args), args)
-        logprobs, _ = policy(*own_rows(accelerator))
-        logprobs.sum().backward()
-        gradients = {name: whole(p.grad) for name, p in policy.named_parameters()}
-        found.append({"logprobs": logprobs.detach()} | gradients)
-    one, other = found
-    return {name: torch.equal(tensor, other[name]) for name, tensor in one.items()}
+def distance_to_reference(accelerator):
+    """How far a policy in bfloat16 is from the same model, frozen, at most; its log-probabilities.
+
+    On this rank's rows, which are others on each rank.
+    """
+    args = rollouts.tiny_args(dtype="bfloat16")
+    trained, frozen = (rollouts.tiny_language_model().bfloat16() for _ in range(2))
+    trained.train().gradient_checkpointing_enable()
+    frozen.eval().requires_grad_(False)
+    policies = [
+        ppo.place_model(accelerator, ppo.PolicyModel(model, args), args)
+        for model in (trained, frozen)
+    ]
+    ppo.make_optimizer(policies[0], args)
+    logprobs, expected = (policy(*own_rows(accelerator))[0] for policy in policies)
+    return (logprobs - expected).abs().max().item(), logprobs.detach()
 
 
 # -------------------------------------------------------------------------------------- whole runs
@@ -275,16 +255,12 @@ def main():
     folder, name = Path(sys.argv[1]), sys.argv[2]
     if name == "fsdp2":
         fsdp2.allow_on_cpu()
-    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # as in the scripts
-    accelerator = Accelerator(cpu=name != "fsdp2", kwargs_handlers=[in_buckets])
+    accelerator = Accelerator(cpu=name != "fsdp2")
     assert accelerator.is_fsdp2 == (name == "fsdp2")
     assert accelerator.num_processes == (1 if name == "one" else 2)
-    seen = {}
-    if name == "ddp":
-        seen["storages"] = storages(accelerator)
+    seen = {"distance": distance_to_reference(accelerator)}
     if name == "fsdp2":
         seen["units"] = units(accelerator)
-        seen["rounded"] = rounded(accelerator)
     seen["saved"] = step_and_save(accelerator, folder / f"checkpoint_{name}")
     for path in sorted(folder.glob("checkpoint_*")):
         seen[path.name] = load(accelerator, path)

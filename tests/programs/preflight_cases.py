@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import preflight
-import torch
 import transformers
 import tyro
 from helpers import GRPO, PPO, REPO, SCRIPTS
@@ -360,9 +359,7 @@ def options_of_run(folder, script):
 
 def stepped(model):
     """A model, and its optimizer after a step."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    optimizer = ppo_sync.make_optimizer(model, ppo_sync.Args())
     optimizer.step()
     return model, optimizer
 
