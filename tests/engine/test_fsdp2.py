@@ -173,7 +173,6 @@ def test_each_layer_is_a_unit_in_the_dtype_of_the_flag_and_a_float32_head_is_ano
         assert model["units"] == {"", *layers, *heads} and model["after"] == {True}  # parts again
         dtypes = {f"{layer}.mlp": {(False, torch.bfloat16)} for layer in layers}  # whole ones
         dtypes["model.model.embed_tokens"] = {(False, torch.bfloat16)}
-        dtypes |= {head: {(False, torch.float32)} for head in heads}
         assert model["in forward"] == dtypes
         gradients = model["gradients"].values()  # masters', which sum up passes in float32
         assert len(gradients) == count and {g.dtype for g in gradients} <= {torch.float32}
@@ -241,7 +240,7 @@ def test_metrics_and_weights_of_three_steps_are_those_of_one_process(
     for weight, value in expected.items():
         has_learnt = (value - first[weight]).abs().max() > 1e-4
         assert has_learnt == (not is_merged or "proj.weight" in weight)
-        assert (found[weight] - value).abs().max() < (1e-6 if is_merged else 1e-8)
+        assert (found[weight] - value).abs().max() < (1e-6 if is_merged else 1e-12)
     model, report = AutoModelForCausalLM.from_pretrained(folders[0], output_loading_info=True)
     assert not any(report.values())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name in GRPO)

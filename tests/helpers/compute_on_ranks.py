@@ -112,7 +112,7 @@ def look_at_units(accelerator, model, args):
         return hook
 
     for name, module in model.named_modules():
-        if name.endswith(("mlp", "embed_tokens", "score")):
+        if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
     inputs = own_rows(accelerator)
     with torch.no_grad():  # the reference policy's pass comes first
