@@ -104,6 +104,13 @@ def test_means_of_scores_leave_out_what_is_not_known():
         assert set(script.score_metrics("eval", some, Args(num_sources=count))) == wholes
 
 
+def test_truth_that_is_a_list_is_written_as_text():
+    """Programs that read a run's responses expect a text."""
+    given = response()
+    given.prompt.ground_truth = [1, 2]
+    assert script.describe(given, policy_version=0)["ground_truth"] == "[1, 2]"
+
+
 # -------------------------------------------------------------------------- the form of a response
 
 # Texts, and whether they are one thought and one answer

@@ -80,6 +80,14 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(tmp_path, monkey
     assert [path.read_bytes()[1:4] for path in old] == [b"PNG", b"ld"]
     assert call_main(plot_runs, a, b, "--overwrite")[0] == 0 and old[1].read_bytes()[1:4] == b"PNG"
 
+    def write_half(path):
+        path.write_text("half")
+        raise OSError("no space is left")
+
+    with pytest.raises(OSError, match="no space"):
+        plot_runs.save(write_half, old[0])
+    assert old[0].read_bytes()[1:4] == b"PNG" and len([*a.iterdir()]) == 2
+
 
 def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
     scores, rates = [9.0, *[0.5] * 9, 0.7], [0.1, *[None] * 4, 0.8, *[None] * 5]
