@@ -474,6 +474,11 @@ def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenize
     assert len(read_json_lines(run.run_dir / "rollouts.jsonl")) == 16
 
 
+def test_progress_is_printed_after_every_step(rough_loop):
+    line = r"^step (\d) of 3, \S+ left  objective/scores: "
+    assert re.findall(line, rough_loop.stdout.getvalue(), re.MULTILINE) == ["1", "2", "3"]
+
+
 def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(
     rough_loop, run_main, tmp_path, monkeypatch
 ):

@@ -2,7 +2,6 @@
 
 import plot_runs
 import pytest
-from helpers import SCRIPTS
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from plot_runs import Run
@@ -63,12 +62,6 @@ def test_metrics_of_one_s_own_come_after_those_of_the_scripts_and_a_run_has_one_
     head, row, _ = plot_runs.lines_of_table([Run("A", own, {})])
     assert " ".join(head.split()) == "run score steps reward/short* reward/short policy/unsure"
     assert " ".join(row.split()) == "A 0.625 2 0.25 0.625 0.85"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_have_no_metric_that_is_taken_for_one_s_own(script, run_main):
-    names = plot_runs.names_in([run_main(script)])
-    assert names and plot_runs.own_metrics(names) == []
 
 
 def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(tmp_path, monkeypatch):
