@@ -5,7 +5,7 @@ import re
 import tokenize
 
 import pytest
-from helpers import PAGES, REPO
+from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
     "ppo_sync.py": 16_550,
@@ -64,8 +64,9 @@ def test_script_is_within_its_budget(script):
 @pytest.mark.parametrize("files", SURROUNDINGS)
 def test_what_stands_around_the_scripts_is_within_its_budget(files):
     """A new program, test or page says which one it replaces."""
-    paths = [*REPO.glob(files)] if "*.py" in files else [*PAGES, REPO / "scripts/train/README.md"]
-    parts = str.splitlines if "*.py" in files else str.split
+    is_code = "*.py" in files
+    paths = files_of_project(files) if is_code else [*PAGES, REPO / "scripts/train/README.md"]
+    parts = str.splitlines if is_code else str.split
     assert sum(len(parts(path.read_text())) for path in paths) <= SURROUNDINGS[files]
 
 
