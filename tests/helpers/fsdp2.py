@@ -1,6 +1,11 @@
-"""FSDP2 without GPUs: torch's runs on gloo, and accelerate has to be told that it may."""
+"""FSDP2 without GPUs: torch's runs on gloo, and accelerate has to be told that it may.
+
+python fsdp2.py SCRIPT ...: runs a script so, on a rank that torchrun starts.
+"""
 
 import os
+import runpy
+import sys
 
 import torch
 from accelerate.state import PartialState
@@ -27,3 +32,9 @@ def allow_on_cpu():
     PartialState.set_device = set_device
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ |= ENVIRONMENT
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    allow_on_cpu()
+    runpy.run_path(sys.argv[0], run_name="__main__")
