@@ -19,7 +19,7 @@ Which folder.
     forks        scripts/forks, scripts/failures, and the changes of docs/fork.md
     promise      the seeds' list, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
-Comparisons that are equal to the bit are made with commit BASE: scripts/dev/bits.py BASE.
+Comparisons that are equal to the bit are made with commit 384dc96: scripts/dev/bits.py 384dc96.
 
 What several files need is in helpers; what a file there has, its first line says.
 A fault in a function: monkeypatch; in a run: a function of run_with_fault.py, by its fixture.
