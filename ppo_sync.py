@@ -2291,12 +2291,12 @@ def place_engine(rank, num_gpus, args):
     Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
     are indices into the node's num_gpus visible ones; () is the CPU.
 
-    >>> place_engine(3, num_gpus=2, args=Args(world_size=4, local_world_size=2))
-    (3, 4, (1,))
-    >>> args = Args(vllm_gpus=(4, 5, 6, 7), vllm_tensor_parallel_size=2)
+    >>> [place_engine(3, gpus, Args(world_size=4, local_world_size=2)) for gpus in (2, 0)]
+    [(3, 4, (1,)), (3, 4, ())]
+    >>> args = Args(vllm_gpus=(4, 6, 5, 7), vllm_tensor_parallel_size=2)
     >>> args.world_size, args.local_world_size = 8, 4  # two nodes
     >>> [place_engine(rank, 8, args) for rank in (4, 5, 6)]
-    [(2, 4, (4, 5)), (3, 4, (6, 7)), None]
+    [(2, 4, (4, 6)), (3, 4, (5, 7)), None]
     """
     node, local_rank = divmod(rank, args.local_world_size)
     size = args.vllm_tensor_parallel_size

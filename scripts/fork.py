@@ -7,6 +7,9 @@ docs/forks.md says what each changes. The new file runs where it lies, as any co
 
     git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
 
+You may have edited the script itself, if it still has the lines that a diff changes, and those
+around them. Otherwise nothing is written.
+
 With --bug it is a script with a bug to learn from, scripts/failures/NAME.diff (docs/failures.md).
 The first line of the new file says so.
 
@@ -19,12 +22,9 @@ With --without it is a script that lacks parts, scripts/deletions/NAME.diff, in 
 """
 
 import argparse
-import os
+import itertools
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -54,74 +54,72 @@ def refuse_old(output):
 
 def write_fork(name, output, is_bug=False):
     """Writes a fork, or a script with a bug, to a file, which must not exist yet."""
-    path = (FAILURES if is_bug else FORKS) / f"{name}.diff"
-    diff = path.read_text("utf-8")
     refuse_old(output)
-    if not shutil.which("git"):
-        raise SystemExit("git applies the diffs, and is not installed: `apt-get install git`")
-    base = base_of(diff)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copy(REPO / base, folder)
-        # git patches plain files in a folder that is in no repository
-        diff = re.sub(r"^\+\+\+ b/.*$", f"+++ b/{base}", diff, flags=re.MULTILINE)
-        diff = re.sub(r"^diff --git .*$", f"diff --git a/{base} b/{base}", diff, flags=re.MULTILINE)
-        result = subprocess.run(
-            ["git", "apply", "-"],
-            cwd=folder,
-            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)},
-            input=diff,
-            encoding="utf-8",
-            capture_output=True,
-        )
-        if result.returncode:
-            raise SystemExit(f"{path.name} does not fit {base} any more:\n{result.stderr}")
-        text = Path(copy).read_text("utf-8")
+    text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"])
     if is_bug:
         text = f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n{text}"
     output.write_text(text, "utf-8")
 
 
-def changes_in(diff):
+def changes_in(diff, text):
     """The changes of a diff: the index of the first line, how many lines go, and which come.
 
-    >>> changes_in("--- a/x.py\\n+++ b/y.py\\n@@ -3,2 +3,2 @@\\n kept\\n-old\\n+new\\n")
-    [[3, 1, ['new\\n']]]
+    Each place of the diff is where the text has its lines, which it must have once: ValueError.
+
+    >>> diff = "--- a/x.py\\n+++ b/y.py\\n@@ -3,2 +3,2 @@\\n kept\\n-old\\n+new\\n"
+    >>> changes_in(diff, "first\\nkept\\nold\\n")
+    [(2, 1, ['new\\n'])]
     """
-    changes, index, is_in_one = [], 0, False
-    for line in diff.splitlines(keepends=True)[2:]:
-        if header := re.match(r"@@ -(\d+)", line):
-            index, is_in_one = int(header[1]) - 1, False
-        elif line.startswith(" "):
-            index, is_in_one = index + 1, False
-        else:
-            if not is_in_one:
-                changes.append([index, 0, []])
-            is_in_one = True
-            if line.startswith("-"):
-                changes[-1][1] += 1
-                index += 1
-            else:
-                changes[-1][2].append(line[1:])
+    changes = []
+    for hunk in re.split(r"^@@ .*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before = "\n" + "".join(line[1:] for line in lines if line[0] in " -")
+        if (count := f"\n{text}".count(before)) != 1:
+            raise ValueError(f"these lines must be in it once, and are {count} times:{before}")
+        index = f"\n{text}".partition(before)[0].count("\n")
+        for is_kept, group in itertools.groupby(lines, lambda line: line[0] == " "):
+            group = list(group)
+            new = [line[1:] for line in group if line[0] == "+"]
+            count = len(group) - len(new)
+            if not is_kept:
+                changes.append((index, count, new))
+            index += count
     return changes
 
 
+def apply_diffs(paths, text=None):
+    """The script with the changes of diffs. What one rewrites and another one takes out is out.
+
+    text: None: the script that they are against, as it is now.
+    """
+    diffs = {path: path.read_text("utf-8") for path in paths}
+    (base,) = {base_of(diff) for diff in diffs.values()}
+    if text is None:
+        text = (REPO / base).read_text("utf-8")
+    changes = []
+    for path, diff in diffs.items():
+        try:
+            changes += changes_in(diff, text)
+        except ValueError as error:
+            raise SystemExit(
+                f"{path.parent.name}/{path.name} does not fit {base} any more: {error}\n"
+                f"Take {base} from the last commit that it fits, or make the diff again "
+                f"(scripts/dev/refit.py)"
+            ) from error
+    out = {i for first, count, new in changes if not new for i in range(first, first + count)}
+    lines = [*text.splitlines(keepends=True), ""]  # behind the last one, lines may be added
+    removed, added = set(), defaultdict(str)
+    for first, count, new in changes:
+        replaced = range(first, first + count)
+        removed.update(replaced)
+        if not count or not out.issuperset(replaced):
+            added[first] += "".join(new)
+    return "".join(added[i] + (line if i not in removed else "") for i, line in enumerate(lines))
+
+
 def leave_out(names):
-    """A script without some parts. What one part rewrites and another one takes out is out."""
-    diffs = [(DELETIONS / f"{name}.diff").read_text("utf-8") for name in names]
-    (base,) = {base_of(diff) for diff in diffs}
-    changes = [change for diff in diffs for change in changes_in(diff)]
-    rewritten, out, new_lines = set(), set(), defaultdict(list)
-    for first, count, new in changes:
-        (rewritten if new else out).update(range(first, first + count))
-    for first, count, new in changes:
-        if not count or not {*range(first, first + count)} <= out:
-            new_lines[first] += new
-    lines = []
-    for index, line in enumerate((REPO / base).read_text("utf-8").splitlines(keepends=True)):
-        lines += new_lines[index]
-        if index not in rewritten | out:
-            lines.append(line)
-    return "".join(lines)
+    """A script without some parts."""
+    return apply_diffs([DELETIONS / f"{name}.diff" for name in names])
 
 
 def main():

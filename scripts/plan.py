@@ -56,7 +56,7 @@ def size_of(run):
 
 def rank_of(run):
     """The rank of adapters; 0: all weights are trained."""
-    return getattr(run.args, "lora_rank", 0)
+    return run.args.lora_rank
 
 
 def count_trained(run, model):
@@ -193,7 +193,7 @@ def learner_memory(run):
         is_trained = name in trained
         flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
         rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
-        if getattr(args, "micro_batch_tokens", 0):
+        if args.micro_batch_tokens:
             flag = "micro_batch_tokens"
             rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
         flags = f"--{flag} {getattr(args, flag)}"
@@ -226,7 +226,7 @@ def left_to_cuda(run):
     A GiB is for the context of each process, and one for NCCL: between ranks, and from a rank to an
     engine on other GPUs.
     """
-    has_no_nccl = run.options.num_processes == 1 and not getattr(run.args, "vllm_gpus", ())
+    has_no_nccl = run.options.num_processes == 1 and not run.args.vllm_gpus
     return (2 + run.shares_gpus() - has_no_nccl) * GIB
 
 
@@ -392,7 +392,7 @@ def sampling_seconds(run):
 def hours(run):
     """The fewest and the most: learners at 45 and 30% of their peak, vLLM at all and a third."""
     learner, sampling = learner_seconds(run), sampling_seconds(run)
-    takes_turns = run.shares_gpus() or not getattr(run.args, "async_mode", False)
+    takes_turns = run.shares_gpus() or not run.args.async_mode
     seconds = sum if takes_turns else max
     ends = seconds((learner / 0.45, sampling)), seconds((learner / 0.30, 3 * sampling))
     return [end * run.args.num_training_steps / 3600 for end in ends]
@@ -447,19 +447,22 @@ def what_fits(run):
     """
     args, options = run.args, run.options
     gpus = options.num_gpus or options.local_processes()
-    learners = (gpus - len(getattr(args, "vllm_gpus", ()))) * options.num_machines
+    learners = (gpus - len(args.vllm_gpus)) * options.num_machines
     sharded = {"config_file": "scripts/accelerate/fsdp2.yaml", "num_processes": learners}
     sharded["num_machines"] = options.num_machines
+    can_shard = hasattr(run.script, "fully_shard")
     changes = [
         {"gradient_checkpointing": True},
         {"micro_batch_tokens": run.max_length()},
         {"dtype": "bfloat16"},
-        *([sharded] if learners > 1 and not options.num_shards() else []),
+        *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
         {"lora_rank": rank_of(run) or 16},
         {"beta": 0},
     ]
     if run.trains_reward_model():
         changes = [changes[0], {"per_device_train_batch_size": 1}]
+    known = vars(args).keys() | vars(options).keys()  # a fork may have no adapters
+    changes = [flags for flags in changes if flags.keys() <= known]
     changes = [flags for flags in changes if not flags.items() <= vars(args).items()]
     for flags in ({}, *changes, *itertools.accumulate(changes, operator.or_)):
         solved = with_share(with_changes(run, flags))

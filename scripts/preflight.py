@@ -112,6 +112,13 @@ class Options:
         return self.num_gpus > here or (self.has_gpus() and not here)
 
 
+# Options that a script may lack, such as a copy without adapters (docs/fork.md, "What can be
+# deleted"), and values with which it does what a script without them does
+ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
+ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
+ABSENT["resume_from_checkpoint"] = None
+
+
 @dataclass
 class Run:
     """What is known of a run. The parts fill it in; None: unknown, or not used."""
@@ -135,6 +142,12 @@ class Run:
     checkpoint_dir: Path | None = None
     changed: dict = field(default_factory=dict)  # arguments since the checkpoint: (was, is)
     notes: list = field(default_factory=list)  # what is no mistake, but should be known
+
+    def __post_init__(self):
+        """Lets every part read options that the script lacks; vars(args) has its own alone."""
+        for name, value in ABSENT.items():
+            if not hasattr(self.args, name):
+                setattr(type(self.args), name, value)
 
     def trains_reward_model(self):
         return hasattr(self.script, "load_pairs")
@@ -167,11 +180,6 @@ def describe(error):
     if type(error) in (Mistake, ValueError, NotImplementedError):  # which say all themselves
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def is_local(path):
-    """Whether a model or a dataset is on this machine, and not on the hub."""
-    return os.path.exists(path)
 
 
 @contextlib.contextmanager
@@ -257,13 +265,13 @@ def check_sharding(run):
         )
     is_fsdp2 = str(options.variables.get("FSDP_VERSION")) == "2"
     is_fsdp2 = is_fsdp2 and not options.is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    is_known = is_fsdp2 and not run.trains_reward_model()
+    is_known = is_fsdp2 and hasattr(run.script, "fully_shard")
     others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_XLA")
     if any(map(options.is_set, others)) or (options.num_shards() and not is_known):
         raise Mistake(
             f"accelerate launch reads {path or 'the environment'}: launch with --config_file "
-            f"scripts/accelerate/one_gpu.yaml, ddp.yaml or, but for a reward model, fsdp2.yaml, "
-            f"by fsdp_version 2 and with fsdp_cpu_ram_efficient_loading false"
+            f"scripts/accelerate/one_gpu.yaml, ddp.yaml or, if the script shards models, "
+            f"fsdp2.yaml, by fsdp_version 2 and with fsdp_cpu_ram_efficient_loading false"
         )
 
 
@@ -297,7 +305,7 @@ def check_numbers(run):
 def check_gpus(run):
     """Refuses GPUs that a machine does not have."""
     num_gpus, learners = run.options.num_gpus, run.options.local_processes()
-    gpus = getattr(run.args, "vllm_gpus", ())
+    gpus = run.args.vllm_gpus
     if (num_gpus or gpus) and max([learners - 1, *gpus]) >= num_gpus:
         raise Mistake(
             f"too few GPUs for {learners} learners, or for --vllm_gpus {gpus}: a machine has "
@@ -325,9 +333,9 @@ def check_arguments(run):
             f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
             f"(--value_warmup_steps), or all responses become short"
         )
-    if plan.rank_of(run) and options.has_gpus() and args.dtype == "float32":
+    if args.lora_rank and options.has_gpus() and args.dtype == "float32":
         raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
-    if plan.rank_of(run) and args.learning_rate <= 1e-6:
+    if args.lora_rank and args.learning_rate <= 1e-6:
         run.notes.append(
             f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
             f"that of full training"
@@ -446,7 +454,7 @@ def load_model(run, auto_class, path, trained, **config_options):
         if getattr(config, "quantization_config", None) is not None:
             raise Mistake("it is quantized; give the model that it was made from")
         options = {"config": config, "attn_implementation": args.attn_implementation}
-        report, is_here = {"missing_keys": [], "mismatched_keys": []}, is_local(path)
+        report, is_here = {"missing_keys": [], "mismatched_keys": []}, os.path.exists(path)
         if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
             # The report names shapes that are others
             options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -472,7 +480,8 @@ def load_model(run, auto_class, path, trained, **config_options):
 
     without_weights = SimpleNamespace(from_pretrained=build)
     with mock.patch.object(script, auto_class.__name__, without_weights):
-        args = replace(args, lora_rank=0)
+        args = copy.copy(args)
+        args.lora_rank = 0  # the script adds no adapters
         return script.load_model(without_weights, path, args, trained, **config_options)
 
 
@@ -659,8 +668,8 @@ def check_reward(run):
 
 def start_worker(run, workers):
     """Starts the process of --reward_fn, and of a fork's --env_fn, if there is either."""
-    flags = [flag for flag in ("reward_fn", "env_fn") if hasattr(run.args, flag)]
-    given = {flag: getattr(run.args, flag) for flag in flags}
+    given = vars(run.args)
+    given = {flag: given[flag] for flag in ("reward_fn", "env_fn") if flag in given}
     try:
         if any(given.values()):
             workers.put(run.script.start_reward_worker(*given.values()))
@@ -769,7 +778,9 @@ def score(run, workers, prompt, token_ids, text):
 def check_run_folder(run):
     """Refuses a run folder with another run, or which cannot be written. Finds the checkpoint."""
     args = replace(run.args, run_name=run.args.run_name or run.args.exp_name)
-    run_dir, checkpoint_dir = run.script.find_run(args)
+    found = run.script.find_run(args)
+    # A script without checkpoints finds the folder alone
+    run_dir, checkpoint_dir = found if "resume_from_checkpoint" in vars(args) else (found, None)
     run_dir = run_dir.absolute()
     folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
@@ -850,7 +861,7 @@ def check_accounts(run):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
             raise Mistake("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
-    if getattr(run.args, "push_to_hub", False):
+    if run.args.push_to_hub:
         check_hub(run)
 
 
@@ -899,7 +910,8 @@ def check_memory(run):
         for name, needed, room in sizes
         if needed > room
     )
-    helps = "no flags make room; GPUs for vLLM alone may (--vllm_gpus), or a smaller model"
+    helps = "no flags make room; a smaller model may, or GPUs for vLLM alone, if the script has "
+    helps += "--vllm_gpus"
     for found in plan.what_fits(run)[:1]:
         helps = f"this fits: {plan.in_flags(*found)}"
     raise Mistake(f"memory: {problem}; {helps}")
@@ -967,10 +979,9 @@ def plan_of_memory(run):
     steps = getattr(args, "num_training_steps", args.num_updates)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
-    if not number:
-        due = f"is ever due: --save_freq {args.save_freq} of {steps:,} steps"
-        yield "", f"no checkpoint {due if args.save_freq else '(--save_freq)'}: a run that ends"
-        yield "", "early has to begin again"
+    if not number and "save_freq" in vars(args):
+        yield "", f"no checkpoint, by --save_freq {args.save_freq} of {steps:,} steps: a run that"
+        yield "", "ends early has to begin again"
 
 
 def plan_of_reward(run):
@@ -1100,7 +1111,8 @@ def main(words):
     if options.num_gpus is None:
         options.num_gpus = torch.cuda.device_count()
     run = Run(script, options, args)
-    if not (is_local(args.model_name_or_path) and is_local(args.dataset)) and not hub_answers():
+    is_here = os.path.exists(args.model_name_or_path) and os.path.exists(args.dataset)
+    if not is_here and not hub_answers():
         run.notes.append("the hub does not answer; what is in the cache of it is used")
     mistakes = check(run)
     print_plan(run)

@@ -24,6 +24,8 @@ if [ "${1:-}" = fast ]; then
   shift
   set -- -m "not slow" "$@"
 fi
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
+# A reader's own files may lie beside those that git knows. Without git all files are checked
+mapfile -t files < <(git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null)
+.venv/bin/ruff check "${files[@]:-.}"
+.venv/bin/ruff format --check "${files[@]:-.}"
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

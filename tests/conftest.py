@@ -19,6 +19,7 @@ Which folder.
     forks        scripts/forks, scripts/failures, and the changes of docs/fork.md
     promise      the seeds' list, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
+Comparisons that are equal to the bit are made with commit 384dc96: scripts/dev/bits.py 384dc96.
 
 What several files need is in helpers; what a file there has, its first line says.
 A fault in a function: monkeypatch; in a run: a function of run_with_fault.py, by its fixture.
@@ -83,13 +84,13 @@ def no_default_of_accelerate():
 
 @pytest.fixture(scope="session")
 def git():
-    """For tests that call it, or write a fork."""
+    """For tests that call it."""
     if not shutil.which("git"):
-        pytest.skip("git is not installed, and these tests call it or scripts/fork.py")
+        pytest.skip("git is not installed, and these tests call it")
 
 
 @pytest.fixture(scope="session")
-def import_fork(git, tmp_path_factory):
+def import_fork(tmp_path_factory):
     """import_fork("refill"): the module grpo_refill, which vLLM's process finds, too."""
     import fork
 

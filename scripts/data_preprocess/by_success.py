@@ -28,9 +28,9 @@ def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> li
 
     >>> rows = [{"prompt": [{"content": text}]} for text in ("one", "too long", "two")]
     >>> figures = {"reward_metrics": {}, "prompt_index": 0, "prompt": "<|user|>one"}
-    >>> answers = [figures | {"verifiable_score": score} for score in (1.0, 0.0)]
+    >>> answers = [figures | {"verifiable_score": score} for score in (1.0, 0.0, 0.0, 0.0, 0.0)]
     >>> answers += [figures | {"prompt_index": 1, "prompt": "<|user|>two", "verifiable_score": 1.0}]
-    >>> keep(rows, answers, 0.2, 0.8) == rows[:1]
+    >>> keep(rows, answers, least=0.2, most=0.2) == rows[:1]  # both are included
     True
     """
     groups, kept, rows = defaultdict(list), [], iter(rows)

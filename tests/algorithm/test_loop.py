@@ -152,6 +152,15 @@ def test_every_step_and_epoch_has_minibatches_of_its_own(rough_loop, run_main):
         assert all(batch.prompt_ids[i] == batch.prompt_ids[i - i % 4] for i in range(EPISODES))
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_another_seed_draws_other_prompts_responses_and_minibatches(name, run_loop, run_main):
+    """If two seeds shared random numbers, their runs would agree more than independent runs do."""
+    one, other = run_loop(name, rough=False), run_main(name, seed=2, total_episodes=EPISODES)
+    assert set(one.vllm.seeds).isdisjoint(other.vllm.seeds)
+    assert one.batches[0].prompt_ids != other.batches[0].prompt_ids
+    assert one.mini_batches[0] != [*itertools.chain(*other.mini_batches)]
+
+
 # --------------------------------------------------------------------- what batches and lines have
 
 
@@ -432,7 +441,7 @@ def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_pat
 # ------------------------------------------------------------------------------- what a run leaves
 
 
-def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer):
+def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer, run_main):
     samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
     tensors = {"sampler_logprobs", "logprobs", "entropies", "advantages"}
     tensors |= {"values", "returns", "rewards"} if rough_loop.name in PPO else set()
@@ -454,6 +463,15 @@ def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenize
     assert len(samples) == 8 * STEPS
     for name in ("score", "stopped", "advantages"):
         assert len({str(sample[name]) for sample in samples}) > 1, name
+    # Groups of eight are written whole, too: two of the three
+    sizes = {"number_samples_per_prompt": 8, "local_rollout_batch_size": 3, "total_episodes": 24}
+    run = run_main(rough_loop.name, **sizes)
+    assert len(read_json_lines(run.run_dir / "rollouts.jsonl")) == 16
+
+
+def test_progress_is_printed_after_every_step(rough_loop):
+    line = r"^step (\d) of 3, \S+ left  objective/scores: "
+    assert re.findall(line, rough_loop.stdout.getvalue(), re.MULTILINE) == ["1", "2", "3"]
 
 
 def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(

@@ -113,7 +113,7 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, capsys):
     prompts = ["a", "a b a b a", "", "b a", " ", *asked]
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": prompt} | RULE for prompt in prompts])
     tokenizer = characters(template=BEGINS, begin="^")
-    kept = load(path, tokenizer, max_prompt_token_length=5)
+    kept = load(path, tokenizer, max_prompt_token_length=4)  # the tokens of the fourth
     assert [prompt.origin[-1] for prompt in kept] == ["0", "3"]
     assert "data.jsonl: 2 prompts; 6 are empty or too long;" in capsys.readouterr().out
     kept = load(path, tokenizer, max_prompt_token_length=50)

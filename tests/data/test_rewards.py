@@ -38,8 +38,8 @@ class Words:
 TOKENIZER = Words()
 
 
-def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", **parts):
-    prompt = Prompt("row 7", asked, [5], data_source, "2", {"bonus": 3})
+def response(data_source="gsm8k", size=3, stopped=True, asked="1 + 1?", truth="2", **parts):
+    prompt = Prompt("row 7", asked, [5], data_source, truth, {"bonus": 3})
     return Response(prompt, [9] * size, [-1.0] * size, stopped, **parts)
 
 
@@ -54,7 +54,8 @@ ALL = {
 FAILED = {"failure": "OSError()"}
 # A response, the reward model's score of it, arguments, its score
 SCORES = [
-    (response(), None, {}, 0.0),  # no ground truth
+    (response(), None, {}, 0.0),
+    (response(truth=None), -3.0, {}, -3.0),  # also where it is held out
     (response(text=FORMAT, verifiable=0.5), -3.0, ALL, -3.75),
     (response(), -3.0, {}, -3.0),
     (response(text=FORMAT, **FAILED), 5.0, {}, None),
@@ -70,7 +71,8 @@ def test_score_is_the_sum_of_the_rewards_or_the_penalty(monkeypatch, capsys):
     for given, model_score, changes, score in SCORES:
         monkeypatch.setattr(script, "reward_model_scores", lambda *_, it=model_score: [it])
         model = model_score and "a model"
-        (scored,) = script.score_responses(None, model, [given], Args(**changes))
+        is_eval = given.prompt.ground_truth is None
+        (scored,) = script.score_responses(None, model, [given], Args(**changes), is_eval)
         assert scored == replace(given, model_score=model_score, score=score)
         warning = "the reward failed on 1 of 1 responses, first on row 7: OSError()"
         assert (warning in capsys.readouterr().out) == (given.failure is not None)
@@ -102,6 +104,11 @@ def test_means_of_scores_leave_out_what_is_not_known():
     wholes = {f"eval/{name}" for name in means}
     for some, count in ((responses[:2], 50), (responses, 51)):
         assert set(script.score_metrics("eval", some, Args(num_sources=count))) == wholes
+
+
+def test_truth_that_is_a_list_is_written_as_text():
+    """Programs that read a run's responses expect a text."""
+    assert script.describe(response(truth=[1, 2]), policy_version=0)["ground_truth"] == "[1, 2]"
 
 
 # -------------------------------------------------------------------------- the form of a response

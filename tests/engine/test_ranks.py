@@ -19,36 +19,6 @@ from helpers.runs import batch_of, check_equal_to_the_bit
 import ppo_vllm_async as script
 from ppo_vllm_async import Args, Prompt
 
-# --------------------------------------------------------------------------- where the engines are
-
-LEARNERS = [(gpu,) for gpu in range(8)]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "learners", "gpus", "size", "of_node"),
-    [
-        (1, 1, (), 1, LEARNERS[:1]),
-        (2, 8, (), 1, LEARNERS),
-        (1, 6, (6, 7), 1, [(6,), (7,)]),
-        (2, 4, (4, 5, 6, 7), 2, [(4, 5), (6, 7)]),
-        (3, 2, (2, 5, 3, 4), 2, [(2, 5), (3, 4)]),  # in the order of the flag
-        (1, 2, (2, 3, 4, 5, 6, 7), 3, [(2, 3, 4), (5, 6, 7)]),
-    ],
-)
-def test_engines_belong_to_the_first_ranks_of_each_node(nodes, learners, gpus, size, of_node):
-    args = Args(vllm_gpus=gpus, vllm_tensor_parallel_size=size)
-    args.world_size, args.local_world_size = nodes * learners, learners
-    count, expected = nodes * len(of_node), []
-    for node in range(nodes):
-        index = node * len(of_node)
-        expected += [(index + i, count, own) for i, own in enumerate(of_node)]
-        expected += [None] * (learners - len(of_node))
-    ranks = range(nodes * learners)
-    assert [script.place_engine(rank, 8, args) for rank in ranks] == expected
-    on_the_cpu = [placement and (*placement[:2], ()) for placement in expected]
-    assert [script.place_engine(rank, 0, args) for rank in ranks] == on_the_cpu
-
-
 # ------------------------------------------------------------------------- who answers which prompt
 
 

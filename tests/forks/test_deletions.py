@@ -39,6 +39,17 @@ def test_any_parts_leave_no_name_behind(tmp_path):
         assert done.returncode == 0, done.stdout
 
 
+def test_edited_script_loses_the_same_parts_or_is_refused(tmp_path, monkeypatch):
+    """By the numbers of lines other lines had gone, and a reader's own within a part."""
+    text, small = (REPO / GRPO[0]).read_text(), program.leave_out(PARTS)
+    monkeypatch.setattr(program, "REPO", tmp_path)
+    (tmp_path / GRPO[0]).write_text(f"# My notes\n{text}")
+    assert program.leave_out(PARTS) == f"# My notes\n{small}"
+    (tmp_path / GRPO[0]).write_text(text.replace("save_freq: int = 0", "save_freq: int = 10"))
+    with pytest.raises(SystemExit, match=r"resume.diff does not fit grpo_vllm_async.py"):
+        program.leave_out(PARTS)
+
+
 @pytest.mark.slow
 def test_copy_without_all_parts_makes_the_same_run_to_the_bit(run_script, small_eval, tmp_path):
     copy = tmp_path / "grpo_small.py"

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import fork as program
 import pytest
+import refit
 import torch
 from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops
 from helpers.files import write_rows, write_text
@@ -186,7 +187,6 @@ def test_fork_is_a_short_diff_and_its_examples_are_right(name, import_fork):
         program.write_fork(name, Path(module.__file__))
 
 
-@pytest.mark.usefixtures("git")
 def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
     diff = (program.FORKS / "inflight.diff").read_text()
     (tmp_path / "inflight.diff").write_text(diff.replace(" class Response:", " class Answer:"))
@@ -196,13 +196,46 @@ def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatc
     assert not (tmp_path / "fork.py").exists()
 
 
-@pytest.mark.usefixtures("git")
 def test_deliberate_bug_is_written_by_its_flag_alone(tmp_path):
     path = tmp_path / "copy.py"
     for words in (["stale_weights", path], ["--bug", "inflight", path], ["inflight"], [path]):
         assert call_main(program, *words)[0] == 2
     assert call_main(program, "--bug", "stale_weights", path)[0] == 0
     assert path.read_text().startswith("# A deliberate bug")
+
+
+@pytest.mark.usefixtures("git")
+def test_diff_is_made_again_after_a_change_of_its_script(tmp_path, monkeypatch, capsys):
+    """Where both have changed a line, a file is left for who has changed the script."""
+    lines = "".join(f"line {number}\n" for number in range(40))
+    script = write_text(tmp_path / "script.py", lines)
+    head = "--- a/script.py\n+++ b/my_fork.py\n"
+    hunk = "@@ -20,4 +20,4 @@\n line 19\n line 20\n-line 21\n+mine\n line 22\n"
+    diff = write_text(tmp_path / "scripts/forks/mine.diff", head + hunk)
+    change = "```diff\n line 2\n+more\n```\n"
+    write_text(tmp_path / "docs/fork.md", f"In a copy of `script.py`: more.\n{change}")
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in ("init -q", "add .", "commit -q -m first"):
+        subprocess.run([*git, *words.split()], check=True)
+    monkeypatch.setattr(program, "REPO", tmp_path)
+
+    script.write_text("above\n" + script.read_text().replace("line 19", "other"))
+    assert refit.main(["HEAD"]) == 0
+    assert program.apply_diffs([diff]) == script.read_text().replace("line 21", "mine")
+    before = diff.read_text()
+    assert before.startswith(f"{head}@@ -20,7 +20,7 @@")
+    subprocess.run([*git, "commit", "-q", "-a", "-m", "second"], check=True)
+    script.write_text(script.read_text().replace("line 21", "theirs"))
+    conflict = diff.with_name("mine.diff.conflict.py")
+    for _ in range(2):  # what has conflicts is no fork
+        assert refit.main(["HEAD~1", "HEAD"]) == 1
+        assert f"edit {conflict}" in capsys.readouterr().out and diff.read_text() == before
+    mine = script.read_text().replace("theirs", "both") + "at the end\n"
+    write_text(conflict, mine)
+    assert refit.main(["HEAD"]) == 0
+    assert program.apply_diffs([diff]) == mine and not conflict.exists()
+    script.write_text(script.read_text().replace("line 2\n", ""))
+    assert refit.main(["HEAD"]) == 1 and "docs/fork.md" in capsys.readouterr().out
 
 
 def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):

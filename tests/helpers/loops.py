@@ -212,7 +212,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         hooks.before(script, "make_request", note_request, put)
         hooks.before(script, "accumulate_gradients", note_update, put)
         hooks.around(script, "apply_gradients", note_step, put)
-        stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())))
+        seen.stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         put("subprocess.run", note_program)  # no pictures
         put(sys, "argv", [name, *flags_of(options)])
         try:

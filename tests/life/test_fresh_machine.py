@@ -70,9 +70,11 @@ def test_programs_that_tests_need_are_installed_where_that_is_possible(tmp_path)
         ["bubblewrap git"],
         FAILS="1",
     )
-    add(programs / "git")
+    assert "ruff check .\n" in calls.read_text()  # not only git's files, which are not known
+    add(programs / "git", "echo known.py")
     run("Tests: installed bubblewrap\n", ["bubblewrap"])
     add(programs / "id", "echo 1000")
     run("Tests: without bubblewrap, .*\n", [])
     add(programs / "bwrap")
     run("", [])
+    assert "ruff check known.py\n" in calls.read_text()

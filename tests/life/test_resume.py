@@ -12,6 +12,7 @@ import shutil
 import signal
 from datetime import date
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
@@ -112,7 +113,10 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     state.write_text(json.dumps(saved | {"seconds": 1000.0}))
     assert args["start_day"] == date.today().isoformat()
     arguments.write_text(json.dumps(args | {"start_day": "2024-07-26"}))
-    resumed = six_steps(name, output_dir=tmp_path, resume_from_checkpoint="latest", **changes)
+    again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest", "save_freq": 3}
+    resumed = six_steps(name, **again | changes)
+    # There is a checkpoint of step 3, so that an attempt to save another fails
+    assert "Warning: no checkpoint" not in resumed.stdout.getvalue()
     # A template may write it
     assert json.loads(arguments.read_text())["start_day"] == "2024-07-26"
     assert len(resumed.batches) == 3
@@ -259,6 +263,13 @@ def test_lock_is_of_one_process(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_folder_that_cannot_be_locked_costs_only_a_warning(tmp_path, monkeypatch, capsys):
+    """Some network file systems have no locks."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("No locks available")))
+    script.lock_run(tmp_path)
+    assert "cannot be locked (No locks available)" in capsys.readouterr().out
+
+
 def test_ranks_other_than_the_first_lock_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(script, "lock_run", pytest.fail)
@@ -288,6 +299,16 @@ def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     assert script.find_run(args) == (run_dir, run_dir / "checkpoints" / "step_10")
     script.rewind_run(run_dir, run_dir / "checkpoints" / "step_9")
     assert checkpoints_of(run_dir) == [f"step_{step}" for step in kept[:-1]]
+
+
+def test_checkpoint_whose_removal_is_interrupted_no_longer_has_its_name(tmp_path, monkeypatch):
+    """A resume would take the half of it that is left for a whole one."""
+    path = tmp_path / "checkpoints/step_3"
+    path.mkdir(parents=True)
+    # A kill comes before anything is removed
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    script.remove_checkpoints([path])
+    assert script.list_checkpoints(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------ saved models

@@ -252,7 +252,7 @@ MISTAKES = {
     "no such GPU": ({"num_gpus": 8, "vllm_gpus": "7 8"}, "--vllm_gpus (7, 8) | a machine has 8"),
     "adapters in float32": ({"num_gpus": 1, "lora_rank": 8, "dtype": "float32"}, "bfloat16"),
     "ranks of one process": (ONE_PROCESS, "--num_processes 8 | one_gpu.yaml starts one | ddp.yaml"),
-    "sharded pairs": (PAIRS_OF_FSDP, "but for a reward model, fsdp2.yaml", TRAINER),
+    "sharded pairs": (PAIRS_OF_FSDP, "if the script shards models, fsdp2.yaml", TRAINER),
     "memory": (LEARNER, HELP),
     "memory of nothing": ({"num_gpus": 1, "gpu_memory": 0.5}, "a learner needs | no flags make"),
 }

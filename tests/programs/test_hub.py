@@ -102,6 +102,9 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     status, said, errors = call_main(push_to_hub, run_dir)
     assert (status, errors) == (0, "") and files_of(run_dir) == before
     assert said.startswith("Uploaded: https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
+    # Without --private the owner's default decides who sees a new repo, which False would overrule
+    hub.create_repo.assert_called_with("ppo_sync", private=None, exist_ok=True)
+    assert huggingface_hub.get_session().timeout.read == push_to_hub.SILENCE
     repo, branch, sent = sent_to(hub)
     assert (repo, branch, listed) == ("me/ppo_sync", "run", sorted(sent))
     card = sent.pop("README.md").decode()

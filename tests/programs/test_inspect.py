@@ -17,6 +17,7 @@ LINE |= {"time/reward_model": 0.2, "time/generation": 3.0, "time/reward": 1.0}
 LINE |= {"time/evaluation": 0.0, "time/wait_for_generation": 0.0, "time/wait_for_prompts": 0.0}
 LONG_WAITS = {"time/wait_for_generation": 90.0, "time/wait_for_prompts": 90.0}
 WAITS = {"time/wait_for_generation": 2.0}
+RATES = {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0, "val/update_tokens": 6.0}
 SLOW_REWARD = {"time/generation": 1.0, "time/reward": 3.0}
 IN_TURNS = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0, "time/training": 8.0}
 # (what differs from LINE, what is said of who waited, of shares of the time, and what helps)
@@ -62,7 +63,7 @@ def run_dir(tmp_path):
     rows = [response(2, "old"), response(3, "123"), response(3, "321", stopped=False, **failed)]
     write_rows(run / "rollouts.jsonl", rows)
     line = {"time/from_scratch": 90.0, "objective/reward/short": 0.5, RATE: 0.459, SCORE: 0.5}
-    line |= {"eval/policy_version": 0, "objective/stop_rate": 0.5}
+    line |= {"eval/policy_version": 0, "objective/stop_rate": 0.5} | LINE | WAITS | RATES
     write_rows(run / "metrics.jsonl", [line | {"training_step": step} for step in (1, 2, 3)])
     for name in ("metrics", "rollouts"):
         with open(run / f"{name}.jsonl", "a") as file:
@@ -114,11 +115,12 @@ def test_each_group_is_shown_by_its_best_and_its_worst(run_dir):
 
 
 def test_answer_does_not_command_the_terminal(run_dir):
-    hostile = response(3, "\x1b[2Jgone", ground_truth="\x1b[2J", prompt="\x1b[2J")
+    command = "\x1b[2J\x9b2J"  # in the two forms that terminals know
+    hostile = response(3, f"{command}gone", ground_truth=command, prompt=command)
     write_rows(run_dir / "rollouts.jsonl", [hostile])
     write_rows(run_dir / "samples.jsonl", [hostile, hostile | {"policy_version": 7}])
     for shown in (inspect(run_dir), inspect(run_dir, "--summary")):
-        assert "\x1b" not in "".join(shown) and "gone" in "".join(shown)
+        assert {"\x1b", "\x9b"}.isdisjoint("".join(shown)) and "gone" in "".join(shown)
 
 
 # ------------------------------------------------------------------------------ --summary
@@ -128,10 +130,12 @@ def test_last_lines_of_a_run(run_dir):
     (run_dir / "checkpoints/unfinished").mkdir(parents=True)
     for step in (9, 10):
         (run_dir / f"checkpoints/step_{step}").mkdir()
-    rate, score, cut, *_ = shown = inspect(run_dir, "--summary")
+    rate, score, cut, speed, costs, *_ = shown = inspect(run_dir, "--summary")
     assert rate.startswith("Held-out prompts answered right: 45.9% before training, ")
     assert score.startswith("Mean verifiable score of their answers: 0.500 before training")
     assert cut.startswith("50% of the last responses were cut: a longer --response_length")
+    assert speed.startswith("The learner waited for generation 50% of the time")
+    assert costs.startswith("To compare: 500 response tokens a second, learner 2 in updates")
     assert (run_dir / "curves.png").is_file()
     alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
     assert "at last 0.25: there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
@@ -149,8 +153,10 @@ def test_runs_are_compared_by_model_flops_of_the_peak(is_ppo, run_dir):
     args = run_files.read_args(run_dir) | {"world_size": 2, "beta": 0.1, "num_epochs": 2}
     args |= {"updates_per_step": 8} | ({"value_learning_rate": 1e-5} if is_ppo else {})
     args["provenance"]["gpu"] = "2 x NVIDIA H200"
-    line = LINE | {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0}
-    metrics = [line | {"val/update_tokens": 1.2e10, "val/sequence_lengths": 35.0}] * 4
+    line = LINE | RATES | {"val/update_tokens": 1.2e10, "val/sequence_lengths": 35.0}
+    # The first two steps and the last one do not count
+    odd = line | {"val/update_tokens": 1.0, "perf/response_tokens_per_second": 1.0}
+    metrics = [odd, odd, line, line, odd]
     policy, head = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50, 2 * 64 * 100
     # Each row by policy and reference policy; PPO's by the value model, too, GRPO's first of four
     # mini-batches not by the policy

@@ -2,7 +2,6 @@
 
 import plot_runs
 import pytest
-from helpers import SCRIPTS
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from plot_runs import Run
@@ -65,12 +64,6 @@ def test_metrics_of_one_s_own_come_after_those_of_the_scripts_and_a_run_has_one_
     assert " ".join(row.split()) == "A 0.625 2 0.25 0.625 0.85"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_have_no_metric_that_is_taken_for_one_s_own(script, run_main):
-    names = plot_runs.names_in([run_main(script)])
-    assert names and plot_runs.own_metrics(names) == []
-
-
 def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = steps(objective__scores=[0.5, 0.75])
@@ -79,6 +72,14 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(tmp_path, monkey
     assert [call_main(plot_runs, *runs)[0] for runs in ([a], [a, b])] == [0, 2]
     assert [path.read_bytes()[1:4] for path in old] == [b"PNG", b"ld"]
     assert call_main(plot_runs, a, b, "--overwrite")[0] == 0 and old[1].read_bytes()[1:4] == b"PNG"
+
+    def write_half(path):
+        path.write_text("half")
+        raise OSError("no space is left")
+
+    with pytest.raises(OSError, match="no space"):
+        plot_runs.save(write_half, old[0])
+    assert old[0].read_bytes()[1:4] == b"PNG" and len([*a.iterdir()]) == 2
 
 
 def test_table_has_the_last_evaluation_and_means_of_the_last_steps():

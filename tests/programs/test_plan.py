@@ -87,7 +87,7 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
         ((PPO, "8", 40, "ddp.yaml", 2, 4), 4, {"lora_rank", "config_file", "micro_batch_tokens"}),
     ],
 )
-def test_what_is_named_fits(numbers, num_gpus, names):
+def test_what_is_named_fits(numbers, num_gpus, names, monkeypatch):
     run = launch(*numbers)
     run.options.num_gpus = num_gpus
     ((flags, changed),) = plan.what_fits(run)
@@ -96,6 +96,8 @@ def test_what_is_named_fits(numbers, num_gpus, names):
     assert changed.options.local_processes() <= num_gpus
     typed = plan.in_flags(flags, changed)
     assert all(f"--{name} {value}" in typed for name, value in flags.items())
+    monkeypatch.delattr(run.script, "fully_shard")  # as in a copy without FSDP2
+    assert all("config_file" not in flags for flags, _ in plan.what_fits(run))
 
 
 def test_nothing_is_named_where_nothing_fits():

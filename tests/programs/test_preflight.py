@@ -5,6 +5,7 @@ all scripts: an entry is tried with one of those that it is for, the next with t
 """
 
 import contextlib
+import itertools
 import re
 import shlex
 import shutil
@@ -336,7 +337,7 @@ def test_model_that_vllm_has_not_is_refused(ask, monkeypatch):
 
 
 @pytest.fixture
-def write_fork(git, folder):
+def write_fork(folder):
     """write_fork("inflight"): the path of the fork, in the folder where preflight is called."""
 
     def write(name):
@@ -373,6 +374,29 @@ def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
     """The fork's Response has other fields in other places."""
     answer = ask(write_fork(name), cases.IS_IN)
     check_plan(answer, "scores 1, a wrong answer 0, an empty one 0")
+
+
+PARTS = fork.names_in(fork.DELETIONS)
+SETS = [names for n in range(1, len(PARTS) + 1) for names in itertools.combinations(PARTS, n)]
+
+
+@pytest.mark.parametrize("names", SETS, ids="-".join)
+def test_copy_without_parts_is_planned_as_the_script(names, ask, folder):
+    """Its memory, its hours, and advice; but for what it cannot do."""
+    path, whole = folder / "copy.py", (REPO / "grpo_vllm_async.py").read_text()
+    launches = [cases.ONE]
+    if len(names) == 1:  # nothing fits the second, whatever is tried; the third shards models
+        launches += [{}, {"num_gpus": 2, "num_processes": 2, "gpu_memory": 0.5}]
+        launches += [cases.EIGHT | {"num_processes": 8, "config_file": cases.SHARDED}]
+    for launch in launches:
+        copy, script = (ask(write_text(path, t), launch) for t in (fork.leave_out(names), whole))
+        if names == ("fsdp2",) and "config_file" in launch:
+            check_mistake(copy, "if the script shards models")
+            continue
+        assert ("no checkpoint, by --save_freq" in copy[1]) == ("resume" not in names)
+        plans = [re.sub(r".*no checkpoint,.*\n.*\n", "", plan) for _, plan, _ in (copy, script)]
+        assert (plans[0], *copy[::2]) == (plans[1], *script[::2])
+        assert copy[0] == (2 if launch.get("gpu_memory") == 0.5 else 0)
 
 
 def program_of(page, pattern):

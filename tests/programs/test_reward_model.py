@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,13 +197,20 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
-def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(whole):
+def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(
+    options, whole, tmp_path, monkeypatch
+):
     assert whole.sources == [("main", "train"), ("other", "test")]
     orders = torch.tensor(whole.orders).view(2, 192)
     assert orders.sort().values.tolist() == [list(range(192))] * 2
     assert not torch.equal(*orders)
     rates = [line["lr"] for line in whole.metrics]
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 1.5e-3, 1e-3, 0.5e-3])
+    # Another seed has another order
+    monkeypatch.setattr(rm, "accumulate_gradients", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        run(tmp_path, options | {"seed": 2})
+    assert rm.accumulate_gradients.call_args.args[3] != whole.orders[0]
 
 
 def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):

@@ -3,9 +3,9 @@
 import ast
 import re
 
-from helpers import REPO
+from helpers import files_of_project
 
-PROGRAMS = sorted(path for pattern in ("*.py", "scripts/**/*.py") for path in REPO.glob(pattern))
+PROGRAMS = [*files_of_project("*.py"), *files_of_project("scripts/**/*.py")]
 
 
 def nodes_of(path):
@@ -18,7 +18,7 @@ def test_no_regular_expression_is_possessive():
     A class of characters that holds both is written [+*]; C++ and a diff's +++ are no expressions.
     """
     quantifier = re.compile(r"[+*?}]\+|\(\?>")
-    for path in [*PROGRAMS, *REPO.glob("tests/**/*.py")]:
+    for path in [*PROGRAMS, *files_of_project("tests/**/*.py")]:
         for node in nodes_of(path):
             text = str(node.value) if isinstance(node, ast.Constant) else ""
             assert not quantifier.search(re.sub(r"[Cc]\+\+|\+{3}", "", text)), (path.name, text)

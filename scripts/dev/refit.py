@@ -1,0 +1,99 @@
+"""Makes the diffs of scripts/forks, failures and deletions again, after a change of a script.
+
+    .venv/bin/python scripts/dev/refit.py               a script differs from the last commit
+    .venv/bin/python scripts/dev/refit.py HEAD~3 main   or from other commits, which the diffs fit
+
+A diff that does not fit any more is merged with the change of its script, three ways. If both have
+changed the same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after a
+`git merge`, until it is the fork that you want, and run the same command again: it makes the diff
+of the file, and removes it. A change of docs/fork.md that does not fit any more is printed, so that
+you can edit the page. The exit status is 1 while something is left to do.
+"""
+
+import contextlib
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import fork
+
+
+def git(*words):
+    """What a command of git prints, in the repository."""
+    command = ["git", *words]
+    return subprocess.run(command, cwd=fork.REPO, capture_output=True, encoding="utf-8").stdout
+
+
+def merge(path, script, commits, folder):
+    """The text of a diff's fork of the script as it is now, perhaps with conflicts.
+
+    ValueError: the diff fits neither the script nor what it was at one of the commits.
+    """
+    old, forked = folder / "old.py", folder / "forked.py"
+    texts = [
+        script.read_text("utf-8"),
+        *(git("show", f"{each}:./{script.name}") for each in commits),
+    ]
+    for text in texts:
+        with contextlib.suppress(SystemExit):
+            forked.write_text(fork.apply_diffs([path], text), "utf-8")
+            old.write_text(text, "utf-8")
+            names = ("-L", "fork", "-L", "the script as it was", "-L", "the script as it is")
+            return git("merge-file", "-p", *names, forked, old, script)
+    raise ValueError(f"{path} does not fit {script.name} of {' or '.join(commits)}; name another")
+
+
+def refit(path, commits, folder):
+    """Makes a diff again. ValueError: what is left to do."""
+    before, conflict = path.read_text("utf-8"), path.with_suffix(".diff.conflict.py")
+    script, forked = fork.REPO / fork.base_of(before), folder / "forked.py"
+    if not conflict.exists():
+        conflict.write_text(merge(path, script, commits, folder), "utf-8")
+    forked.write_text(conflict.read_text("utf-8"), "utf-8")
+    if "\n<<<<<<< " in forked.read_text("utf-8"):
+        raise ValueError(f"edit {conflict}, which has conflicts, and run this again")
+    conflict.unlink()
+    head = before.partition("@@ ")[0]
+    # Of lines around a change so many that its place is the only one
+    for context in itertools.count(1 if path.parent == fork.DELETIONS else 3):
+        diff = git("diff", "--no-index", f"-U{context}", script, forked)
+        path.write_text(head + "".join(diff.partition("@@ ")[1:]), "utf-8")
+        with contextlib.suppress(SystemExit):
+            fork.apply_diffs([path])
+            break
+    if path.read_text("utf-8") != before:
+        print(f"made again: {path.relative_to(fork.REPO)}")
+
+
+def check_page():
+    """Yields what is said of changes of docs/fork.md that do not fit their scripts."""
+    page = (fork.REPO / "docs/fork.md").read_text("utf-8")
+    for part in page.split("n a copy of ")[1:]:
+        for name in re.findall(r"`(\w+\.py)`", part.partition(":")[0]):
+            script = (fork.REPO / name).read_text("utf-8")
+            for diff in re.findall(r"```diff\n(.*?)```", part, re.DOTALL):
+                try:
+                    fork.changes_in(f"@@ \n{diff}", script)
+                except ValueError as error:
+                    yield f"docs/fork.md: a change does not fit {name}: {error}"
+
+
+def main(commits):
+    left = [*check_page()]
+    for path in sorted(fork.REPO.glob("scripts/*/*.diff")):
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                refit(path, commits, Path(folder))
+        except ValueError as error:
+            left.append(str(error))
+    print("\n".join(left) or "all diffs fit")
+    return bool(left)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["HEAD"]))
