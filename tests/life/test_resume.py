@@ -41,7 +41,8 @@ LONG_WARMUP = {"num_epochs": 2, "value_warmup_steps": 4, "warm_up_steps": 1}
 GSPO = {"importance_sampling_level": "sequence", "beta": 0.0, "num_epochs": 2}
 VARIANTS = [(LONG_WARMUP, PPO), (GSPO, GRPO), ({"async_mode": False}, ASYNC)]
 VARIANTS += [({"lora_rank": 4}, SCRIPTS)]
-CASES = [(name, {}) for name in SCRIPTS] + [
+IN_BFLOAT16 = (ASYNC[0], {"dtype": "bfloat16"})  # where masters are not the weights
+CASES = [*((name, {}) for name in SCRIPTS), IN_BFLOAT16] + [
     pytest.param(name, changes, marks=pytest.mark.slow)
     for changes, names in VARIANTS
     for name in names
