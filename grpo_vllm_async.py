@@ -63,7 +63,6 @@ arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; a
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import importlib.util
 import inspect
@@ -260,10 +259,7 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    agreed = agree_on_run(args)
-    if not agreed:  # by --resume_from_checkpoint auto: the run is finished
-        return
-    args, run_dir, checkpoint_dir = agreed
+    args, run_dir, checkpoint_dir = agree_on_run(args)
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
@@ -1128,7 +1124,7 @@ class Args(Algorithm):
     seed: int = 1
     """seed of everything random"""
     run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed and the time"""
+    """folder of the run in output_dir; None: exp_name, seed, the time and random letters"""
     output_dir: str = "output"
     """folder of all runs"""
     save_freq: int = 0
@@ -1136,7 +1132,8 @@ class Args(Algorithm):
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint (newer ones are removed); latest: run_name's newest; auto: or a new run"""
+    """a checkpoint, from which the run goes on (newer ones are removed). "latest" means the newest
+    of run_name, or a new run if there is none"""
 
     # -- Trackers and the hub
     with_tracking: bool = False
@@ -1238,16 +1235,12 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    if args.resume_from_checkpoint == "auto" and not args.run_name:
-        raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     if args.min_response_length and not args.non_stop_penalty:
         raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
-    if not args.run_name:
-        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
     local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
     args.rollout_batch_size = args.local_rollout_batch_size * world_size
@@ -1295,85 +1288,58 @@ def make_optimizer(model, args):
 
 
 def agree_on_run(args):
-    """Collective. (args with the run's name and first day, its folder, a checkpoint or None).
+    """Return args with the run's name and first day, the run's folder, and a checkpoint or None.
 
-    Or None in place of all three, if `auto` finds that the run is finished. Chat templates may
-    write the day into prompts. Rank 0 decides for all: the run's name may hold the time, and others
-    may see a folder late.
+    Chat templates may write the day into prompts. Rank 0 decides for all ranks, because the name
+    may be random, and because others may see a folder late. Collective.
     """
     found = None
     if is_rank_0():
         run_dir, checkpoint_dir = find_run(args)
-        args = replace(args, run_name=run_dir.name)
+        args = replace(args, run_name=os.path.relpath(run_dir, args.output_dir))
         if checkpoint_dir:
             args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
         found = args, run_dir, checkpoint_dir
-        if args.resume_from_checkpoint == "auto" and is_finished(run_dir, args.num_training_steps):
-            print(f"{run_dir} is finished")
-            upload(run_dir, args)  # which may have been cut short
-            found = None
     return broadcast_object_list([found])[0]
 
 
 def find_run(args):
-    """The folder of the run, and the checkpoint to resume, or None."""
-    run_dir = Path(args.output_dir, args.run_name)
-    checkpoints = list_checkpoints(run_dir)
-    if args.resume_from_checkpoint in ("auto", "latest"):
-        if args.resume_from_checkpoint == "latest" and not checkpoints:
-            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
+    """Return the folder of the run, and the checkpoint that it resumes from, or None.
+
+    Raise ValueError where the folder holds another run. With "latest" a run that died before its
+    first checkpoint begins anew.
+    """
+    if args.resume_from_checkpoint == "latest" and not args.run_name:
+        raise ValueError("--resume_from_checkpoint latest needs a --run_name")
+    if args.resume_from_checkpoint not in (None, "latest"):
+        checkpoint_dir = Path(os.path.abspath(args.resume_from_checkpoint))
         return checkpoint_dir.parents[1], checkpoint_dir
-    if (run_dir / "metrics.jsonl").exists():
+    # The last letters are there because two runs may start in one second
+    start = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.urandom(3).hex()}"
+    run_dir = Path(args.output_dir, args.run_name or f"{args.exp_name}__{args.seed}__{start}")
+    checkpoints = list_checkpoints(run_dir)
+    if args.resume_from_checkpoint and checkpoints:
+        return run_dir, checkpoints[-1]
+    # A run writes its args.json before its first step, and its model after its last one
+    of_another = "model" if args.resume_from_checkpoint else "args.json"
+    if (run_dir / of_another).exists():
         raise ValueError(
-            f"{run_dir} holds another run; choose another --run_name or --output_dir, or add "
-            f"--resume_from_checkpoint latest"
+            f"{run_dir} holds another run; choose another --run_name or --output_dir. A run that "
+            f"did not come to its end is resumed by --resume_from_checkpoint latest"
         )
     return run_dir, None
 
 
-def is_finished(run_dir, num_steps):
-    """Whether a run has written the line of its last step, which comes after its model."""
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and path.read_bytes().count(b"\n") >= num_steps
-
-
-@cache  # which keeps the file open
-def lock_run(run_dir):
-    """Locks a run's folder, which is unlocked when this process ends, whatever ends it.
-
-    ValueError: another process has locked it.
-    """
-    file = open(run_dir / "lock", "a+")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}; end that first") from None
-    except OSError as error:
-        print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    return file
-
-
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
-    """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
+    """On rank 0 make the run's folder, or take it back to the checkpoint. Start the trackers."""
     if not is_rank_0():
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock_run(run_dir)
-    # Those of a run that ended before a checkpoint, or of steps made again
-    for path in run_dir.glob("*.jsonl"):
-        path.unlink()
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
-    if checkpoint_dir:
+    # "x" raises an error where there is such a file: two new runs never share a folder
+    with open(run_dir / "args.json", "w" if args.resume_from_checkpoint else "x") as file:
+        json.dump(asdict(args), file, indent=2)
+    if args.resume_from_checkpoint:
         rewind_run(run_dir, checkpoint_dir)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
     run_program("provenance.py", run_dir)  # adds commit and versions to args.json
     wandb_run = {
         "name": os.environ.get("WANDB_NAME", args.run_name),
@@ -1385,7 +1351,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     report_prompt_lengths(accelerator, train_prompts, run_dir)
     if args.save_freq:
-        more = f"--run_name {run_dir.name} --resume_from_checkpoint latest"
+        more = f"--run_name {args.run_name} --resume_from_checkpoint latest"
         print(f"To go on later: the same command with {more}")
 
 
@@ -2971,6 +2937,9 @@ def save_model(accelerator, model, tokenizer, path, args):
 # -------------------------------------------------------------------------- checkpoints and resume
 
 
+# Files to which each step adds lines. Each checkpoint has a copy, to which a resume goes back
+RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
+
 # What defines a run's batches and models, which a resume must not change
 MUST_AGREE = (
     "seed",
@@ -2997,10 +2966,8 @@ def read_state(run_dir, checkpoint_dir, args):
     rewards all failed, the tracker's id, and on resume, in the asynchronous scripts, the
     checkpoint's rollout and the version that sampled it.
 
-    ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
+    ValueError: the checkpoint is of a run with other batches or models.
     """
-    if is_rank_0() and run_dir.exists():
-        lock_run(run_dir)
     state = {"seconds": 0.0, "failed_batches": 0}
     if not checkpoint_dir:
         return 1, state | {"wandb_id": os.urandom(8).hex()}
@@ -3112,16 +3079,21 @@ def finish_checkpoint(accelerator, run_dir, step, state, args):
     if not accelerator.is_main_process:
         return
     (folder / "state.json").write_text(json.dumps(state))
-    for path in run_dir.glob("*.jsonl"):
-        shutil.copy(path, folder)
+    for name in RUN_FILES:
+        if (run_dir / name).exists():
+            shutil.copy(run_dir / name, folder)
     folder.rename(folder.with_name(f"step_{step}"))
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
 def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. They get their names when they are whole."""
-    return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
+    """Return a run's checkpoints, the newest last. They get their names when they are whole.
+
+    Other folders beside them are the user's, such as step_5_good.
+    """
+    paths = run_dir.glob("checkpoints/step_*")
+    return sorted([path for path in paths if path.name[5:].isdecimal()], key=step_of)
 
 
 def step_of(checkpoint_dir):
@@ -3139,11 +3111,16 @@ def remove_checkpoints(checkpoints):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    """Takes a run's files back to a checkpoint, and removes newer checkpoints."""
-    for path in checkpoint_dir.glob("*.jsonl"):
-        shutil.copy(path, run_dir)
-    step = step_of(checkpoint_dir)
-    remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
+    """Take a run's files back to a checkpoint, or to the start, and remove what is newer."""
+    for name in ("checkpoints/unfinished", "model", "adapter"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in RUN_FILES:
+        (run_dir / name).unlink(missing_ok=True)
+    if checkpoint_dir:
+        for path in checkpoint_dir.glob("*.jsonl"):
+            shutil.copy(path, run_dir)
+        step = step_of(checkpoint_dir)
+        remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
 
 
 # ----------------------------------------------------------------------------------------- helpers
