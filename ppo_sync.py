@@ -318,7 +318,7 @@ def main(args):
 
         # 4. The batch: one row of each response, behind its prompt. And its mini-batches
         batch = collate(responses, accelerator.device)
-        count_failed_batches(state, responses, training_step)
+        check_rewards(responses)
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
@@ -2415,15 +2415,9 @@ def grade_responses(responses, tokenizer, workers, args):
         return list(threads.map(grade, responses))
 
 
-def count_failed_batches(state, responses, training_step):
-    """Counts batches in a row in which every reward failed.
-
-    RuntimeError: this is the first batch, or the third in a row. Another one makes no update, but
-    for responses that have a penalty for their score.
-    """
-    all_failed = all(response.failure for response in responses)
-    state["failed_batches"] = state["failed_batches"] + 1 if all_failed else 0
-    if state["failed_batches"] == (1 if training_step == 1 else 3):
+def check_rewards(responses):
+    """Raise RuntimeError if every reward of a batch failed, as it does where a judge has died."""
+    if all(response.failure for response in responses):
         raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
 
@@ -2900,13 +2894,12 @@ MUST_AGREE = (
 
 
 def read_state(run_dir, checkpoint_dir, args):
-    """The first training step, and what no step tells: seconds so far, batches in a row whose
-    rewards all failed, the tracker's id, and on resume, in the asynchronous scripts, the
-    checkpoint's rollout and the version that sampled it.
+    """The first training step, and what no step tells: seconds so far, the tracker's id, and on
+    resume, in the asynchronous scripts, the checkpoint's rollout and the version that sampled it.
 
     ValueError: the checkpoint is of a run with other batches or models.
     """
-    state = {"seconds": 0.0, "failed_batches": 0}
+    state = {"seconds": 0.0}
     if not checkpoint_dir:
         return 1, state | {"wandb_id": os.urandom(8).hex()}
     step = step_of(checkpoint_dir)
