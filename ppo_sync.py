@@ -111,7 +111,6 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -282,7 +281,6 @@ def main(args):
         check_adapter(engine, policy, language_model, train_prompts[0], args)
     load_checkpoint(trained_models, checkpoint_dir)
     open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
-    heed_sigusr1()
 
     def generate(training_step):
         """Collective. The Rollout of a step: responses with their verifiable rewards."""
@@ -304,10 +302,10 @@ def main(args):
 
         # 2. Every save_freq steps a checkpoint of the models after the previous step: before this
         # step writes any file. A process's first step has nothing new to save
-        if training_step > first_step and checkpoint_is_due(accelerator, version, args):
+        if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             with timed(metrics, "checkpoint"):
-                save_checkpoint(accelerator, trained_models, run_dir, version, state, args)
+                save_checkpoint(trained_models, run_dir, version, state, args)
 
         # 3. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, its responses came along and are scored as well
@@ -1067,7 +1065,7 @@ class Args(Algorithm):
     output_dir: str = "output"
     """folder of all runs"""
     save_freq: int = 0
-    """steps between checkpoints; 0: none but after a SIGUSR1"""
+    """steps between checkpoints; 0: no checkpoints"""
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
@@ -1132,7 +1130,6 @@ def start_ranks(args):
     die_with_launcher()
     for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children for good
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     with signals_blocked():
         mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
@@ -2919,45 +2916,24 @@ def load_checkpoint(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
 
 
-checkpoint_wishes = []  # SIGUSR1s; no threading.Event, whose lock a handler must not take
+def save_checkpoint(trained_models, run_dir, step, state, args):
+    """Write checkpoints/step_N: models, optimizers, `state` and the run's files. Collective.
 
-
-def heed_sigusr1():
-    """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint.
-
-    Processes that were started before, such as a tracker's, ignore it.
+    It has that name once it is whole. Only the newest keep_last_n checkpoints are kept.
     """
-    signal.signal(signal.SIGUSR1, lambda *_: checkpoint_wishes.append(True))
-
-
-def checkpoint_is_due(accelerator, step, args):
-    """Collective. Whether step is one of each save_freq, or a rank has had a SIGUSR1."""
-    is_wanted = torch.tensor(float(bool(checkpoint_wishes)), device=accelerator.device)
-    if is_wanted:
-        checkpoint_wishes.clear()
-    is_wanted = bool(accelerator.reduce(is_wanted))
-    return is_wanted or (args.save_freq > 0 and step % args.save_freq == 0)
-
-
-def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, `state`, the .jsonl files.
-
-    Where that fails, as on a disk that is full, there is a warning and no such checkpoint.
-    """
-    unfinished = run_dir / "checkpoints/unfinished"
-    try:
-        for part, folder in checkpoint_parts(trained_models, unfinished):
-            checkpoint.save(part, checkpoint_id=folder)  # if one rank fails, each raises
-        finish_checkpoint(accelerator, run_dir, step, state, args)
-    except (OSError, CheckpointException) as error:
-        if is_rank_0():
-            free = shutil.disk_usage(run_dir).free / 2**30
-            shutil.rmtree(unfinished, ignore_errors=True)
-            print(f"Warning: no checkpoint of step {step} ({free:.2f} GiB were free): {error}")
-    else:
-        accelerator.print(
-            f"To go on from step {step}: --resume_from_checkpoint {run_dir}/checkpoints/step_{step}"
-        )
+    folder = run_dir / "checkpoints/unfinished"
+    for part, path in checkpoint_parts(trained_models, folder):
+        checkpoint.save(part, checkpoint_id=path)  # if one rank fails, each raises
+    if not is_rank_0():
+        return
+    (folder / "state.json").write_text(json.dumps(state, default=np.ndarray.tolist))
+    for name in RUN_FILES:
+        if (run_dir / name).exists():
+            shutil.copy(run_dir / name, folder)
+    folder = folder.rename(folder.with_name(f"step_{step}"))
+    print(f"To go on from step {step}: --resume_from_checkpoint {folder}")
+    if args.keep_last_n > 0:
+        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
 def checkpoint_parts(trained_models, folder):
@@ -2978,23 +2954,6 @@ def checkpoint_parts(trained_models, folder):
         path = folder / f"{name}_optimizer"
         if optimizer.state or path.exists():
             yield get_optimizer_state_dict(model, optimizer)["state"], path
-
-
-def finish_checkpoint(accelerator, run_dir, step, state, args):
-    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
-
-    Only the newest keep_last_n checkpoints are kept.
-    """
-    folder = run_dir / "checkpoints/unfinished"
-    if not accelerator.is_main_process:
-        return
-    (folder / "state.json").write_text(json.dumps(state))
-    for name in RUN_FILES:
-        if (run_dir / name).exists():
-            shutil.copy(run_dir / name, folder)
-    folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
-        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
 def list_checkpoints(run_dir):
@@ -3073,7 +3032,6 @@ def end_run(accelerator, run_dir, args):
     # lock in its hands, which gloo's threads need
     accelerator.clear()
     accelerator.end_training()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
     run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
     upload(run_dir, args)

@@ -400,7 +400,6 @@ def main(args):
     # ---- The run's folder and the tracker, as PPO has them
     rows = [SimpleNamespace(token_ids=pair.chosen_ids) for pair in train_pairs]
     ppo.open_run(accelerator, run_dir, checkpoint_dir, state, rows, args)
-    ppo.heed_sigusr1()
 
     # ---- The loop. The order of the pairs is a permutation for each pass over them
     generator = torch.Generator().manual_seed(args.seed)
@@ -412,9 +411,9 @@ def main(args):
 
         # 1. A checkpoint of the model after the update before; not of what a process begins with
         done = training_step - 1
-        if training_step > first_step and ppo.checkpoint_is_due(accelerator, done, args):
+        if args.save_freq and done % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            ppo.save_checkpoint(accelerator, trained_models, run_dir, done, state, args)
+            ppo.save_checkpoint(trained_models, run_dir, done, state, args)
 
         # 2. The gradient of this update's pairs, and metrics of the model before it
         start = done * args.mini_batch_size
