@@ -86,7 +86,7 @@ import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
 from decimal import Decimal
 from functools import cache
@@ -263,8 +263,8 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args = note_data(prompts, args)
-    first_step, state = read_state(run_dir, checkpoint_dir, args)
+    args.num_sources = len({prompt.data_source for prompt in prompts})
+    first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # those before a resume
 
     limit_memory(accelerator.device, args)
@@ -1130,8 +1130,7 @@ class Args(Algorithm):
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint, from which the run goes on (newer ones are removed). "latest" means the newest
-    of run_name, or a new run if there is none"""
+    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
 
     # -- Trackers and the hub
     with_tracking: bool = False
@@ -1170,8 +1169,6 @@ class Args(Algorithm):
     """of the run"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
-    data_hash: FilledIn[int] = 0
-    """hash of all prompts"""
     num_sources: FilledIn[int] = 0
     """data sources of all prompts"""
 
@@ -1347,9 +1344,6 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     config = json.loads((run_dir / "args.json").read_bytes())
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     report_prompt_lengths(accelerator, train_prompts, run_dir)
-    if args.save_freq:
-        more = f"--run_name {args.run_name} --resume_from_checkpoint latest"
-        print(f"To go on later: the same command with {more}")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1579,15 +1573,6 @@ def drop_nulls(value):
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
     return value
-
-
-def note_data(prompts, args):
-    """A copy of args with what is to be known of all prompts."""
-    return replace(
-        args,
-        num_sources=len({prompt.data_source for prompt in prompts}),
-        data_hash=stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
-    )
 
 
 def uses_reward_model(args):
@@ -2891,12 +2876,6 @@ def run_program(name, run_dir, *options):
         subprocess.run([sys.executable, path, run_dir, *options], start_new_session=True)
 
 
-def upload(run_dir, args):
-    if args.push_to_hub:
-        place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
-        run_program("push_to_hub.py", run_dir, *place)
-
-
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
@@ -2931,44 +2910,55 @@ def save_model(accelerator, model, tokenizer, path, args):
 # Files to which each step adds lines. Each checkpoint has a copy, to which a resume goes back
 RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
 
-# What defines a run's batches and models, which a resume must not change
+# What defines a run's models and batches, and the rollout of a checkpoint, which was sampled before
 MUST_AGREE = (
+    *(each.name for each in fields(Algorithm)),
     "seed",
+    "dtype",
     "model_name_or_path",
+    "model_revision",
     "reward_model_path",
+    "reward_model_revision",
+    "value_model_path",
     "lora_rank",
     "lora_alpha",
-    "beta",
     "episodes_per_step",
     "number_samples_per_prompt",
     "mini_batch_size",
     "num_epochs",
     "num_updates",
-    "data_hash",
-    # How the rollout of a checkpoint was sampled, with answers to held-out prompts perhaps
     "temperature",
     "num_evals",
     "eval_temperature",
 )
 
 
-def read_state(run_dir, checkpoint_dir, args):
-    """The first training step, and what no step tells: seconds so far, the tracker's id, and on
-    resume, in the asynchronous scripts, the checkpoint's rollout and the version that sampled it.
+def read_state(run_dir, checkpoint_dir, prompts, args):
+    """Return the first training step, and what does not follow from a step.
 
-    ValueError: the checkpoint is of a run with other batches or models.
+    That is the seconds so far, the tracker's id, and a hash of all prompts. On resume the
+    asynchronous scripts also find the checkpoint's rollout, and the version that sampled it. Raise
+    ValueError if the checkpoint is of a run with other batches, models or prompts.
     """
-    state = {"seconds": 0.0}
+    # With other prompts, a checkpoint's responses would be taken for answers to them
+    data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
+    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex(), "data_hash": data}
     if not checkpoint_dir:
-        return 1, state | {"wandb_id": os.urandom(8).hex()}
+        return 1, state
+    saved_args = json.loads((run_dir / "args.json").read_bytes())
+    saved = json.loads((checkpoint_dir / "state.json").read_bytes())
+    for name in MUST_AGREE:
+        was, now = saved_args.get(name), getattr(args, name, None)
+        if was != now:
+            raise ValueError(f"--resume_from_checkpoint: {name} was {was} and is {now}")
+    if saved["data_hash"] != data:
+        raise ValueError("--resume_from_checkpoint: rows, chat template or tokenizer were others")
+    if saved_args["run_name"] != args.run_name:  # the folder is a copy of another run's
+        del saved["wandb_id"]
     step = step_of(checkpoint_dir)
     if is_rank_0():
         print(f"Resumed after step {step}; what came later is made again")
-    saved_args = json.loads((run_dir / "args.json").read_bytes())
-    for name in MUST_AGREE:
-        if saved_args[name] != getattr(args, name):
-            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    return step + 1, state | json.loads((checkpoint_dir / "state.json").read_bytes())
+    return step + 1, state | saved
 
 
 def load_checkpoint(trained_models, checkpoint_dir):
@@ -3116,7 +3106,9 @@ def end_run(accelerator, run_dir, args):
     accelerator.end_training()
     run_program("plot_runs.py", run_dir, "--lengths")
     run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
-    upload(run_dir, args)
+    if args.push_to_hub:
+        place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
+        run_program("push_to_hub.py", run_dir, *place)
 
 
 def die_with_launcher():

@@ -25,9 +25,7 @@ Deliberate simplifications:
 arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244.
 """
 
-import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -48,7 +46,15 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import ppo_sync as ppo
 
 # preflight.py looks for these here
-from ppo_sync import drop_nulls, find_run, list_checkpoints, load_rows, step_of, tokenize_prompt  # noqa: F401
+from ppo_sync import (  # noqa: F401
+    drop_nulls,
+    find_run,
+    list_checkpoints,
+    load_rows,
+    read_state,
+    step_of,
+    tokenize_prompt,
+)
 
 
 @dataclass
@@ -69,8 +75,7 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint, from which the run goes on (newer ones are removed). "latest" means the newest
-    of run_name, or a new run if there is none"""
+    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
     with_tracking: bool = False
     """log to Weights & Biases as well"""
     wandb_project_name: str = "tandem"
@@ -137,7 +142,6 @@ class Args:
     num_updates: ppo.FilledIn[int] = 0  # optimizer updates of the run
     warm_up_steps: ppo.FilledIn[int] = 0  # updates in which the learning rate rises
     stop_token_id: ppo.FilledIn[int] = 0  # id that ends every row
-    data_hash: ppo.FilledIn[int] = 0  # of the pairs to train on
     # YYYY-MM-DD on which the run was first started, for chat templates that write the date
     start_day: ppo.FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
 
@@ -338,10 +342,6 @@ def evaluation_metrics(scores):
     }
 
 
-# What a resume must not change
-MUST_AGREE = ("seed", "mini_batch_size", "num_updates", "data_hash")
-
-
 def main(args):
     # ---- Ranks and arguments
     start_time = time.time()
@@ -370,18 +370,7 @@ def main(args):
             f"{len(train_pairs)} pairs x num_train_epochs are {args.num_updates} updates of "
             f"{args.mini_batch_size}; there must be more than warm-up has ({args.warm_up_steps})"
         )
-    args.data_hash = ppo.stable_hash(train_pairs)
-
-    # ---- The run, or what it goes on from
-    first_step, state = 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
-    if checkpoint_dir:
-        accelerator.print(f"Resuming {checkpoint_dir}")
-        first_step = step_of(checkpoint_dir) + 1
-        state = json.loads((checkpoint_dir / "state.json").read_bytes())
-        saved_args = json.loads((run_dir / "args.json").read_bytes())
-        for name in MUST_AGREE:
-            if saved_args[name] != getattr(args, name):
-                raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    first_step, state = read_state(run_dir, checkpoint_dir, train_pairs + eval_pairs, args)
     start_time -= state["seconds"]
 
     # ---- The model. What trains it is the same one, in DDP where there are several ranks
