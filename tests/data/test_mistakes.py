@@ -56,7 +56,6 @@ ARGUMENTS = [
     ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),  # the last, counted from behind
     ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     (TWO_GPUS_EACH, ["--vllm_tensor_parallel_size (2)"]),
-    ({"resume_from_checkpoint": "auto"}, ["auto needs a --run_name"]),
 ]
 
 
