@@ -1232,7 +1232,7 @@ def agree_on_run(args):
     found = None
     if is_rank_0():
         run_dir, checkpoint_dir = find_run(args)
-        args = replace(args, run_name=os.path.relpath(run_dir, args.output_dir))
+        args.run_name = os.path.relpath(run_dir, args.output_dir)
         if checkpoint_dir:
             args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
         found = args, run_dir, checkpoint_dir
@@ -1280,7 +1280,8 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
     wandb_run = {
         "name": os.environ.get("WANDB_NAME", args.run_name),
         "entity": args.wandb_entity,
-        "id": state["wandb_id"],
+        # A copy of the folder has another name, and is another run
+        "id": str(stable_hash(state["wandb_id"], args.run_name)),
         "resume": "allow",
     }
     config = json.loads((run_dir / "args.json").read_bytes())
@@ -2877,9 +2878,9 @@ MUST_AGREE = (
 def read_state(run_dir, checkpoint_dir, prompts, args):
     """Return the first training step, and what does not follow from a step.
 
-    That is the seconds so far, the tracker's id, and a hash of all prompts. On resume the
-    asynchronous scripts also find the checkpoint's rollout, and the version that sampled it. Raise
-    ValueError if the checkpoint is of a run with other batches, models or prompts.
+    That is the seconds so far, what the tracker's id is made of, and a hash of all prompts. On
+    resume the asynchronous scripts also find the checkpoint's rollout, and the version that sampled
+    it. Raise ValueError if the checkpoint is of a run with other batches, models or prompts.
     """
     # With other prompts, a checkpoint's responses would be taken for answers to them
     data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
@@ -2887,15 +2888,12 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
     if not checkpoint_dir:
         return 1, state
     saved_args = json.loads((run_dir / "args.json").read_bytes())
-    saved = json.loads((checkpoint_dir / "state.json").read_bytes())
     for name in MUST_AGREE:
-        was, now = saved_args.get(name), getattr(args, name, None)
-        if was != now:
-            raise ValueError(f"--resume_from_checkpoint: {name} was {was} and is {now}")
+        if saved_args.get(name) != getattr(args, name, None):  # GRPO has no value model
+            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args.get(name)}")
+    saved = json.loads((checkpoint_dir / "state.json").read_bytes())
     if saved["data_hash"] != data:
         raise ValueError("--resume_from_checkpoint: rows, chat template or tokenizer were others")
-    if saved_args["run_name"] != args.run_name:  # the folder is a copy of another run's
-        del saved["wandb_id"]
     step = step_of(checkpoint_dir)
     if is_rank_0():
         print(f"Resumed after step {step}; what came later is made again")

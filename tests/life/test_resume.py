@@ -159,6 +159,11 @@ def test_latest_begins_and_goes_on_also_after_a_full_disk(whole, six_steps, tmp_
     assert len(run.batches) == 2 and len(wandb_ids) == 1
     check_equal_to_the_bit(run, expected)
     assert read_json_lines(users) and not list(run_dir.glob("checkpoints/*/users.jsonl"))
+    # A copy by another name is another run of Weights & Biases, however often it is resumed
+    shutil.copytree(run_dir, tmp_path / "copy")
+    for _ in range(2):
+        six_steps(name, fails_at=1, run_name="copy", **again)
+    assert len(wandb_ids) == 2
     # A finished run has nothing to go on from, and is not begun anew
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(ValueError, match="another run"):
@@ -205,7 +210,7 @@ def test_resume_of_another_run_is_refused(broken, assets):
         return script.read_state(run_dir, checkpoint_dir, prompts, replace(args, **changes))
 
     for name in script.MUST_AGREE:
-        with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {name} was .* is 77"):
+        with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {name} was "):
             read(**{name: 77})
     first, *others = train + held_out
     changed = [replace(first, **{name: None}) for name in ("token_ids", "ground_truth")]
@@ -216,9 +221,6 @@ def test_resume_of_another_run_is_refused(broken, assets):
     may = {"per_device_train_batch_size": 2, "world_size": 2, "learning_rate": 77.0}
     step, state = read([replace(first, origin="moved"), *others], **may)
     assert step == 4 and state["rollout"]
-    # A copy of the folder, by another name, is another run of Weights & Biases
-    _, of_copy = read(run_name="copy")
-    assert of_copy.pop("wandb_id") != state.pop("wandb_id") and of_copy == state
 
 
 def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
