@@ -2976,9 +2976,9 @@ def rewind_run(run_dir, checkpoint_dir):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in RUN_FILES:
         (run_dir / name).unlink(missing_ok=True)
+        if checkpoint_dir and (checkpoint_dir / name).exists():
+            shutil.copy(checkpoint_dir / name, run_dir)
     if checkpoint_dir:
-        for path in checkpoint_dir.glob("*.jsonl"):
-            shutil.copy(path, run_dir)
         step = step_of(checkpoint_dir)
         remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
 
