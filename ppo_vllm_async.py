@@ -64,7 +64,6 @@ asynchronous RLHF 2410.18252.
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import importlib.util
 import inspect
@@ -88,7 +87,7 @@ import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
 from decimal import Decimal
 from functools import cache
@@ -110,7 +109,6 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -254,16 +252,13 @@ def main(args):
     start_time = time.time()
     accelerator, cpu_group = start_ranks(args)
     args = fill_in(args, accelerator.num_processes)
-    agreed = agree_on_run(args)
-    if not agreed:  # by --resume_from_checkpoint auto: the run is finished
-        return
-    args, run_dir, checkpoint_dir = agreed
+    args, run_dir, checkpoint_dir = agree_on_run(args)
 
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args = note_data(prompts, args)
-    first_step, state = read_state(run_dir, checkpoint_dir, args)
+    args.num_sources = len({prompt.data_source for prompt in prompts})
+    first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # those before a resume
 
     limit_memory(accelerator.device, args)
@@ -283,7 +278,6 @@ def main(args):
         check_adapter(engine, policy, language_model, train_prompts[0], args)
     load_checkpoint(trained_models, checkpoint_dir)
     open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
-    heed_sigusr1()
 
     prompts_Q = queue.Queue(maxsize=1)  # of a Request
     response_Q = queue.Queue(maxsize=1)  # of a Rollout, this rank's share
@@ -322,12 +316,12 @@ def main(args):
 
         # 2. Every save_freq steps a checkpoint of the models after the previous step: now that this
         # step's rollout is known, before it writes any file. A process's first step has nothing new
-        if training_step > first_step and checkpoint_is_due(accelerator, version, args):
+        if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             state["policy_version"] = rollout.policy_version
             state["rollout"] = pack_rollout(rollout)  # the weights that sampled it may be gone
             with timed(metrics, "checkpoint"):
-                save_checkpoint(accelerator, trained_models, run_dir, version, state, args)
+                save_checkpoint(trained_models, run_dir, version, state, args)
 
         # 3. Scores: the verifiable rewards came with the responses, the reward model's are made
         # now. Where an evaluation was due, its responses came along and are scored as well
@@ -338,7 +332,7 @@ def main(args):
 
         # 4. The batch: one row of each response, behind its prompt. And its mini-batches
         batch = collate(responses, accelerator.device)
-        count_failed_batches(state, responses, training_step)
+        check_rewards(responses)
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
@@ -1100,15 +1094,15 @@ class Args(Algorithm):
     seed: int = 1
     """seed of everything random"""
     run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed and the time"""
+    """folder of the run in output_dir; None: exp_name, seed, the time and random letters"""
     output_dir: str = "output"
     """folder of all runs"""
     save_freq: int = 0
-    """steps between checkpoints; 0: none but after a SIGUSR1"""
+    """steps between checkpoints; 0: no checkpoints"""
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint (newer ones are removed); latest: run_name's newest; auto: or a new run"""
+    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
 
     # -- Trackers and the hub
     with_tracking: bool = False
@@ -1149,8 +1143,6 @@ class Args(Algorithm):
     """those of the policy, which follow on the value model's warm-up"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
-    data_hash: FilledIn[int] = 0
-    """hash of all prompts"""
     num_sources: FilledIn[int] = 0
     """data sources of all prompts"""
 
@@ -1168,7 +1160,6 @@ def start_ranks(args):
     die_with_launcher()
     for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until heed_sigusr1; in children for good
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     with signals_blocked():
         mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
@@ -1208,16 +1199,12 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    if args.resume_from_checkpoint == "auto" and not args.run_name:
-        raise ValueError("--resume_from_checkpoint auto needs a --run_name")
     if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
         raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     if args.min_response_length and not args.non_stop_penalty:
         raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
-    if not args.run_name:
-        args.run_name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
 
     local_episodes = args.local_rollout_batch_size * args.number_samples_per_prompt
     args.rollout_batch_size = args.local_rollout_batch_size * world_size
@@ -1261,98 +1248,69 @@ def fill_in(args, world_size):
 
 
 def agree_on_run(args):
-    """Collective. (args with the run's name and first day, its folder, a checkpoint or None).
+    """Return args with the run's name and first day, the run's folder, and a checkpoint or None.
 
-    Or None in place of all three, if `auto` finds that the run is finished. Chat templates may
-    write the day into prompts. Rank 0 decides for all: the run's name may hold the time, and others
-    may see a folder late.
+    Chat templates may write the day into prompts. Rank 0 decides for all ranks, because the name
+    may be random, and because others may see a folder late. Collective.
     """
     found = None
     if is_rank_0():
         run_dir, checkpoint_dir = find_run(args)
-        args = replace(args, run_name=run_dir.name)
+        args.run_name = os.path.relpath(run_dir, args.output_dir)
         if checkpoint_dir:
             args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
         found = args, run_dir, checkpoint_dir
-        if args.resume_from_checkpoint == "auto" and is_finished(run_dir, args.num_training_steps):
-            print(f"{run_dir} is finished")
-            upload(run_dir, args)  # which may have been cut short
-            found = None
     return broadcast_object_list([found])[0]
 
 
 def find_run(args):
-    """The folder of the run, and the checkpoint to resume, or None."""
-    run_dir = Path(args.output_dir, args.run_name)
-    checkpoints = list_checkpoints(run_dir)
-    if args.resume_from_checkpoint in ("auto", "latest"):
-        if args.resume_from_checkpoint == "latest" and not checkpoints:
-            raise ValueError(f"{run_dir} has no checkpoint to resume; is it the right --run_name?")
-        return run_dir, checkpoints[-1] if checkpoints else None
-    if args.resume_from_checkpoint:
-        checkpoint_dir = Path(args.resume_from_checkpoint).resolve()
+    """Return the folder of the run, and the checkpoint that it resumes from, or None.
+
+    Raise ValueError where the folder holds another run. With "latest" a run that died before its
+    first checkpoint begins anew.
+    """
+    if args.resume_from_checkpoint == "latest" and not args.run_name:
+        raise ValueError("--resume_from_checkpoint latest needs a --run_name")
+    if args.resume_from_checkpoint not in (None, "latest"):
+        checkpoint_dir = Path(os.path.abspath(args.resume_from_checkpoint))
         return checkpoint_dir.parents[1], checkpoint_dir
-    if (run_dir / "metrics.jsonl").exists():
+    # The last letters are there because two runs may start in one second
+    start = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.urandom(3).hex()}"
+    run_dir = Path(args.output_dir, args.run_name or f"{args.exp_name}__{args.seed}__{start}")
+    checkpoints = list_checkpoints(run_dir)
+    if args.resume_from_checkpoint and checkpoints:
+        return run_dir, checkpoints[-1]
+    # A run writes its args.json before its first step, and its model after its last one
+    of_another = "model" if args.resume_from_checkpoint else "args.json"
+    if (run_dir / of_another).exists():
         raise ValueError(
-            f"{run_dir} holds another run; choose another --run_name or --output_dir, or add "
-            f"--resume_from_checkpoint latest"
+            f"{run_dir} holds another run; choose another --run_name or --output_dir. A run that "
+            f"did not come to its end is resumed by --resume_from_checkpoint latest"
         )
     return run_dir, None
 
 
-def is_finished(run_dir, num_steps):
-    """Whether a run has written the line of its last step, which comes after its model."""
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and path.read_bytes().count(b"\n") >= num_steps
-
-
-@cache  # which keeps the file open
-def lock_run(run_dir):
-    """Locks a run's folder, which is unlocked when this process ends, whatever ends it.
-
-    ValueError: another process has locked it.
-    """
-    file = open(run_dir / "lock", "a+")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise ValueError(f"{run_dir}: its run goes on, by {file.read()}; end that first") from None
-    except OSError as error:
-        print(f"Warning: {run_dir} cannot be locked ({error}); start no second run in it")
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    return file
-
-
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
-    """The run's folder on rank 0, as it was at the checkpoint if there is one; and the trackers."""
+    """On rank 0 make the run's folder, or take it back to the checkpoint. Start the trackers."""
     if not is_rank_0():
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock_run(run_dir)
-    # Those of a run that ended before a checkpoint, or of steps made again
-    for path in run_dir.glob("*.jsonl"):
-        path.unlink()
-    shutil.rmtree(run_dir / "checkpoints/unfinished", ignore_errors=True)
-    if checkpoint_dir:
+    # "x" raises an error where there is such a file: two new runs never share a folder
+    with open(run_dir / "args.json", "w" if args.resume_from_checkpoint else "x") as file:
+        json.dump(asdict(args), file, indent=2)
+    if args.resume_from_checkpoint:
         rewind_run(run_dir, checkpoint_dir)
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2))
     run_program("provenance.py", run_dir)  # adds commit and versions to args.json
     wandb_run = {
         "name": os.environ.get("WANDB_NAME", args.run_name),
         "entity": args.wandb_entity,
-        "id": state["wandb_id"],
+        # A copy of the folder has another name, and is another run
+        "id": str(stable_hash(state["wandb_id"], args.run_name)),
         "resume": "allow",
     }
     config = json.loads((run_dir / "args.json").read_bytes())
     accelerator.init_trackers(args.wandb_project_name, config, {"wandb": wandb_run})
     report_prompt_lengths(accelerator, train_prompts, run_dir)
-    if args.save_freq:
-        more = f"--run_name {run_dir.name} --resume_from_checkpoint latest"
-        print(f"To go on later: the same command with {more}")
 
 
 # -------------------------------------------------------------------- tokenizer, data and requests
@@ -1582,15 +1540,6 @@ def drop_nulls(value):
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
     return value
-
-
-def note_data(prompts, args):
-    """A copy of args with what is to be known of all prompts."""
-    return replace(
-        args,
-        num_sources=len({prompt.data_source for prompt in prompts}),
-        data_hash=stable_hash([vars(prompt) | {"origin": None} for prompt in prompts]),
-    )
 
 
 def uses_reward_model(args):
@@ -2494,15 +2443,9 @@ def grade_responses(responses, tokenizer, workers, args):
         return list(threads.map(grade, responses))
 
 
-def count_failed_batches(state, responses, training_step):
-    """Counts batches in a row in which every reward failed.
-
-    RuntimeError: this is the first batch, or the third in a row. Another one makes no update, but
-    for responses that have a penalty for their score.
-    """
-    all_failed = all(response.failure for response in responses)
-    state["failed_batches"] = state["failed_batches"] + 1 if all_failed else 0
-    if state["failed_batches"] == (1 if training_step == 1 else 3):
+def check_rewards(responses):
+    """Raise RuntimeError if every reward of a batch failed, as it does where a judge has died."""
+    if all(response.failure for response in responses):
         raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
 
@@ -2920,12 +2863,6 @@ def run_program(name, run_dir, *options):
         subprocess.run([sys.executable, path, run_dir, *options], start_new_session=True)
 
 
-def upload(run_dir, args):
-    if args.push_to_hub:
-        place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
-        run_program("push_to_hub.py", run_dir, *place)
-
-
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
@@ -2957,48 +2894,55 @@ def save_model(accelerator, model, tokenizer, path, args):
 # -------------------------------------------------------------------------- checkpoints and resume
 
 
-# What defines a run's batches and models, which a resume must not change
+# Files to which each step adds lines. Each checkpoint has a copy, to which a resume goes back
+RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
+
+# What defines a run's models and batches, and the rollout of a checkpoint, which was sampled before
 MUST_AGREE = (
+    *(each.name for each in fields(Algorithm)),
     "seed",
+    "dtype",
     "model_name_or_path",
-    "value_model_path",
+    "model_revision",
     "reward_model_path",
+    "reward_model_revision",
+    "value_model_path",
     "lora_rank",
     "lora_alpha",
-    "beta",
     "episodes_per_step",
     "number_samples_per_prompt",
     "mini_batch_size",
     "num_epochs",
     "num_updates",
-    "data_hash",
-    # How the rollout of a checkpoint was sampled, with answers to held-out prompts perhaps
     "temperature",
     "num_evals",
     "eval_temperature",
 )
 
 
-def read_state(run_dir, checkpoint_dir, args):
-    """The first training step, and what no step tells: seconds so far, batches in a row whose
-    rewards all failed, the tracker's id, and on resume, in the asynchronous scripts, the
-    checkpoint's rollout and the version that sampled it.
+def read_state(run_dir, checkpoint_dir, prompts, args):
+    """Return the first training step, and what does not follow from a step.
 
-    ValueError: the checkpoint is of a run with other batches or models, or the run goes on.
+    That is the seconds so far, what the tracker's id is made of, and a hash of all prompts. On
+    resume the asynchronous scripts also find the checkpoint's rollout, and the version that sampled
+    it. Raise ValueError if the checkpoint is of a run with other batches, models or prompts.
     """
-    if is_rank_0() and run_dir.exists():
-        lock_run(run_dir)
-    state = {"seconds": 0.0, "failed_batches": 0}
+    # With other prompts, a checkpoint's responses would be taken for answers to them
+    data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
+    state = {"seconds": 0.0, "wandb_id": os.urandom(8).hex(), "data_hash": data}
     if not checkpoint_dir:
-        return 1, state | {"wandb_id": os.urandom(8).hex()}
+        return 1, state
+    saved_args = json.loads((run_dir / "args.json").read_bytes())
+    for name in MUST_AGREE:
+        if saved_args.get(name) != getattr(args, name, None):  # GRPO has no value model
+            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args.get(name)}")
+    saved = json.loads((checkpoint_dir / "state.json").read_bytes())
+    if saved["data_hash"] != data:
+        raise ValueError("--resume_from_checkpoint: rows, chat template or tokenizer were others")
     step = step_of(checkpoint_dir)
     if is_rank_0():
         print(f"Resumed after step {step}; what came later is made again")
-    saved_args = json.loads((run_dir / "args.json").read_bytes())
-    for name in MUST_AGREE:
-        if saved_args[name] != getattr(args, name):
-            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
-    return step + 1, state | json.loads((checkpoint_dir / "state.json").read_bytes())
+    return step + 1, state | saved
 
 
 def load_checkpoint(trained_models, checkpoint_dir):
@@ -3010,45 +2954,24 @@ def load_checkpoint(trained_models, checkpoint_dir):
             round_masters(model)
 
 
-checkpoint_wishes = []  # SIGUSR1s; no threading.Event, whose lock a handler must not take
+def save_checkpoint(trained_models, run_dir, step, state, args):
+    """Write checkpoints/step_N: models, optimizers, `state` and the run's files. Collective.
 
-
-def heed_sigusr1():
-    """From here on a SIGUSR1, as a cluster sends it before it ends a job, asks for a checkpoint.
-
-    Processes that were started before, such as a tracker's, ignore it.
+    It has that name once it is whole. Only the newest keep_last_n checkpoints are kept.
     """
-    signal.signal(signal.SIGUSR1, lambda *_: checkpoint_wishes.append(True))
-
-
-def checkpoint_is_due(accelerator, step, args):
-    """Collective. Whether step is one of each save_freq, or a rank has had a SIGUSR1."""
-    is_wanted = torch.tensor(float(bool(checkpoint_wishes)), device=accelerator.device)
-    if is_wanted:
-        checkpoint_wishes.clear()
-    is_wanted = bool(accelerator.reduce(is_wanted))
-    return is_wanted or (args.save_freq > 0 and step % args.save_freq == 0)
-
-
-def save_checkpoint(accelerator, trained_models, run_dir, step, state, args):
-    """Collective. Writes checkpoints/step_N: models, optimizers, `state`, the .jsonl files.
-
-    Where that fails, as on a disk that is full, there is a warning and no such checkpoint.
-    """
-    unfinished = run_dir / "checkpoints/unfinished"
-    try:
-        for part, folder in checkpoint_parts(trained_models, unfinished):
-            checkpoint.save(part, checkpoint_id=folder)  # if one rank fails, each raises
-        finish_checkpoint(accelerator, run_dir, step, state, args)
-    except (OSError, CheckpointException) as error:
-        if is_rank_0():
-            free = shutil.disk_usage(run_dir).free / 2**30
-            shutil.rmtree(unfinished, ignore_errors=True)
-            print(f"Warning: no checkpoint of step {step} ({free:.2f} GiB were free): {error}")
-    else:
-        accelerator.print(
-            f"To go on from step {step}: --resume_from_checkpoint {run_dir}/checkpoints/step_{step}"
-        )
+    folder = run_dir / "checkpoints/unfinished"
+    for part, path in checkpoint_parts(trained_models, folder):
+        checkpoint.save(part, checkpoint_id=path)  # if one rank fails, each raises
+    if not is_rank_0():
+        return
+    (folder / "state.json").write_text(json.dumps(state, default=np.ndarray.tolist))
+    for name in RUN_FILES:
+        if (run_dir / name).exists():
+            shutil.copy(run_dir / name, folder)
+    folder = folder.rename(folder.with_name(f"step_{step}"))
+    print(f"To go on from step {step}: --resume_from_checkpoint {folder}")
+    if args.keep_last_n > 0:
+        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 
 
 def checkpoint_parts(trained_models, folder):
@@ -3071,10 +2994,9 @@ def checkpoint_parts(trained_models, folder):
 
 
 def pack_rollout(rollout):
-    """A rollout as JSON knows it, without its prompts, which are drawn again."""
+    """Return a rollout for a checkpoint's state, without its prompts, which are drawn again."""
     responses = rollout.responses + rollout.eval_responses
-    rows = [vars(response) | {"prompt": None} for response in responses]
-    return json.loads(json.dumps(rows, default=np.ndarray.tolist))
+    return [vars(response) | {"prompt": None} for response in responses]
 
 
 def load_rollout(state, request):
@@ -3091,25 +3013,13 @@ def load_rollout(state, request):
     return Rollout(state["policy_version"], responses[:count], responses[count:], {})
 
 
-def finish_checkpoint(accelerator, run_dir, step, state, args):
-    """Adds the run's .jsonl files and `state` to checkpoints/unfinished, and names it; on rank 0.
-
-    Only the newest keep_last_n checkpoints are kept.
-    """
-    folder = run_dir / "checkpoints/unfinished"
-    if not accelerator.is_main_process:
-        return
-    (folder / "state.json").write_text(json.dumps(state))
-    for path in run_dir.glob("*.jsonl"):
-        shutil.copy(path, folder)
-    folder.rename(folder.with_name(f"step_{step}"))
-    if args.keep_last_n > 0:
-        remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
-
-
 def list_checkpoints(run_dir):
-    """A run's checkpoints, the newest last. They get their names when they are whole."""
-    return sorted(run_dir.glob("checkpoints/step_*"), key=step_of)
+    """Return a run's checkpoints, the newest last. They get their names when they are whole.
+
+    Other folders beside them are the user's, such as step_5_good.
+    """
+    paths = run_dir.glob("checkpoints/step_*")
+    return sorted([path for path in paths if path.name[5:].isdecimal()], key=step_of)
 
 
 def step_of(checkpoint_dir):
@@ -3127,11 +3037,16 @@ def remove_checkpoints(checkpoints):
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    """Takes a run's files back to a checkpoint, and removes newer checkpoints."""
-    for path in checkpoint_dir.glob("*.jsonl"):
-        shutil.copy(path, run_dir)
-    step = step_of(checkpoint_dir)
-    remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
+    """Take a run's files back to a checkpoint, or to the start, and remove what is newer."""
+    for name in ("checkpoints/unfinished", "model", "adapter"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in RUN_FILES:
+        (run_dir / name).unlink(missing_ok=True)
+        if checkpoint_dir and (checkpoint_dir / name).exists():
+            shutil.copy(checkpoint_dir / name, run_dir)
+    if checkpoint_dir:
+        step = step_of(checkpoint_dir)
+        remove_checkpoints([path for path in list_checkpoints(run_dir) if step_of(path) > step])
 
 
 # ----------------------------------------------------------------------------------------- helpers
@@ -3171,10 +3086,11 @@ def end_run(accelerator, run_dir, args):
     """Collective. A run's end: pictures, a summary, the upload, by programs beside this script."""
     end_children()
     accelerator.end_training()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the programs, too
     run_program("plot_runs.py", run_dir, "--lengths")
     run_program("inspect_run.py", run_dir, "--summary")  # draws the curves, too
-    upload(run_dir, args)
+    if args.push_to_hub:
+        place = [f"--repo_id={args.hf_repo_id}"] if args.hf_repo_id else []
+        run_program("push_to_hub.py", run_dir, *place)
 
 
 def die_with_launcher():

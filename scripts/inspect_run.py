@@ -284,14 +284,16 @@ def next_steps(run_dir: Path) -> list[str]:
         f"As a page:   {command('report.py')}",
         f"Compare it:  {command('plot_runs.py', 'OTHER_RUN')}",
     ]
-    model, checkpoints = run_dir / "model", list(run_dir.glob("checkpoints/step_*"))
+    model = run_dir / "model"
+    steps = [path.name.removeprefix("step_") for path in run_dir.glob("checkpoints/step_*")]
+    steps = [int(step) for step in steps if step.isdecimal()]
     if model.is_dir():
         lines.append(f'Use it:      transformers.AutoModelForCausalLM.from_pretrained("{model}")')
         # vLLM would choose bfloat16, which rounds a part of a merged adapter's change away
         dtype = ', dtype="float32"' if (run_dir / "adapter").is_dir() else ""
         lines.append(f'             vllm.LLM("{model}"{dtype})')
-    elif checkpoints:
-        newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
+    elif steps:
+        newest = run_dir / f"checkpoints/step_{max(steps)}"
         lines.append(f"Resume it:   its command with --resume_from_checkpoint {newest}")
     return lines
 

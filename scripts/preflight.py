@@ -429,7 +429,6 @@ def load_pairs(run):
     num_pairs = len(pairs[0]) * args.num_train_epochs
     args.num_updates = num_pairs // args.mini_batch_size if args.mini_batch_size else 0
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    args.data_hash = script.ppo.stable_hash(pairs[0])
     if args.mini_batch_size and args.warm_up_steps >= args.num_updates:
         updates, args.num_updates = args.num_updates, 0  # that is: not known
         raise Mistake(
@@ -777,10 +776,11 @@ def score(run, workers, prompt, token_ids, text):
 
 def check_run_folder(run):
     """Refuses a run folder with another run, or which cannot be written. Finds the checkpoint."""
-    args = replace(run.args, run_name=run.args.run_name or run.args.exp_name)
+    args = run.args
     found = run.script.find_run(args)
     # A script without checkpoints finds the folder alone
     run_dir, checkpoint_dir = found if "resume_from_checkpoint" in vars(args) else (found, None)
+    args.run_name = os.path.relpath(run_dir, args.output_dir)
     run_dir = run_dir.absolute()
     folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
@@ -789,7 +789,7 @@ def check_run_folder(run):
     run.run_dir, run.disk, run.checkpoint_dir = run_dir, folder, checkpoint_dir
     if checkpoint_dir is not None:  # prompts may have the day in them
         with contextlib.suppress(OSError, ValueError, KeyError):
-            run.args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
+            args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
 
 
 MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "num_sources"}
@@ -797,29 +797,24 @@ MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "num_sources"}
 
 def check_checkpoint(run):
     """Refuses a checkpoint of another run, or of another script. Finds what has changed."""
-    path, kept = run.checkpoint_dir, run.script.MUST_AGREE
-    given = f"--resume_from_checkpoint {path}"
+    path = run.checkpoint_dir
     try:
         json.loads((path / "state.json").read_bytes())
         saved = json.loads((path.parents[1] / "args.json").read_bytes())
     except (OSError, ValueError) as error:
         raise Mistake(
-            f"{given}: no checkpoint, or a damaged one ({error}); give an older one, latest, or a "
-            f"folder such as output/RUN_NAME/checkpoints/step_100"
+            f"--resume_from_checkpoint {path}: no checkpoint, or a damaged one ({error}); give an "
+            f"older one, latest, or a folder such as output/RUN_NAME/checkpoints/step_100"
         ) from error
-    if not run.trains_reward_model():  # which has set its own
-        prompts = [vars(prompt) | {"origin": None} for prompt in run.train_rows + run.eval_rows]
-        run.args.data_hash = run.script.stable_hash(prompts)
     current = json.loads(json.dumps(asdict(run.args)))  # by way of JSON a tuple is a list
     for name in current.keys() - MAY_DIFFER:
         if saved.get(name, "missing") != current[name]:
             run.changed[name] = saved.get(name, "missing"), current[name]
-    if run.changed.pop("data_hash", None):
-        raise Mistake(f"{given}: its data were others: rows, chat template or tokenizer")
-    both = [(name, *run.changed[name]) for name in kept if name in run.changed]
-    if both:
-        differences = "; ".join(f"{name} was {was} and is {now}" for name, was, now in both)
-        raise Mistake(f"{given} is of another run: {differences}")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run.script.read_state(run.run_dir, path, run.train_rows + run.eval_rows, run.args)
+    except ValueError as error:
+        raise Mistake(f"{path} is of another run: {error}") from error
 
 
 def check_disk(run):
@@ -1005,6 +1000,8 @@ def plan_of_reward(run):
 def plan_of_checkpoint(run):
     """Lines on what is resumed."""
     if run.checkpoint_dir is None:
+        if run.args.resume_from_checkpoint and run.run_dir:
+            yield "resumes", f"nothing: {run.run_dir} has no checkpoint, and a new run begins there"
         return
     yield "resumes", str(run.checkpoint_dir)
     step = run.script.step_of

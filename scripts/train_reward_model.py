@@ -25,14 +25,12 @@ Deliberate simplifications:
 arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244.
 """
 
-import json
 import math
-import os
-import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -40,7 +38,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from accelerate.utils import broadcast_object_list
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
@@ -49,7 +46,15 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import ppo_sync as ppo
 
 # preflight.py looks for these here
-from ppo_sync import drop_nulls, find_run, list_checkpoints, load_rows, step_of, tokenize_prompt  # noqa: F401
+from ppo_sync import (  # noqa: F401
+    drop_nulls,
+    find_run,
+    list_checkpoints,
+    load_rows,
+    read_state,
+    step_of,
+    tokenize_prompt,
+)
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Args:
     seed: int = 1
     """seed of everything random: order of pairs, the new head"""
     run_name: str | None = None
-    """folder of the run below output_dir; None: exp_name, seed and the time"""
+    """folder of the run below output_dir; None: exp_name, seed, the time and random letters"""
     output_dir: str = "output"
     """where runs are written"""
     save_freq: int = 0
@@ -70,7 +75,7 @@ class Args:
     keep_last_n: int = 3
     """how many checkpoints to keep, the newest; 0: all"""
     resume_from_checkpoint: str | None = None
-    """a checkpoint (newer ones are removed); latest: run_name's newest; auto: or a new run"""
+    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
     with_tracking: bool = False
     """log to Weights & Biases as well"""
     wandb_project_name: str = "tandem"
@@ -137,7 +142,8 @@ class Args:
     num_updates: ppo.FilledIn[int] = 0  # optimizer updates of the run
     warm_up_steps: ppo.FilledIn[int] = 0  # updates in which the learning rate rises
     stop_token_id: ppo.FilledIn[int] = 0  # id that ends every row
-    data_hash: ppo.FilledIn[int] = 0  # of the pairs to train on
+    # YYYY-MM-DD on which the run was first started, for chat templates that write the date
+    start_day: ppo.FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
 
     __post_init__ = ppo.Args.__post_init__  # expands a quoted ~
 
@@ -204,10 +210,12 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
     """
     rows = load_rows(path, config, split)
     pairs, notes = [], Counter()
+    # As in PPO: a run that is resumed on another day must make the same pairs
+    variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     for index, row in enumerate(rows):
         with ppo.naming_row(path, index):
             prompt, *responses = split_pair(row)
-            _, prompt_ids = tokenize_prompt(prompt, row, tokenizer)
+            _, prompt_ids = tokenize_prompt(prompt, row, tokenizer, variables)
             response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
         token_ids = [[*prompt_ids, *ids, args.stop_token_id] for ids in response_ids]
         pair = Pair(*token_ids, length=max(map(len, token_ids)))
@@ -331,26 +339,14 @@ def evaluation_metrics(scores):
     }
 
 
-# What a resume must not change
-MUST_AGREE = ("seed", "mini_batch_size", "num_updates", "data_hash")
-
-
 def main(args):
     # ---- Ranks and arguments
     start_time = time.time()
     accelerator, _ = ppo.start_ranks(args)
     if accelerator.is_fsdp2 or accelerator.gradient_accumulation_steps != 1:
         raise ValueError("launch by ddp.yaml, without FSDP or accelerate's gradient accumulation")
+    args, run_dir, checkpoint_dir = ppo.agree_on_run(args)
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
-    if args.resume_from_checkpoint == "auto" and not args.run_name:
-        raise ValueError("--resume_from_checkpoint auto needs a --run_name")
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d_%H%M%S')}"
-    args.run_name = args.run_name or name
-    # Rank 0 decides: a name may hold the time, and other machines may see a folder late
-    is_main = accelerator.is_main_process
-    places = find_run(args) if is_main else None
-    run_dir, checkpoint_dir = broadcast_object_list([places])[0]
-    args.run_name = run_dir.name
 
     # ---- Data
     tokenizer = ppo.load_tokenizer(as_ppo_args(args))
@@ -371,22 +367,7 @@ def main(args):
             f"{len(train_pairs)} pairs x num_train_epochs are {args.num_updates} updates of "
             f"{args.mini_batch_size}; there must be more than warm-up has ({args.warm_up_steps})"
         )
-    args.data_hash = ppo.stable_hash(train_pairs)
-
-    # ---- The run, or what it goes on from
-    is_over = args.resume_from_checkpoint == "auto" and ppo.is_finished(run_dir, args.num_updates)
-    if broadcast_object_list([is_over])[0]:  # as the first rank sees it
-        accelerator.print(f"{run_dir} is finished")
-        return
-    first_step, state = 1, {"seconds": 0.0, "wandb_id": os.urandom(8).hex()}
-    if checkpoint_dir:
-        accelerator.print(f"Resuming {checkpoint_dir}")
-        first_step = step_of(checkpoint_dir) + 1
-        state = json.loads((checkpoint_dir / "state.json").read_bytes())
-        saved_args = json.loads((run_dir / "args.json").read_bytes())
-        for name in MUST_AGREE:
-            if saved_args[name] != getattr(args, name):
-                raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args[name]}")
+    first_step, state = read_state(run_dir, checkpoint_dir, train_pairs + eval_pairs, args)
     start_time -= state["seconds"]
 
     # ---- The model
@@ -405,7 +386,6 @@ def main(args):
     # ---- The run's folder and the tracker, as PPO has them
     rows = [SimpleNamespace(token_ids=pair.chosen_ids) for pair in train_pairs]
     ppo.open_run(accelerator, run_dir, checkpoint_dir, state, rows, args)
-    ppo.heed_sigusr1()
 
     # ---- The loop. The order of the pairs is a permutation for each pass over them
     generator = torch.Generator().manual_seed(args.seed)
@@ -417,9 +397,9 @@ def main(args):
 
         # 1. A checkpoint of the model after the update before; not of what a process begins with
         done = training_step - 1
-        if training_step > first_step and ppo.checkpoint_is_due(accelerator, done, args):
+        if args.save_freq and done % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            ppo.save_checkpoint(accelerator, trained_models, run_dir, done, state, args)
+            ppo.save_checkpoint(trained_models, run_dir, done, state, args)
 
         # 2. The gradient of this update's pairs, and metrics of the model before it
         start = done * args.mini_batch_size
@@ -440,11 +420,10 @@ def main(args):
 
         # 4. After the last update the model is saved, named when it is whole, and then evaluated
         if training_step == args.num_updates:
-            if is_main:
+            if accelerator.is_main_process:
                 unfinished = run_dir / "model.unfinished"
                 model.model.save_pretrained(unfinished)
                 tokenizer.save_pretrained(unfinished)
-                shutil.rmtree(run_dir / "model", ignore_errors=True)  # of a run that is resumed
                 unfinished.rename(run_dir / "model")
             if eval_pairs:
                 metrics |= evaluation_metrics(score_all(accelerator, model, eval_pairs, args))
@@ -454,7 +433,7 @@ def main(args):
         metrics["time/from_scratch"] = time.time() - start_time
         accelerator.log(metrics, step=training_step)
         ppo.append_line(run_dir / "metrics.jsonl", metrics)
-        if is_main and training_step % max(1, args.num_updates // 20) == 0:
+        if accelerator.is_main_process and training_step % max(1, args.num_updates // 20) == 0:
             names = ("loss/preference_avg", "objective/accuracy", "objective/margin")
             shown = "  ".join(f"{name}: {metrics[name]:.3g}" for name in names)
             print(f"step {training_step} of {args.num_updates}  {shown}", flush=True)

@@ -56,7 +56,6 @@ ARGUMENTS = [
     ({"vllm_gpus": (-1,)}, ["must be GPUs without a learner"]),  # the last, counted from behind
     ({"vllm_gpus": (2, 3, 4)}, ["no more engines than learners"]),
     (TWO_GPUS_EACH, ["--vllm_tensor_parallel_size (2)"]),
-    ({"resume_from_checkpoint": "auto"}, ["auto needs a --run_name"]),
 ]
 
 
@@ -129,28 +128,6 @@ def test_home_is_expanded_in_every_text(monkeypatch):
         assert args.chat_template == "/home/me"
         assert replace(args, eval_dataset="~/b").eval_dataset == "/home/me/b"
         assert args.model_name_or_path == "debug_assets/model" and args.eval_dataset is None
-
-
-def test_run_is_found_and_none_is_overwritten_or_resumed_from_nothing(tmp_path, monkeypatch):
-    args = Args(output_dir=str(tmp_path), run_name="mine")
-    assert script.find_run(args) == (tmp_path / "mine", None)
-    (tmp_path / "mine" / "checkpoints" / "unfinished").mkdir(parents=True)
-    (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"another run.*--run_name"):
-        script.find_run(args)
-    with pytest.raises(ValueError, match=r"no checkpoint.*--run_name"):
-        script.find_run(replace(args, resume_from_checkpoint="latest"))
-    step, other = (tmp_path / f"mine/checkpoints/step_{number}" for number in (5, 9))
-    for folder, path in (
-        (step.parent, "step_5"),
-        (step, "."),
-        (other, "../step_5"),
-        (tmp_path, step),
-    ):
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)  # from inside its folder, too
-        args = Args(run_name="another", resume_from_checkpoint=str(path))
-        assert script.find_run(args) == (tmp_path / "mine", step)
 
 
 # ------------------------------------------------------------------------------- tokens, tokenizers

@@ -19,7 +19,7 @@ WORDS = {
     "adapters": ["lora", "Lora", "LoRA"],
     "fsdp2": ["fully_shard", "DTensor"],
     "placement": ["vllm_gpus", "tensor_parallel", "nccl", "NoEngine"],
-    "resume": ["resume_from_checkpoint", "save_freq", "SIGUSR1", "MUST_AGREE"],
+    "resume": ["resume_from_checkpoint", "save_freq", "MUST_AGREE"],
 }
 
 

@@ -6,7 +6,10 @@ Of scripts/forks here is what all have in common; each has a file of tests of it
 import ast
 import doctest
 import importlib
+import itertools
+import os
 import re
+import signal
 import subprocess
 import uuid
 from pathlib import Path
@@ -169,6 +172,21 @@ def test_beta_follows_the_kl_of_whole_responses_and_rests_with_the_policy(
     again = run_main(seen.name, output_dir=folder, kl_target=target, **options)
     assert len(again.batches) == 1 and len(again.metrics) == 5
     assert without_clock(again.metrics[-1]) == without_clock(seen.metrics[-1])
+
+
+@each_script
+def test_signal_has_one_checkpoint_written(script, run_fork):
+    calls = itertools.count()
+
+    def score(*_):
+        if next(calls) == loops.EPISODES:  # in the second batch
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return 1.0
+
+    seen = run_fork("A checkpoint on a signal", script, score)
+    assert len(seen.metrics) == loops.STEPS
+    (path,) = (seen.run_dir / "checkpoints").iterdir()
+    assert path.name in ("step_1", "step_2")
 
 
 # -------------------------------------------------------------------------------- scripts/forks

@@ -6,15 +6,12 @@ it does, its time and the semaphores that must not be left behind are printed.
 
 import itertools
 import os
-import resource
 import signal
 import sys
 import time
 from functools import partial
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-
-import psutil
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
@@ -162,42 +159,9 @@ def terminate(script):
     in_update(kill_self(signal.SIGTERM), script)
 
 
-def limit_files(most):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-
-
-def fill_disk(script):
-    """For the second checkpoint, no file may become larger. The first is asked for by a signal."""
-    limited = at_call(2, lambda _: limit_files(1000))
-
-    def save(call, given):
-        limited(given)
-        call()
-        limit_files(resource.RLIM_INFINITY)
-
-    around(script, "save_checkpoint", save)
-    in_update(signal_all, script)
-    for number in HANDLED:
-        signal.signal(number, lambda number, frame: None)
-    before(script, "load_tokenizer", kill_self(signal.SIGUSR1))  # before there is what to save
-
-
-# Signals that a library or a copy of the script may have handlers for, as wandb has for SIGWINCH
-HANDLED = (signal.SIGWINCH, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR2)
-
-
-def signal_all(_):
-    """Sends SIGUSR1 to the script and what it has started, as Slurm does; and it gets others."""
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        process.send_signal(signal.SIGUSR1)
-    for number in HANDLED:
-        os.kill(os.getpid(), number)
-
-
 def kill_in_checkpoint(script):
     """Models are written, the rest is not."""
-    before(script, "finish_checkpoint", at_call(2, kill_self(signal.SIGKILL)))
+    before(script.shutil, "copy", at_call(3, kill_self(signal.SIGKILL)))
 
 
 FAULTS = {
@@ -214,7 +178,6 @@ FAULTS = {
     "SIGINT to the group": interrupt_group,
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),
-    "signals, disk is full": fill_disk,
 }
 
 

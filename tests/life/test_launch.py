@@ -98,17 +98,14 @@ SBATCH = REPO / "scripts" / "train" / "slurm.sbatch"
 # What a job finds: Slurm's programs, launchers, and a script
 STUBS = {
     "bin/srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=1 exec "$@"',
-    "bin/squeue": 'date -d "$LEFT seconds" +%Y-%m-%dT%H:%M:%S',
     "bin/scontrol": 'echo "$*" >> calls; touch ended',
     ".venv/bin/launcher": 'echo "$0 $*" > launched; while [ "${1%.py}" = "$1" ]; do shift; done;'
     f'{sys.executable} "$@"',
 }
-# It saves a checkpoint when it is told, or never; and runs until it is ended
-RANK = """import os, pathlib, signal, sys, time
-def save(*_):
-    if "--save" in sys.argv:
-        os.makedirs(f"output/{sys.argv[2]}/checkpoints/step_9")
-signal.signal(signal.SIGUSR1, save)
+# It saves a checkpoint, or never; and runs until it is ended
+RANK = """import os, sys, time
+if "--save" in sys.argv:
+    os.makedirs(f"output/{sys.argv[2]}/checkpoints/step_9")
 open("started", "w").close()
 while "--run" in sys.argv and not os.path.exists("ended"):
     time.sleep(0.01)
@@ -125,7 +122,7 @@ def job(tmp_path):
         (tmp_path / ".venv" / "bin" / name).symlink_to("launcher")
     write_text(tmp_path / "ppo_vllm_async.py", RANK)
     variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
-    variables |= {"SLURM_JOB_NAME": f"job_{uuid.uuid4().hex}", "LEFT": "0"}
+    variables |= {"SLURM_JOB_NAME": f"job_{uuid.uuid4().hex}"}
     variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
     started = []
 
@@ -160,15 +157,14 @@ def test_job_launches_on_each_node_what_launcher_and_script_know(nodes, launcher
         rank, host = options.node_rank, options.master_addr
     assert (int(rank), host) == (1, os.uname().nodename)
     args = tyro.cli(ppo_vllm_async.Args, args=options.training_script_args, use_underscores=True)
-    assert (args.seed, args.resume_from_checkpoint) == (2, "auto")
+    assert (args.seed, args.resume_from_checkpoint) == (2, "latest")
     assert args.save_freq > 0 and args.run_name.startswith("job_")
 
 
-@pytest.mark.skipif(not shutil.which("pkill"), reason="there is no pkill (procps)")
 @pytest.mark.parametrize("saves", [True, False])
 def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job, tmp_path):
-    """Else it would begin at the same step for ever. Its launcher is spared the signal."""
-    process = job("--run", "--save" if saves else "", LEFT="60" if saves else "0")
+    """Else it would begin at the same step for ever."""
+    process = job("--run", "--save" if saves else "")
     wait_until((tmp_path / "started").exists, "the script has started")
     process.send_signal(signal.SIGUSR1)
     if not saves:
@@ -177,6 +173,18 @@ def test_job_at_its_time_limit_requeues_itself_if_it_has_come_further(saves, job
     assert process.wait(120) == 0
     calls = tmp_path / "calls"
     assert (calls.read_text() if calls.exists() else "") == ("requeue 7\n" if saves else "")
+
+
+@pytest.mark.parametrize("sizes", ['"num_training_steps": 2, "num_updates": 8', '"num_updates": 2'])
+def test_job_of_a_finished_run_starts_nothing(sizes, job, tmp_path):
+    run_dir = tmp_path / "output/mine"
+    write_text(run_dir / "args.json", f"{{{sizes}}}")
+    for steps in (1, 2):
+        write_text(run_dir / "metrics.jsonl", "{}\n" * steps)
+        assert job(SLURM_JOB_NAME="mine").wait(120) == 0
+        assert ("is finished" in (tmp_path / "log").read_text()) == (steps == 2)
+        assert (tmp_path / "started").exists() == (steps == 1)
+        (tmp_path / "started").unlink(missing_ok=True)
 
 
 def test_job_ends_with_the_status_of_its_script(job):

@@ -4,23 +4,21 @@ Here with test_loop.py's stub of vLLM; test_runs.py resumes with vLLM itself, te
 another number of ranks. At the end the generation config of a saved model.
 """
 
-import fcntl
 import functools
 import json
-import os
+import resource
 import shutil
-import signal
+import time
+from dataclasses import replace
 from datetime import date
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, hooks
-from helpers.files import read_json_lines, write_rows
+from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers.files import read_json_lines, write_rows, write_text
 from helpers.loops import EPISODES
 from helpers.runs import differences, without_clock
-from pyarrow import parquet
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, GenerationConfig
 
 import ppo_vllm_async as script
@@ -126,44 +124,54 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
     check_equal_to_the_bit(resumed, whole(name, **changes))
 
 
-def test_auto_begins_goes_on_and_ends_also_after_a_death_while_it_saved(
-    whole, six_steps, tmp_path, monkeypatch
-):
+def test_latest_begins_and_goes_on_also_after_a_full_disk(whole, six_steps, tmp_path, monkeypatch):
     """The same command until the run is finished, as a cluster gives it again and again."""
-    name, wandb_ids, copy = "ppo_vllm_async.py", set(), shutil.copy
-    again = {"output_dir": tmp_path, "save_freq": 2, "resume_from_checkpoint": "auto"}
+    name, wandb_ids = "ppo_vllm_async.py", set()
+    run_dir, again = tmp_path / "run", {"output_dir": tmp_path, "save_freq": 2}
     expected = whole(name)
+    users = write_rows(run_dir / "users.jsonl", [{"rows": "of a user"}])
     assert "power" in str(six_steps(name, fails_at=3, **again).error)  # in step 2
-    assert len(read_json_lines(tmp_path / "run/metrics.jsonl")) == 1
+    assert len(read_json_lines(run_dir / "metrics.jsonl")) == 1
+    with pytest.raises(ValueError, match=r"another run.*--run_name.*latest"):
+        six_steps(name, **again)
+    again["resume_from_checkpoint"] = "latest"
+
+    def fill_disk(call, given):
+        """No file may become larger while step 4 is saved."""
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if given["step"] == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+        try:
+            call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
     def note(given):
         wandb_ids.add(given["args"][-1]["wandb"]["id"])
 
-    def die_in_step_4(source, folder):
-        if (tmp_path / "run/checkpoints/step_2").exists():
-            raise RuntimeError("the power is gone")
-        copy(source, folder)
-
-    hooks.before(Accelerator, "init_trackers", note, put=monkeypatch.setattr)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copy", die_in_step_4)
-        assert "power" in str(six_steps(name, **again).error)
-    assert checkpoints_of(tmp_path / "run") == ["step_2", "unfinished"]
+        hooks.around(script, "save_checkpoint", fill_disk, put=patch.setattr)
+        hooks.before(Accelerator, "init_trackers", note, put=patch.setattr)
+        with pytest.raises((OSError, CheckpointException), match="too large"):
+            six_steps(name, **again)
+    assert checkpoints_of(run_dir) == ["step_2", "unfinished"]
     # What it had written of step 4 must not be in the step 4 that follows
+    hooks.before(Accelerator, "init_trackers", note, put=monkeypatch.setattr)
     run = six_steps(name, fails_at=6, **again)  # in step 5
-    assert len(run.batches) == 2 and checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
+    assert len(run.batches) == 2 and checkpoints_of(run_dir) == ["step_2", "step_4"]
     run = six_steps(name, **again)
     assert len(run.batches) == 2 and len(wandb_ids) == 1
     check_equal_to_the_bit(run, expected)
-    # As if it had died in its last step, which is the last line
-    metrics = run.run_dir / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    run = six_steps(name, **again)
-    check_equal_to_the_bit(run, expected)
-    before = files_of(run.run_dir)
-    run = six_steps(name, push_to_hub=True, **again)  # the upload may have failed
-    assert run.vllm is None and run.programs == [("push_to_hub.py", 6)]
-    assert files_of(run.run_dir) == before
+    assert read_json_lines(users) and not list(run_dir.glob("checkpoints/*/users.jsonl"))
+    # A copy by another name is another run of Weights & Biases, however often it is resumed
+    shutil.copytree(run_dir, tmp_path / "copy")
+    for _ in range(2):
+        six_steps(name, fails_at=1, run_name="copy", **again)
+    assert len(wandb_ids) == 2
+    # A finished run has nothing to go on from, and is not begun anew
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(ValueError, match="another run"):
+        six_steps(name, **again)
 
 
 # ---------------------------------------------------------------------------- the folder of a run
@@ -177,55 +185,46 @@ def test_run_that_came_to_its_end_goes_back_to_an_older_checkpoint_and_its_data_
     shutil.copytree(finished.run_dir, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     assert checkpoints_of(tmp_path / "run") == ["step_2", "step_4"]
-    shutil.copytree(folder / "step_2", folder / "unfinished")
-    six_steps(name, resume_from_checkpoint=folder / "step_2", fails_at=1)
-    assert checkpoints_of(tmp_path / "run") == ["step_2"]
+    for other in ("unfinished", "step_2_good"):
+        shutil.copytree(folder / "step_2", folder / other)
+    options = {"output_dir": tmp_path, "resume_from_checkpoint": folder / "step_2"}
+    six_steps(name, fails_at=1, **options)
+    # The copy is the user's; and the model is not of the run as it is now
+    assert checkpoints_of(tmp_path / "run") == ["step_2", "step_2_good"]
+    assert not (tmp_path / "run/model").exists()
     for file, rows in {"metrics.jsonl": 2, "rollouts.jsonl": 16, "samples.jsonl": 8}.items():
         lines = read_json_lines(finished.run_dir / file)
         assert read_json_lines(tmp_path / "run" / file) == lines[:rows], file
 
     shutil.copy(few_prompts / "train.parquet", tmp_path / "moved.parquet")
-    options = {"output_dir": tmp_path, "resume_from_checkpoint": "latest"}
+    options["resume_from_checkpoint"] = "latest"
     run = six_steps(name, dataset=tmp_path / "moved.parquet", **options)
     assert len(run.batches) == 4
     check_equal_to_the_bit(run, finished)
 
 
-ASSETS = f"{REPO}/debug_assets/../debug_assets/model"
-OTHERS = {"seed": 2, "beta": 0.1, "num_epochs": 2, "lora_rank": 4, "lora_alpha": 16}
-OTHERS["model_name_or_path"] = ASSETS
-OF_PPO_ALONE = {"value_model_path": ASSETS, "reward_model_path": ASSETS}
-# What is told as another one, where it is not the flag
-SMALLER = {"local_rollout_batch_size": 8}
-DERIVED = [
-    ("episodes_per_step", SMALLER | {"total_episodes": 192}),
-    ("number_samples_per_prompt", SMALLER | {"number_samples_per_prompt": 2}),
-    ("mini_batch_size", {"local_mini_batch_size": 16}),
-    ("num_updates", {"total_episodes": 128}),
-    ("data_hash", {"dataset": "test.parquet"}),
-    ("data_hash", {"eval_dataset": "train.parquet"}),
-    ("data_hash", {"eval_dataset": None}),
-    ("data_hash", {"dataset": "of_another_truth.parquet"}),
-]
-# The checkpoint has answers to an evaluation; they would be taken for those to another
-OF_ANOTHER_EVALUATION = {"num_evals": 3, "eval_temperature": 0.5}
+def test_resume_of_another_run_is_refused(broken, assets):
+    """Also of other prompts, to which a checkpoint's responses would be taken for answers."""
+    run_dir = broken("ppo_vllm_async.py").run_dir
+    checkpoint_dir = run_dir / "checkpoints/step_3"
+    args = Args(**json.loads((run_dir / "args.json").read_text()))
+    train, held_out = script.load_datasets(AutoTokenizer.from_pretrained(assets / "model"), args)
 
+    def read(prompts=train + held_out, **changes):
+        return script.read_state(run_dir, checkpoint_dir, prompts, replace(args, **changes))
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_checkpoint_of_a_run_that_was_another_is_refused(name, broken, six_steps, few_prompts):
-    run_dir = broken(name).run_dir
-    before = files_of(run_dir)
-    options = {"output_dir": run_dir.parent, "resume_from_checkpoint": "latest"}
-    rows = parquet.read_table(few_prompts / "train.parquet").to_pylist()
-    rows[-1]["reward_model"]["ground_truth"] = "0"
-    write_rows(few_prompts / "of_another_truth.parquet", rows)
-    flags = OTHERS | (OF_PPO_ALONE if name in PPO else {})
-    flags |= OF_ANOTHER_EVALUATION if name in ASYNC else {}
-    for argument, changes in [*DERIVED, *((flag, {flag: value}) for flag, value in flags.items())]:
-        paths = {k: few_prompts / v for k, v in changes.items() if str(v).endswith("parquet")}
-        with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {argument} was"):
-            six_steps(name, **options | changes | paths)
-    assert files_of(run_dir) == before
+    for name in script.MUST_AGREE:
+        with pytest.raises(ValueError, match=f"--resume_from_checkpoint: {name} was "):
+            read(**{name: 77})
+    first, *others = train + held_out
+    changed = [replace(first, **{name: None}) for name in ("token_ids", "ground_truth")]
+    for prompts in ([*others, first], train, *([prompt, *others] for prompt in changed)):
+        with pytest.raises(ValueError, match=r"--resume_from_checkpoint: rows, .* were others"):
+            read(prompts)
+    # All else may change: files may move
+    may = {"per_device_train_batch_size": 2, "world_size": 2, "learning_rate": 77.0}
+    step, state = read([replace(first, origin="moved"), *others], **may)
+    assert step == 4 and state["rollout"]
 
 
 def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
@@ -233,57 +232,38 @@ def test_ranks_go_by_what_the_first_one_finds(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(script, "find_run", pytest.fail)
     monkeypatch.setattr(script, "broadcast_object_list", lambda objects: ["the first one's"])
-    assert script.agree_on_run(Args(resume_from_checkpoint="auto")) == "the first one's"
+    assert script.agree_on_run(Args()) == "the first one's"
 
 
-@pytest.mark.parametrize("option", ["latest", "auto"])
-def test_folder_of_a_living_process_is_refused(option, broken, six_steps, tmp_path):
-    """As its lock says; before anything is loaded, and without a trace. An old lock is none."""
-    name = "ppo_sync.py"
-    shutil.copytree(broken(name).run_dir, tmp_path / "run")
-    (tmp_path / "run/lock").write_text("process 7 on elsewhere")
-    before = files_of(tmp_path / "run")
-    options = {"output_dir": tmp_path, "resume_from_checkpoint": option}
-    with open(tmp_path / "run/lock") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="its run goes on, by process 7 on elsewhere"):
-            six_steps(name, **options)
-    assert files_of(tmp_path / "run") == before
-    assert len(six_steps(name, **options).batches) == 3
+def test_second_run_of_one_name_ends_and_touches_nothing(six_steps, tmp_path, monkeypatch):
+    """The other one has begun meanwhile."""
+    run_dir = tmp_path / "run"
+
+    def begin(_):
+        for name in ("args.json", "metrics.jsonl"):
+            write_text(run_dir / name, "of the other one")
+
+    hooks.before(script, "open_run", begin, put=monkeypatch.setattr)
+    with pytest.raises(FileExistsError, match=r"run/args\.json"):
+        six_steps("ppo_vllm_async.py", output_dir=tmp_path)
+    assert {path.read_text() for path in run_dir.iterdir()} == {"of the other one"}
 
 
-def test_lock_is_of_one_process(tmp_path):
-    (tmp_path / "lock").write_text("process 7 on elsewhere, which is gone")
-    script.lock_run(tmp_path)
-    script.lock_run(tmp_path)  # its own
-    assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
-    with open(tmp_path / "lock") as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        script.lock_run.cache_clear()  # which closes its file, as the process's end does
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_folder_that_cannot_be_locked_costs_only_a_warning(tmp_path, monkeypatch, capsys):
-    """Some network file systems have no locks."""
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("No locks available")))
-    script.lock_run(tmp_path)
-    assert "cannot be locked (No locks available)" in capsys.readouterr().out
-
-
-def test_ranks_other_than_the_first_lock_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(script, "lock_run", pytest.fail)
-    assert script.read_state(tmp_path, None, Args())[0] == 1
-
-
-def test_wish_for_a_checkpoint_is_any_ranks_and_is_granted_once(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda number, handler: handler(number, None))
-    script.heed_sigusr1()  # as if there were one
-    of_others = [0.0, 0.0, 1.0, 0.0]
-    accelerator = SimpleNamespace(device="cpu", reduce=lambda own: own + of_others.pop(0))
-    due = [script.checkpoint_is_due(accelerator, step, Args(save_freq=0)) for step in range(4)]
-    assert due == [True, False, True, False]
+def test_run_keeps_its_name_with_a_slash_and_a_default_name_is_its_own(tmp_path, monkeypatch):
+    options = {"output_dir": str(tmp_path), "run_name": "exp/a"}
+    args, run_dir, _ = script.agree_on_run(Args(**options))
+    assert (args.run_name, run_dir) == ("exp/a", tmp_path / "exp/a")
+    write_text(run_dir / "args.json", '{"start_day": "2024-07-26"}')
+    (run_dir / "checkpoints/step_5").mkdir(parents=True)
+    monkeypatch.chdir(run_dir / "checkpoints/step_5")
+    for given in ({"resume_from_checkpoint": "latest"}, {"resume_from_checkpoint": "."}):
+        args, *found = script.agree_on_run(Args(**options | given))
+        assert (args.run_name, args.start_day) == ("exp/a", "2024-07-26")
+        assert found == [run_dir, run_dir / "checkpoints/step_5"]
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    assert len({script.find_run(Args())[0] for _ in range(9)}) == 9
+    with pytest.raises(ValueError, match="latest needs a --run_name"):
+        script.find_run(Args(resume_from_checkpoint="latest"))
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(2, [9, 10]), (0, [8, 9, 10])])
@@ -291,8 +271,7 @@ def test_newest_checkpoints_are_the_last_by_number(keep, kept, tmp_path):
     run_dir = tmp_path / "run"
     for step in (8, 9, 10):
         (run_dir / "checkpoints/unfinished").mkdir(parents=True)
-        accelerator, state = SimpleNamespace(is_main_process=True), {"seconds": 1.0}
-        script.finish_checkpoint(accelerator, run_dir, step, state, Args(keep_last_n=keep))
+        script.save_checkpoint({}, run_dir, step, {"seconds": 1.0}, Args(keep_last_n=keep))
     assert [script.step_of(path) for path in script.list_checkpoints(run_dir)] == kept
     script.rewind_run(run_dir, run_dir / "checkpoints" / "step_10")
     assert checkpoints_of(run_dir) == sorted(f"step_{step}" for step in kept)

@@ -5,7 +5,6 @@ What a step computes is in test_loop.py, with a stub of vLLM, in seconds.
 
 import json
 import re
-import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -144,16 +143,6 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
 
 
 # --------------------------------------------------------------------------- several runs compared
-
-
-def test_resumed_run_gives_the_same_bits(ppo_run, launched, tmp_path):
-    shutil.copytree(ppo_run.run_dir, tmp_path / "run")
-    for name in ("model", "batches"):
-        shutil.rmtree(tmp_path / "run" / name)
-    options = {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / "step_2"}
-    again = launched("ppo_vllm_async.py", output_dir=tmp_path, **options)
-    again.run_dir = tmp_path / "run"
-    check_equal_to_the_bit(ppo_run, again, steps=(3, 4))
 
 
 def test_forked_run_gives_the_bits_of_the_real_command(run, launched):

@@ -372,41 +372,40 @@ def save_run(folder, script):
     if script in TRAINER:
         args.mini_batch_size, args.num_updates, args.stop_token_id = 8, 8, 1
         rows = module.load_pairs(None, args.dataset, None, None, tokenizer, args)
-        args.data_hash = ppo_sync.stable_hash(rows)
     else:
         args = module.fill_in(args, 1)
         args.stop_token_ids = (1,)
         train, held_out = module.load_datasets(tokenizer, args)
-        rows = [vars(prompt) | {"origin": None} for prompt in train + held_out]
-        args.data_hash = module.stable_hash(rows)
+        rows = train + held_out
     run_dir = folder / "output" / "run"
     write_text(run_dir / "args.json", json.dumps(asdict(args), indent=2))
-    state = {"seconds": 12.5, "wandb_id": "abc", "beta": getattr(args, "beta", 0)}
+    _, state = module.read_state(run_dir, None, rows, args)
     for step in (3, 6):
         write_text(run_dir / "metrics.jsonl", '{"training_step": 7}\n')
         (run_dir / "checkpoints/unfinished").mkdir(parents=True)
-        rank_0 = SimpleNamespace(is_main_process=True)
-        ppo_sync.finish_checkpoint(rank_0, run_dir, step, state, args)
+        ppo_sync.save_checkpoint({}, run_dir, step, state, args)
 
 
 def cut_state(run_dir):
     (run_dir / "checkpoints/step_3/state.json").write_text('{"seconds": 1')
 
 
-SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("value_model_path"))
+SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("gamma"))
 HALVES = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32, "num_processes": 2}
 NEWER = "resumes | checkpoints/step_3 and removes what is newer: step_6"
 # name: (options, words, scripts, what has happened to the run); step_3 is to be resumed. First
 # what is refused
 OTHER_RUNS = {
     "state cut off": ({}, "step_3 | damaged | older", EVERY, cut_state),
-    "another script's": ({}, "another run | value_model_path was missing", PPO, SAVED_BY_GRPO),
+    "another script's": ({}, "another run | gamma was None", PPO, SAVED_BY_GRPO),
     "no checkpoint": ({"resume_from_checkpoint": "output/run"}, "no checkpoint | /step_1", EVERY),
-    "seed": ({"seed": 2}, "seed was 1 and is 2", EVERY),
-    "other prompts": (prompts("8="), "its data were others: rows, chat template or tokenizer"),
-    "other updates": ({"local_mini_batch_size": 16}, "num_updates was 8 and is 4", TRAINER),
+    "seed": ({"seed": 2}, "seed was 1", EVERY),
+    "other prompts": (prompts("8="), "rows, chat template or tokenizer were others"),
+    "other updates": ({"local_mini_batch_size": 16}, "mini_batch_size was 8", TRAINER),
 }
+NOTHING = {"resume_from_checkpoint": "latest", "run_name": "mine"}
 RESUMED = {
+    "none": (NOTHING, "resumes nothing: | output/mine has no checkpoint, and a new run", EVERY),
     "older": ({}, NEWER, EVERY),
     "rate": ({"learning_rate": 0.5}, "learning_rate was | and is 0.5", EVERY),
     "half a batch on two ranks": (HALVES, "resumes | world_size was 1 and is 2", PPO),

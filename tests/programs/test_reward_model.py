@@ -84,8 +84,8 @@ def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "model")
 
 
-def load_pairs(path, tokenizer):
-    args = rm.Args(stop_token_id=STOP, max_token_length=18)
+def load_pairs(path, tokenizer, **changes):
+    args = rm.Args(stop_token_id=STOP, max_token_length=18, **changes)
     return rm.load_pairs(SimpleNamespace(print=print), str(path), None, "train", tokenizer, args)
 
 
@@ -197,6 +197,16 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
+def test_day_that_a_template_writes_is_that_of_the_runs_start(assets, tmp_path):
+    """As in PPO. Else a run could not be resumed on another day."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer.chat_template = "{{ strftime_now('%Y%m%d') }}{{ messages[0].content }}="
+    row = {"prompt": [{"role": "user", "content": "5"}], "chosen": "5", "rejected": "6"}
+    path = write_rows(tmp_path / "pairs.jsonl", [row])
+    (pair,) = load_pairs(path, tokenizer, start_day="2024-07-26")
+    assert tokenizer.decode(pair.chosen_ids[:-1]) == "202407265=5"
+
+
 def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(
     options, whole, tmp_path, monkeypatch
 ):
@@ -229,7 +239,7 @@ def test_other_pairs_and_arguments_are_refused(options, whole):
     for changes, message in (
         ({"seed": 2}, "seed was 1"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
-        ({"stop_token": "<|pad|>"}, "data_hash was"),
+        ({"stop_token": "<|pad|>"}, "rows, chat template or tokenizer were others"),
         ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
     ):
         with pytest.raises(ValueError, match=message):

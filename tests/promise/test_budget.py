@@ -8,17 +8,17 @@ import pytest
 from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
-    "ppo_sync.py": 16_550,
-    "ppo_vllm_async.py": 16_995,
-    "grpo_vllm_async.py": 17_070,
-    "scripts/train_reward_model.py": 2_690,
+    "ppo_sync.py": 16_210,
+    "ppo_vllm_async.py": 16_630,
+    "grpo_vllm_async.py": 16_705,
+    "scripts/train_reward_model.py": 2_490,
     "scripts/preflight.py": 7_380,
     "scripts/odd_data.py": 1_480,
     "scripts/plan.py": 3_475,
 }
 
 # What stands around the scripts: lines of programs, lines of tests, words of the pages
-SURROUNDINGS = {"scripts/**/*.py": 9_990, "tests/**/*.py": 14_000, "README.md and docs": 20_000}
+SURROUNDINGS = {"scripts/**/*.py": 9_990, "tests/**/*.py": 14_000, "README.md and docs": 23_000}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
 PART_ONE = {"ppo_sync.py": 4_400, "ppo_vllm_async.py": 4_650, "grpo_vllm_async.py": 4_700}

@@ -86,21 +86,16 @@ def test_metrics_of_a_run_are_those_of_the_page(name, run_main, few_prompts):
 def test_page_has_all_that_a_resumed_run_must_keep(import_fork):
     rows = re.findall(r"^\| (.*) \| (.*) \|$", (REPO / "docs" / "checkpoints.md").read_text(), re.M)
     said = {who: set(re.findall(r"`(\w+)`", what)) for who, what in rows}
-    scripts, of_ppo = said["all three"], said["both PPO scripts"]
-    of_async = scripts | said["the asynchronous ones and their forks"]
-    expected = {
-        "ppo_sync": scripts | of_ppo,
-        "ppo_vllm_async": of_async | of_ppo,
-        "grpo_vllm_async": of_async,
-        "train_reward_model": said["`train_reward_model.py`"],
-        "grpo_multiturn": of_async,
-        "grpo_inflight": of_async | said["the fork inflight"],
-        "grpo_refill": of_async,
-    }
-    for name in ("multiturn", "inflight", "refill"):
-        import_fork(name)
-    for name, arguments in expected.items():
-        assert set(importlib.import_module(name).MUST_AGREE) == arguments, name
+    names = [name.removesuffix(".py") for name in SCRIPTS]
+    names += [import_fork(name).__name__ for name in ("multiturn", "refill", "inflight", "distill")]
+    for name in names:
+        module = importlib.import_module(name)
+        options = {field.name for field in dataclasses.fields(module.Algorithm)}
+        expected = options | said["all three"] | said.get(f"the fork {name[5:]}", set())
+        assert set(module.MUST_AGREE) == expected, name
+    of_trainer = vars(importlib.import_module("train_reward_model").Args()).keys()
+    of_ppo = set(importlib.import_module("ppo_sync").MUST_AGREE)
+    assert of_ppo & of_trainer == said["`train_reward_model.py`"]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_no_regular_expression_is_possessive():
 
 
 # Functions that write JSON, hence ASCII
-LEFT = "lock_run open_run append_line report_prompt_lengths finish_checkpoint"
+LEFT = "open_run append_line report_prompt_lengths save_checkpoint"
 
 
 def depends_on_locale(call):
