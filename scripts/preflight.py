@@ -182,6 +182,11 @@ def describe(error):
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def is_local(path):
+    """Whether a model or a dataset is on this machine, and not on the hub."""
+    return os.path.exists(path)
+
+
 @contextlib.contextmanager
 def loading(flag, path):
     """What goes wrong inside is about the model or tokenizer of this flag."""
@@ -453,7 +458,7 @@ def load_model(run, auto_class, path, trained, **config_options):
         if getattr(config, "quantization_config", None) is not None:
             raise Mistake("it is quantized; give the model that it was made from")
         options = {"config": config, "attn_implementation": args.attn_implementation}
-        report, is_here = {"missing_keys": [], "mismatched_keys": []}, os.path.exists(path)
+        report, is_here = {"missing_keys": [], "mismatched_keys": []}, is_local(path)
         if is_here and any(name.endswith((".safetensors", ".bin")) for name in os.listdir(path)):
             # The report names shapes that are others
             options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -1108,8 +1113,7 @@ def main(words):
     if options.num_gpus is None:
         options.num_gpus = torch.cuda.device_count()
     run = Run(script, options, args)
-    is_here = os.path.exists(args.model_name_or_path) and os.path.exists(args.dataset)
-    if not is_here and not hub_answers():
+    if not (is_local(args.model_name_or_path) and is_local(args.dataset)) and not hub_answers():
         run.notes.append("the hub does not answer; what is in the cache of it is used")
     mistakes = check(run)
     print_plan(run)

@@ -17,7 +17,6 @@ PAGE = (REPO / "docs" / "failures.md").read_text()
 
 
 @each
-@pytest.mark.usefixtures("git")
 def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
     script, _ = failures.FAILURES[name].command
     diff = (fork.FAILURES / f"{name}.diff").read_text()

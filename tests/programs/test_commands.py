@@ -136,7 +136,7 @@ def check_flags(launch, folder):
 
 
 @pytest.mark.slow
-def test_commands_have_flags_that_fit_together(git, assets, tmp_path, monkeypatch):
+def test_commands_have_flags_that_fit_together(assets, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "clone")
     monkeypatch.chdir(folder)
     (folder / "debug_assets").symlink_to(assets)
