@@ -74,6 +74,7 @@ import math
 import multiprocessing as mp
 import multiprocessing.forkserver
 import os
+import pickle
 import queue
 import re
 import shutil
@@ -2023,8 +2024,7 @@ class VLLM:
         self.args = args
         self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # the communicator of this rank and vLLM's workers
-        # Without a GPU weights are handed over in memory
-        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
+        self.folder = tempfile.mkdtemp(prefix="tandem_")
         folders.append(self.folder)
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
@@ -2036,7 +2036,7 @@ class VLLM:
         # vLLM and torch read the environment when they are imported: the process is born with it
         with clear_environment(), signals_blocked():
             os.environ.update(environment)
-            start = self.submit(start_llm, options, config, self.folder, self.way)
+            start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -2066,11 +2066,12 @@ class VLLM:
         if self.way == "adapter":  # vLLM loads its folder with the first request that names it
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
             save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
-        elif self.way == "file":
-            # Clones: tied weights share memory, which the file must not
-            weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, f"{self.folder}/model.safetensors")
-            self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
+        elif self.way == "pipe":
+            for named_weight in weights:
+                # As bytes, because the executor would move the parameter itself to shared memory.
+                # One at a time, because copies of what waits take memory
+                self.submit(receive_weight, pickle.dumps(named_weight)).result(WEIGHT_SYNC_TIMEOUT)
+            self.submit(reload_weights).result(WEIGHT_SYNC_TIMEOUT)
         else:
             self.send_weights(weights)
         was_idle = self.call("reset_prefix_cache")
@@ -2126,14 +2127,14 @@ def way_of_weights(gpus, args):
     """How weights get to an engine: by the name of the way.
 
     adapter: a folder of LoRA's files, since vLLM has the checkpoint's weights
-    file:    without a GPU: a file in memory, which vLLM loads
+    pipe:    without a GPU: copies, through the pipe to vLLM's process
     ipc:     on a shared GPU: handles of the learner's memory
     nccl:    to vLLM's own GPUs: the numbers
     """
     if args.lora_rank:
         return "adapter"
     if not gpus:
-        return "file"
+        return "pipe"
     return "nccl" if args.vllm_gpus else "ipc"
 
 
@@ -2268,6 +2269,7 @@ def vllm_settings(gpus, folder, max_length, args):
     }
     options = {
         "model": ".",  # start_llm goes to the engine's folder
+        "load_format": "dummy",  # random weights
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -2289,8 +2291,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        if way in ("ipc", "nccl"):
-            options["load_format"] = "dummy"  # random
+        if way != "adapter":
             options["weight_transfer_config"] = {"backend": way}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
@@ -2304,6 +2305,7 @@ def vllm_settings(gpus, folder, max_length, args):
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
+            "load_format": "auto",
             "hf_config_path": ".",
             "enable_lora": True,
             # The next power of two: vLLM takes those from 8 to 512
@@ -2386,20 +2388,18 @@ def limit_memory(device, args):
 
 
 llm = None  # vLLM's LLM
+received = []  # weights of a sync by "pipe" that is not complete yet: (name, tensor)
 
 
-def start_llm(options, config, folder, way):
+def start_llm(options, config, folder):
     """Makes the LLM. Returns the id of the process, which is its process group's, too.
 
-    config: of the policy; folder: the engine's own; way: see way_of_weights.
+    config: of the policy; folder: the engine's own.
     """
     global llm
     # vLLM's cache of compiled code goes by the model's path: "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
-    # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
-    if way == "file":
-        AutoModelForCausalLM.from_config(config).save_pretrained(".")
     # vLLM has no prefix cache of a hybrid's states without chunked prefill, which is off on a CPU
     if {"conv", "mamba", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}:
         options["enable_prefix_caching"] = options.get("enable_chunked_prefill", True)
@@ -2415,6 +2415,20 @@ def start_llm(options, config, folder, way):
 def call_llm(method, *args, **kwargs):
     """Calls a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
+
+
+def receive_weight(pickled):
+    """Keep a weight, (name, tensor), for reload_weights."""
+    received.append(pickle.loads(pickled))
+
+
+def reload_weights():
+    """Give vLLM all weights that it has received since the last sync.
+
+    This is one call, because vLLM throws a layer's weights away if a call does not bring all.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": received})
+    received.clear()
 
 
 def sample_responses(prompts, seeds, temperature, version, args):

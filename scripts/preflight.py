@@ -831,17 +831,16 @@ def check_disk(run):
 
 
 def check_shared_memory(run):
-    """Refuses a /dev/shm without room for what goes by it to vLLM, as of a plain container."""
+    """Notes a /dev/shm with little room for NCCL and vLLM's workers, as of a plain container."""
     options = run.options
     if options.is_elsewhere():
         return
     free = shutil.disk_usage("/dev/shm").free
-    text = f"/dev/shm: {in_words(free)} free; docker run --ipc=host or --shm-size=8g gives more"
-    needed = options.local_processes() * plan.shared_memory(run)
-    if needed > free:
-        raise Mistake(f"{text}. Weights go to vLLM by files there, of {in_words(needed)}")
     if options.local_processes() + len(run.args.vllm_gpus) > 1 and free < GIB:
-        run.notes.append(f"{text}. By it NCCL, and vLLM's workers, exchange what they have")
+        run.notes.append(
+            f"/dev/shm has only {in_words(free)} free. NCCL and vLLM's workers use it to exchange "
+            f"data; docker run --ipc=host or --shm-size=8g gives more"
+        )
 
 
 def check_accounts(run):
