@@ -29,7 +29,6 @@ import io
 import json
 import math
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -531,7 +530,7 @@ def ask_vllm(config, dtype):
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
-        # Where the run starts there may be a random.py, as start_fork_server says
+        # Where the run starts there may be a random.py, as start_reward_workers says
         safe = os.environ | {"PYTHONSAFEPATH": "1"}
         asked = subprocess.run(command, capture_output=True, encoding="utf-8", env=safe)
     if asked.returncode == 0:
@@ -640,7 +639,7 @@ def check_tokens(run):
 
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
-    workers = queue.Queue()
+    workers = None
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
     answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
     texts = {row.origin: str(row.ground_truth) for row in answers}
@@ -648,24 +647,27 @@ def check_reward(run):
     run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
         try:
-            start_worker(run, workers)
+            workers = start_worker(run)
             try_reward(run, workers, prompts)
         finally:
             run.script.end_children()
-            # Waits for their thread, which closes a pipe that Python's end would write to
-            for executor, _ in workers.queue:
+            if workers:  # wait for its thread, which closes a pipe that Python's end would write to
+                executor, _ = workers.get()
                 executor.shutdown()
 
 
-def start_worker(run, workers):
-    """Starts the process of --reward_fn, and of a fork's --env_fn, if there is either."""
-    flags = [flag for flag in ("reward_fn", "env_fn") if hasattr(run.args, flag)]
-    given = {flag: getattr(run.args, flag) for flag in flags}
+def start_worker(run):
+    """Start the process of --reward_fn, and of a fork's --env_fn. Return None if there is neither.
+
+    Otherwise return a queue with this one worker.
+    """
+    given = {flag: getattr(run.args, flag, None) for flag in ("reward_fn", "env_fn")}
+    words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
+    if not words:
+        return None
     try:
-        if any(given.values()):
-            workers.put(run.script.start_reward_worker(*given.values()))
+        return run.script.start_reward_workers(replace(run.args, reward_workers=1))
     except (Exception, SystemExit) as error:
-        words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
         raise Mistake(f"{words}: {describe(error)}") from error
 
 

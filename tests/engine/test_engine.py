@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import shutil
-import signal
 import sys
 import threading
 from contextlib import contextmanager
@@ -175,13 +174,6 @@ def test_first_error_alone_is_told(monkeypatch):
     assert told == ["the first", 1] and other.is_alive()
     ending.release()
     other.join()
-
-
-def test_children_that_clean_up_are_born_deaf_to_their_groups_end():
-    with script.signals_blocked():
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert blocked >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint(blocked)
 
 
 # ----------------------------------------------------------------------------------- a real engine
