@@ -70,8 +70,8 @@ import itertools
 import json
 import math
 import multiprocessing as mp
-import multiprocessing.forkserver
 import os
+import pickle
 import queue
 import re
 import shutil
@@ -92,7 +92,6 @@ from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import datasets
 import numpy as np
@@ -102,7 +101,12 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, clear_environment
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    clear_environment,
+    patch_environment,
+)
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
 from safetensors.torch import save_file
@@ -1176,8 +1180,6 @@ def start_ranks(args):
     for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
-    with signals_blocked():
-        mp.resource_tracker.ensure_running()  # which unlinks semaphores at the end
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed|accelerate")
@@ -1950,17 +1952,14 @@ WEIGHT_SYNC_TIMEOUT = 300
 
 
 def start_engine(accelerator, config, prompts, args):
-    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers.
+    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers, or None.
 
     config: of the policy.
     """
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
-    workers = queue.Queue()
     if not placement:
-        return NoEngine(), workers
-    if args.reward_fn:
-        for _ in range(args.reward_workers):
-            workers.put(start_reward_worker(args.reward_fn))
+        return NoEngine(), None
+    workers = start_reward_workers(args) if args.reward_fn else None
     accelerator.print(f"Starting vLLM (a minute or so) for {args.output_dir}/{args.run_name}")
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     return VLLM(placement, config, max_length, args), workers
@@ -1978,8 +1977,7 @@ class VLLM:
         self.args = args
         self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # the communicator of this rank and vLLM's workers
-        # Without a GPU weights are handed over in memory
-        self.folder = tempfile.mkdtemp(prefix="tandem_", dir=None if self.gpus else "/dev/shm")
+        self.folder = tempfile.mkdtemp(prefix="tandem_")
         folders.append(self.folder)
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
@@ -1989,9 +1987,9 @@ class VLLM:
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
         # vLLM and torch read the environment when they are imported: the process is born with it
-        with clear_environment(), signals_blocked():
+        with clear_environment():
             os.environ.update(environment)
-            start = self.submit(start_llm, options, config, self.folder, self.way)
+            start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
@@ -2021,11 +2019,12 @@ class VLLM:
         if self.way == "adapter":  # vLLM loads its folder with the first request that names it
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
             save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
-        elif self.way == "file":
-            # Clones: tied weights share memory, which the file must not
-            weights = {name: weight.clone() for name, weight in weights}
-            save_file(weights, f"{self.folder}/model.safetensors")
-            self.call("collective_rpc", "reload_weights", kwargs={"weights_path": self.folder})
+        elif self.way == "pipe":
+            for named_weight in weights:
+                # As bytes, because the executor would move the parameter itself to shared memory.
+                # One at a time, because copies of what waits take memory
+                self.submit(receive_weight, pickle.dumps(named_weight)).result(WEIGHT_SYNC_TIMEOUT)
+            self.submit(reload_weights).result(WEIGHT_SYNC_TIMEOUT)
         else:
             self.send_weights(weights)
         was_idle = self.call("reset_prefix_cache")
@@ -2081,14 +2080,14 @@ def way_of_weights(gpus, args):
     """How weights get to an engine: by the name of the way.
 
     adapter: a folder of LoRA's files, since vLLM has the checkpoint's weights
-    file:    without a GPU: a file in memory, which vLLM loads
+    pipe:    without a GPU: copies, through the pipe to vLLM's process
     ipc:     on a shared GPU: handles of the learner's memory
     nccl:    to vLLM's own GPUs: the numbers
     """
     if args.lora_rank:
         return "adapter"
     if not gpus:
-        return "file"
+        return "pipe"
     return "nccl" if args.vllm_gpus else "ipc"
 
 
@@ -2219,11 +2218,12 @@ def vllm_settings(gpus, folder, max_length, args):
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "PYTHONSAFEPATH": "1",  # see start_fork_server
+        "PYTHONSAFEPATH": "1",  # see start_reward_workers
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
         "model": ".",  # start_llm goes to the engine's folder
+        "load_format": "dummy",  # random weights
         "dtype": args.dtype,
         "max_model_len": max_length,
         "skip_tokenizer_init": True,  # token ids in and out
@@ -2245,8 +2245,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        if way in ("ipc", "nccl"):
-            options["load_format"] = "dummy"  # random
+        if way != "adapter":
             options["weight_transfer_config"] = {"backend": way}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
@@ -2260,6 +2259,7 @@ def vllm_settings(gpus, folder, max_length, args):
         file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
         options |= {
             "model": str(Path(file).parent.absolute()),
+            "load_format": "auto",
             "hf_config_path": ".",
             "enable_lora": True,
             # The next power of two: vLLM takes those from 8 to 512
@@ -2342,20 +2342,18 @@ def limit_memory(device, args):
 
 
 llm = None  # vLLM's LLM
+received = []  # weights of a sync by "pipe" that is not complete yet: (name, tensor)
 
 
-def start_llm(options, config, folder, way):
+def start_llm(options, config, folder):
     """Makes the LLM. Returns the id of the process, which is its process group's, too.
 
-    config: of the policy; folder: the engine's own; way: see way_of_weights.
+    config: of the policy; folder: the engine's own.
     """
     global llm
     # vLLM's cache of compiled code goes by the model's path: "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
-    # vLLM 0.32 on a CPU cannot reload "dummy" weights: random ones from a file
-    if way == "file":
-        AutoModelForCausalLM.from_config(config).save_pretrained(".")
     # vLLM has no prefix cache of a hybrid's states without chunked prefill, which is off on a CPU
     if {"conv", "mamba", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}:
         options["enable_prefix_caching"] = options.get("enable_chunked_prefill", True)
@@ -2371,6 +2369,20 @@ def start_llm(options, config, folder, way):
 def call_llm(method, *args, **kwargs):
     """Calls a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
+
+
+def receive_weight(pickled):
+    """Keep a weight, (name, tensor), for reload_weights."""
+    received.append(pickle.loads(pickled))
+
+
+def reload_weights():
+    """Give vLLM all weights that it has received since the last sync.
+
+    This is one call, because vLLM throws a layer's weights away if a call does not bring all.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": received})
+    received.clear()
 
 
 def sample_responses(prompts, seeds, temperature, version, args):
@@ -2432,7 +2444,7 @@ def response_text(tokenizer, token_ids, args):
 def grade_responses(responses, tokenizer, workers, args):
     """Copies of the responses with texts and verifiable rewards.
 
-    workers: a queue of what start_reward_worker returns.
+    workers: see start_reward_workers; None: there is no --reward_fn.
     """
 
     def grade(response):
@@ -2532,61 +2544,72 @@ def has_r1_format(response):
     return R1_FORMAT.fullmatch(text) is not None
 
 
-def call_worker(workers, response, args):
-    """As call_reward_fn, in an idle worker.
+def start_reward_workers(args):
+    """Start the processes for --reward_fn. Return a queue of what start_reward_worker returns."""
+    # Long imports are done once, by the process that forks the workers
+    mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
+    workers = queue.Queue()
+    # Where the run starts there may be a random.py, which Python must not take for its own
+    with patch_environment(PYTHONSAFEPATH="1"):
+        for _ in range(args.reward_workers):
+            workers.put(start_reward_worker(args))
+    return workers
 
-    --reward_fn may raise, hang, exit or crash. That costs one response its score: a worker that
-    does not answer in time, or dies, is replaced.
-    """
-    executor, process_group = workers.get()
-    try:
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
-    except Exception as error:
-        process_groups.remove(process_group)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process_group, signal.SIGKILL)
-        executor, process_group = start_reward_worker(args.reward_fn)
-        return replace(
-            response,
-            failure=f"{type(error).__name__}: it died, or took over {args.reward_timeout:g} s",
-        )
-    finally:
-        workers.put((executor, process_group))
+
+def start_reward_worker(args):
+    """Start a process for --reward_fn. Return its executor, and the id of its process group."""
+    context = mp.get_context("forkserver")
+    executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
+    file = read_reward_file(args.reward_fn)
+    start = executor.submit(start_reward_process, args.reward_fn, file)
+    process_group = start.result(START_TIMEOUT)
+    process_groups.append(process_group)
+    return executor, process_group
 
 
 @cache
-def start_fork_server():
-    """Starts what forks the reward workers, once; first called before there are other threads."""
-    # Long imports are done once, by the fork server
-    mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
-    server, address = mp.forkserver._forkserver, "multiprocessing.connection.arbitrary_address"
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path must be short
-        # Where the run starts there may be a random.py, which Python must not take for its own
-        with (
-            mock.patch.dict(os.environ, PYTHONSAFEPATH="1"),
-            mock.patch(address, return_value=f"{folder}/socket"),
-        ):
-            server.ensure_running()
-        # Its socket goes on without a name, which a run that is killed would leave behind
-        socket = os.open(server._forkserver_address, os.O_PATH)
-        server._forkserver_address = f"/proc/self/fd/{socket}"
+def read_reward_file(reward_fn):
+    """Return the file of path/to/file.py:function as it was when this process first read it."""
+    path, _, _ = reward_fn.rpartition(":")
+    return Path(path).read_bytes()
 
 
-def start_reward_worker(reward_fn):
-    """Starts a process for --reward_fn. Returns it, and its group's id."""
-    start_fork_server()
-    executor = ProcessPoolExecutor(1, mp.get_context("forkserver"), initializer=die_with_script)
-    process_group = executor.submit(start_reward_process, reward_fn).result(START_TIMEOUT)
-    process_groups.append(process_group)
-    return executor, process_group
+def call_worker(workers, response, args):
+    """Run call_reward_fn in an idle worker.
+
+    --reward_fn may raise, hang, exit or crash. That costs one response its score. A worker that
+    does not answer in time, or dies, is killed, and the next call starts another one in its place;
+    if that does not start, it costs the next response its score, too.
+    """
+    executor, process_group = workers.get()
+    try:
+        if not psutil.pid_exists(process_group):  # it has died while it was idle
+            kill_group(process_group)
+        if process_group not in process_groups:
+            executor, process_group = start_reward_worker(args)
+        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+    except BaseException as error:  # sys.exit() in the file raises no Exception
+        kill_group(process_group)
+        cause = str(error) or f"it took over {args.reward_timeout:g} s"
+        return replace(response, failure=f"{type(error).__name__}: {cause}")
+    finally:
+        workers.put((executor, process_group))
 
 
 # ---------------------------------------------------------- what runs in a reward worker's process
 
 
-def start_reward_process(reward_fn):
-    """Prepares a worker's process. Returns its id, which is its process group's, too."""
-    os.environ.pop("PYTHONSAFEPATH", None)  # which was for the fork server
+def start_reward_process(reward_fn, file):
+    """Prepare a worker's process. Return its id, which is its process group's, too.
+
+    RuntimeError: the file of reward_fn has other content than `file`, with which the run began.
+    """
+    if read_reward_file(reward_fn) != file:
+        raise RuntimeError(
+            f"the file of {reward_fn} has changed since the run began, and the other workers have "
+            f"the old one; restore it, or stop and resume the run to use the new one"
+        )
+    os.environ.pop("PYTHONSAFEPATH", None)  # which was for the process that forks the workers
     reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
     return os.getpid()
 
@@ -3109,47 +3132,40 @@ def end_run(accelerator, run_dir, args):
 
 
 def die_with_launcher():
-    """Has the system kill this process when its launcher dies, which tells nobody of a SIGKILL.
+    """Have the kernel kill this process when its launcher dies, which may tell nobody.
 
     A script that was started by itself goes on when its shell ends.
     """
-    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"} & os.environ.keys():
-        return  # what launchers set, and users do not
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    is_gone = os.getppid() != launcher
-    if launcher == 1:
-        # In a container process 1 may be the launcher, which runs this Python. Any other one has
-        # adopted an orphan
-        is_gone = True
-        with contextlib.suppress(PermissionError):  # process 1 is another user's
-            is_gone = not os.path.samefile("/proc/1/exe", sys.executable)
-    if is_gone:
-        print(f"{sys.argv[0]} ends: its launcher is gone", file=sys.stderr)
-        os._exit(1)
+    # What launchers set, and users do not
+    if {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"} & os.environ.keys():
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
-@contextlib.contextmanager
-def signals_blocked():
-    """Has a process that is started inside ignore these signals, so that it can clean up."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+# A shell program. It reads from a pipe that closes when the script ends, then removes a folder and
+# kills its process group. vLLM may write while the folder is removed: the second time little is
+# left
+END_WITH_SCRIPT = """
+exec 3<&0  # because in the background standard input is /dev/null
+{
+    trap '' INT TERM HUP
+    read line
+    rm -rf "$0" || rm -rf "$0"
+    kill -KILL 0
+} <&3 &
+"""
 
 
 def die_with_script(folder=""):
-    """Ties a child, at its birth, to the script's life: with the script its process group ends.
+    """Tie a child, at its birth, to the script's life: with the script its process group ends.
 
-    A shell in that group waits for the script's end, which closes a pipe; then it removes `folder`
-    and kills the group. It is no thread, which might not get Python's lock from a reward; and it is
+    A shell in that group waits for the script's end. The kernel's death signal would not do: a
+    reward worker's parent is the process that forked it, which outlives the script as long as a
+    worker lives. The shell is no thread, which might not get Python's lock from a reward; and it is
     nobody's child, since a reward may wait for all of its own.
     """
     os.setsid()  # a Ctrl-C is for the script alone
-    # vLLM may write while it is removed: the second time little is left
-    end = 'read line; rm -rf "$0" || rm -rf "$0"; kill -KILL 0'
-    watch = f"exec 3<&0; {{ trap '' INT TERM HUP; {end}; }} <&3 &"
-    subprocess.run(["sh", "-c", watch, folder], stdin=mp.parent_process().sentinel, check=True)
+    watch = ["sh", "-c", END_WITH_SCRIPT, folder]
+    subprocess.run(watch, stdin=mp.parent_process().sentinel, check=True)
 
 
 process_groups = []  # vLLM's and the reward workers'
@@ -3161,7 +3177,14 @@ def end_children():
     """Ends vLLM and the reward workers, with what they started and wrote."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    for process_group in process_groups:
+    for process_group in [*process_groups]:
+        kill_group(process_group)
+
+
+def kill_group(process_group):
+    """Kill vLLM or a reward worker, with what it has started."""
+    if process_group in process_groups:
+        process_groups.remove(process_group)  # its number may soon be another group's
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process_group, signal.SIGKILL)
 

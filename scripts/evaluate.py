@@ -36,7 +36,6 @@ import inspect
 import json
 import math
 import os
-import queue
 import re
 import signal
 import statistics
@@ -399,11 +398,10 @@ def sample(script, prompts, args, options):
 
 def answer_prompts(script, tokenizer, prompts, args, options):
     """The Responses to some Prompts with their scores."""
-    workers = queue.Queue()
+    workers = None
     try:
         if args.reward_fn:  # first, for it may not load
-            for _ in range(args.reward_workers):
-                workers.put(script.start_reward_worker(args.reward_fn))
+            workers = script.start_reward_workers(args)
         responses = sample(script, prompts, args, options)
         responses = script.grade_responses(responses, tokenizer, workers, args)
     finally:

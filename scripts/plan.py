@@ -310,22 +310,6 @@ def final_model(run):
     return size_of(run) * count_parameters(run.model)
 
 
-def shared_memory(run):
-    """Bytes of an engine's files in /dev/shm; with GPUs weights go another way.
-
-    vLLM starts from random weights in float32. Beside that file the next is written, in --dtype,
-    which then takes its place. (Measured for 38 M parameters: 8 and 6 bytes each.) Adapters: three.
-    """
-    if run.options.has_gpus():
-        return 0
-    if rank_of(run):
-        return 3 * size_of(run) * count_trained(run, run.model)
-    count = count_parameters(run.model)
-    if run.model.config.get_text_config().tie_word_embeddings:  # they are sent as the head, too
-        count += run.model.get_input_embeddings().weight.numel()
-    return (4 + size_of(run)) * count
-
-
 # --------------------------------------------------------------------------------------- the clock
 
 

@@ -29,7 +29,6 @@ import io
 import json
 import math
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -544,7 +543,7 @@ def ask_vllm(config, dtype):
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
-        # Where the run starts there may be a random.py, as start_fork_server says
+        # Where the run starts there may be a random.py, as start_reward_workers says
         safe = os.environ | {"PYTHONSAFEPATH": "1"}
         asked = subprocess.run(command, capture_output=True, encoding="utf-8", env=safe)
     if asked.returncode == 0:
@@ -653,7 +652,7 @@ def check_tokens(run):
 
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
-    workers = queue.Queue()
+    workers = None
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
     answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
     texts = {row.origin: str(row.ground_truth) for row in answers}
@@ -661,24 +660,28 @@ def check_reward(run):
     run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
         try:
-            start_worker(run, workers)
+            workers = start_worker(run)
             try_reward(run, workers, prompts)
         finally:
             run.script.end_children()
-            # Waits for their thread, which closes a pipe that Python's end would write to
-            for executor, _ in workers.queue:
+            if workers:  # wait for its thread, which closes a pipe that Python's end would write to
+                executor, _ = workers.get()
                 executor.shutdown()
 
 
-def start_worker(run, workers):
-    """Starts the process of --reward_fn, and of a fork's --env_fn, if there is either."""
+def start_worker(run):
+    """Start the process of --reward_fn, and of a fork's --env_fn. Return None if there is neither.
+
+    Otherwise return a queue with this one worker.
+    """
     given = vars(run.args)
     given = {flag: given[flag] for flag in ("reward_fn", "env_fn") if flag in given}
+    words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
+    if not words:
+        return None
     try:
-        if any(given.values()):
-            workers.put(run.script.start_reward_worker(*given.values()))
+        return run.script.start_reward_workers(replace(run.args, reward_workers=1))
     except (Exception, SystemExit) as error:
-        words = " ".join(f"--{flag} {name}" for flag, name in given.items() if name)
         raise Mistake(f"{words}: {describe(error)}") from error
 
 
@@ -842,17 +845,16 @@ def check_disk(run):
 
 
 def check_shared_memory(run):
-    """Refuses a /dev/shm without room for what goes by it to vLLM, as of a plain container."""
+    """Notes a /dev/shm with little room for NCCL and vLLM's workers, as of a plain container."""
     options = run.options
     if options.is_elsewhere():
         return
     free = shutil.disk_usage("/dev/shm").free
-    text = f"/dev/shm: {in_words(free)} free; docker run --ipc=host or --shm-size=8g gives more"
-    needed = options.local_processes() * plan.shared_memory(run)
-    if needed > free:
-        raise Mistake(f"{text}. Weights go to vLLM by files there, of {in_words(needed)}")
     if options.local_processes() + len(run.args.vllm_gpus) > 1 and free < GIB:
-        run.notes.append(f"{text}. By it NCCL, and vLLM's workers, exchange what they have")
+        run.notes.append(
+            f"/dev/shm has only {in_words(free)} free. NCCL and vLLM's workers use it to exchange "
+            f"data; docker run --ipc=host or --shm-size=8g gives more"
+        )
 
 
 def check_accounts(run):

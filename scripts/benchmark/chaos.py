@@ -10,11 +10,12 @@ a signal to the launcher's process group, to the launcher, to the script of a ra
 engine. Every second run is ended while it saves a checkpoint, the others at any time.
 
 The launcher must end within 60 seconds. Ten seconds later nothing may be left: processes, by a mark
-in their environment; files of the run's TMPDIR, but for torch's; what is new in /dev/shm, so
-nothing else should write there meanwhile. No step may be lost but the last, whose checkpoint may
-not have been written yet. Then the run is begun again with `--resume_from_checkpoint latest`. It
-must resume the newest checkpoint and leave what the run in peace has left, byte by byte:
-metrics.jsonl (but for what a clock says), samples.jsonl, rollouts.jsonl and the model.
+in their environment; files of the run's TMPDIR, except torch's and the socket by which reward
+workers are forked; what is new in /dev/shm, so nothing else should write there meanwhile. No step
+may be lost but the last, whose checkpoint may not have been written yet. Then the run is begun
+again with `--resume_from_checkpoint latest`. It must resume the newest checkpoint and leave what
+the run in peace has left, byte by byte: metrics.jsonl (but for what a clock says), samples.jsonl,
+rollouts.jsonl and the model.
 
 A run is a line: what it was, and what is wrong. The exit status is 1 if anything is. Linux only.
 """
@@ -57,8 +58,9 @@ OPTIONS = {
     "reward_workers": 1,
 }
 EXIT_LIMIT, GONE_LIMIT = 60, 10  # seconds
-# What torch keeps in TMPDIR: its launcher's logs, and its cache of compiled code
-OTHERS = ("torchelastic_", "torchinductor_")
+# What stays in TMPDIR: torch's logs of its launcher, its cache of compiled code, and the folder of
+# the socket by which reward workers are forked
+OTHERS = ("torchelastic_", "torchinductor_", "pymp-")
 OF_A_CLOCK = ("time/", "perf/")
 REWARD = """
 def score(data_source, response, ground_truth, extra_info):

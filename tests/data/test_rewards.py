@@ -1,6 +1,7 @@
 """From a response to its score; and whatever --reward_fn does costs its own response alone."""
 
 import math
+import os
 import queue
 import re
 import signal
@@ -250,7 +251,8 @@ def test_reward_is_told_how_long_a_response_is_and_whether_it_stopped(monkeypatc
 
     monkeypatch.setattr(script, "load_reward_fn", lambda _: function)
     workers, args = queue.Queue(), Args(reward_fn="of the test", reward_workers=1)
-    workers.put((ThreadPoolExecutor(1), None))  # in place of a process
+    monkeypatch.setattr(script, "process_groups", [os.getpid()])
+    workers.put((ThreadPoolExecutor(1), os.getpid()))  # in place of a process
     for extra_info in ({"bonus": 3}, {"num_tokens": 500}, None):  # None: the row has none
         cut = response(size=4, stopped=False)
         cut.prompt.extra_info = extra_info
@@ -286,8 +288,8 @@ if child:
 else:
     answer = 0.0
 """
-DIED = "BrokenProcessPool"
-LATE = "TimeoutError: it died, or took over"
+DIED = "BrokenProcessPool: A process in the process pool was terminated"
+LATE = "TimeoutError: it took over"
 # What a response has the function do: what the cause must hold; None: it is right
 WAYS_TO_FAIL = {
     "raise OSError('no paper')": 'File "<string>", line 1, in <module>\nOSError: no paper',
@@ -302,28 +304,84 @@ WAYS_TO_FAIL = {
 }
 
 
-def test_worker_that_gives_no_answer_in_time_is_replaced(monkeypatch):
+def test_worker_that_gives_no_answer_in_time_is_replaced_by_the_next_call(monkeypatch):
+    """If no other one starts, that costs this call's response alone, and the next call tries it."""
     over, killed, workers = threading.Event(), [], queue.Queue()
-    monkeypatch.setattr(script, "call_reward_fn", lambda *_: over.wait(60))
-    monkeypatch.setattr(script, "start_reward_worker", lambda _: ("another", 8))
+    threads = [ThreadPoolExecutor(1)]
     monkeypatch.setattr(script, "process_groups", [7])
     monkeypatch.setattr(script.os, "killpg", lambda group, _: killed.append(group))
-    with ThreadPoolExecutor(1) as worker:
-        workers.put((worker, 7))
-        answer = script.call_worker(workers, response(), Args(reward_timeout=0.01))
-        over.set()
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: pid != 9)  # which dies while it is idle
+    starts = iter([SyntaxError("half a line"), SystemExit("no sandbox"), 8, 9, 10])
+
+    def start(args):
+        group = next(starts)
+        if isinstance(group, BaseException):
+            raise group
+        script.process_groups.append(group)
+        threads.append(ThreadPoolExecutor(1))  # in place of a process
+        return threads[-1], group
+
+    def call(function, timeout=60.0):
+        monkeypatch.setattr(script, "call_reward_fn", function)
+        answer = script.call_worker(workers, response(), Args(reward_timeout=timeout))
+        assert workers.qsize() == 1
+        return answer
+
+    def hang(*_):
+        assert over.wait(60)
+
+    def grade(reward_fn, response):
+        return replace(response, verifiable=1.0)
+
+    monkeypatch.setattr(script, "start_reward_worker", start)
+    workers.put((threads[0], 7))
+    answer = call(hang, 0.01)
     assert (answer.verifiable, answer.reward_metrics) == (None, {}) and LATE in answer.failure
-    assert killed == [7] and workers.get() == ("another", 8)
-    assert script.process_groups == []  # its number may be another's by now
+    assert killed == [7] and script.process_groups == []  # its number may soon be another's
+    for cause in ("SyntaxError: half a line", "SystemExit: no sandbox"):
+        assert call(grade).failure == cause
+    assert call(grade).verifiable == 1.0 and script.process_groups == [8]
+    assert call(hang, 0.01).failure and call(grade).verifiable == 1.0  # by 9
+    assert call(grade).verifiable == 1.0  # and no failure, though 9 has died
+    over.set()
+    assert killed == [7, 8, 9] and script.process_groups == [10]
+
+
+@pytest.mark.slow
+def test_worker_that_is_replaced_does_not_grade_by_an_edited_file(tmp_path):
+    """Nor does one that does not start stay. Restored, the file is used again."""
+    text = "import time\ndef score(response):\n    time.sleep(99 * (response == 'hang'))\n"
+    path = write_text(tmp_path / "edited_reward.py", text + "    return 1.0\n")
+    args = Args(reward_fn=f"{path}:score", reward_workers=1, reward_timeout=5.0)
+    mark = new_mark()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "process_groups", [])
+        patch.setenv("TANDEM_TEST", mark["TANDEM_TEST"])  # of the processes that are not forked
+        workers = script.start_reward_workers(args)
+        before = set(psutil.Process().children(recursive=True))
+
+        def grade(text):
+            return script.call_worker(workers, response(text=text), args)
+
+        assert grade("hang").failure.startswith(LATE)
+        write_text(path, text + "    return 0.0\n")
+        for _ in range(2):
+            answer = grade("again")
+            assert answer.verifiable is None and "has changed since the run began" in answer.failure
+        write_text(path, text + "    return 1.0\n")
+        assert grade("again").verifiable == 1.0
+        wait_until(
+            lambda: len(set(psutil.Process().children(recursive=True))) <= len(before),
+            "the end of workers that did not start",
+        )
+        script.end_children()
 
 
 @pytest.mark.slow
 def test_whatever_a_reward_does_costs_its_own_response_alone(tmp_path):
     path = write_text(tmp_path / "reward_of_test.py", DOES_AS_IT_IS_TOLD)
     args = Args(reward_fn=f"{path}:score", reward_workers=2, reward_timeout=10.0)
-    workers = queue.Queue()
-    for _ in range(2):
-        workers.put(script.start_reward_worker(args.reward_fn))
+    workers = script.start_reward_workers(args)
 
     def grade(*ways):
         prompt = Prompt("row 0", "", [], "any", "1", None)
@@ -339,11 +397,10 @@ def test_whatever_a_reward_does_costs_its_own_response_alone(tmp_path):
     pid = int((tmp_path / "child").read_text())
     left = [process for process in psutil.process_iter() if process.pid == pid]
     wait_until(lambda: not alive(left), "the end of what the reward started")
-    # One that is killed while it is idle costs a response, too
+    # One that is killed while it is idle costs nothing
     victim = psutil.Process(workers.queue[0][1])
     victim.kill()
-    wait_until(lambda: not alive([victim]), "the end of an idle worker")
-    assert sorted(failure is None for _, failure in grade(*["pass"] * 4)) == [False, *[True] * 3]
+    wait_until(lambda: not psutil.pid_exists(victim.pid), "the end of an idle worker")
     assert grade(*["pass"] * 4) == [right] * 4
     assert workers.qsize() == len(script.process_groups) == 2
     family = [psutil.Process(group) for _, group in workers.queue]
@@ -364,12 +421,13 @@ import ppo_vllm_async as script
 
 if __name__ == "__main__":
     text, reward_fn, *others = sys.argv[1:]
-    executor, _ = script.start_reward_worker(reward_fn)
+    args = script.Args(reward_fn=reward_fn, reward_workers=1)
+    executor, _ = script.start_reward_workers(args).get()
     prompt = script.Prompt("", "", [], "", "", None)
     response = script.Response(prompt, [], [], stopped=True, text=text)
     executor.submit(script.call_reward_fn, reward_fn, response)
     for other in others:
-        script.start_reward_worker(other)
+        script.start_reward_worker(script.Args(reward_fn=other))
 """
 
 

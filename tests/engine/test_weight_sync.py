@@ -1,6 +1,6 @@
 """Weight syncs by CUDA's ways, "ipc" and NCCL, with only the device faked: helpers/faked_cuda.py.
 
-The way without CUDA, by file, is tested in test_engine.py.
+The way without CUDA, by a pipe, is tested in test_engine.py.
 """
 
 import multiprocessing

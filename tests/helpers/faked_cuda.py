@@ -66,7 +66,7 @@ class Communicator:
         self.group.broadcast_obj("received", 1 - src)
 
 
-def start_llm(options, config, folder, way):
+def start_llm(options, config, folder):
     """The script's start_llm, on a CPU that passes for a GPU.
 
     One process may make one LLM after the other: the second takes seconds.
@@ -86,7 +86,7 @@ def start_llm(options, config, folder, way):
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.synchronize = lambda *_: None
     script.llm = None
-    pid = START_LLM(options, config, folder, way)
+    pid = START_LLM(options, config, folder)
     os.setsid = lambda: None  # it has its session now
     return pid
 

@@ -147,7 +147,7 @@ def reward_in_this_process(script, score, put):
         return script.call_reward_fn(args.reward_fn, response)
 
     put(script, "load_reward_fn", lambda name: reward_fn)
-    put(script, "start_reward_worker", lambda name: None)
+    put(script, "start_reward_workers", lambda args: None)
     put(script, "call_worker", call_worker)
 
 

@@ -108,7 +108,10 @@ def kill_idle_vllm(script):
 
 
 def lose_a_tensor(script):
-    before(script, "save_file", lambda given: given["tensors"].pop("lm_head.weight"))
+    def drop_head(given):
+        given["weights"] = [each for each in given["weights"] if each[0] != "lm_head.weight"]
+
+    before(script.VLLM, "sync_weights", drop_head)
     # The first batches are on-policy, and the check is made before an update
     before(script, "check_sampler", lambda given: tell())
 

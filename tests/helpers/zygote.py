@@ -195,9 +195,8 @@ def fork_in_place_of_spawn():
 
     By such a pipe a process sees that the one that started it has ended. Nor is it of the ranks.
     """
-    fork, server = mp.get_context("fork"), mp.forkserver._forkserver
+    fork = mp.get_context("fork")
     mp.get_context = lambda method=None: fork
-    server.ensure_running = lambda: setattr(server, "_forkserver_address", os.devnull)
     launch, started = mp.popen_fork.Popen._launch, []
 
     def launch_and_note(popen, process):

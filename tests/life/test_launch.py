@@ -8,7 +8,6 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import evaluate
 import plot_runs
@@ -18,7 +17,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import REPO, SCRIPTS
 from helpers.files import write_text
-from helpers.processes import CPU, ONE_RANK, TWO_RANKS, end, environment, wait_until
+from helpers.processes import end, environment, wait_until
 from helpers.programs import call_main
 from torch.distributed.run import get_args_parser
 
@@ -41,55 +40,6 @@ def test_every_launch_names_its_file():
                 assert re.search(rf"--config_file |\$\{{?{variable}\b", call), f"{path}: {call}"
                 count += 1
     assert count > 10
-
-
-# ------------------------------------------------------------------------- process 1 of a container
-
-# die_with_launcher alone: the script's imports take seconds
-ENDS_WITH_LAUNCHER = f"""import ast, contextlib, ctypes, os, signal, sys, time
-source = open({str(REPO / "ppo_sync.py")!r}).read()
-for node in ast.parse(source).body:
-    if getattr(node, "name", None) == "die_with_launcher":
-        exec(ast.get_source_segment(source, node))
-die_with_launcher()
-print("goes on", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "shell"), [(ONE_RANK, 1, True), (TWO_RANKS, 2, False)]
-)
-def test_launcher_may_be_process_1_as_in_a_container(launcher, ranks, shell, tmp_path):
-    """Or a shell that starts it. Torch's calls itself pt_elastic there."""
-    container = ["unshare", "-Upf", "--mount-proc", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*container, "true"]).returncode:
-        pytest.skip("unshare makes no namespace of processes here")
-    program = write_text(tmp_path / "program.py", ENDS_WITH_LAUNCHER)
-    container += ["sh", "-c", '"$@"; exit $?', "sh"] if shell else []
-    command = [*container, sys.executable, *launcher, program]
-    assert subprocess.check_output(command, env=environment(CPU)).count(b"goes on") == ranks
-
-
-def hidden(*_):
-    raise PermissionError("process 1 is another user's")
-
-
-@pytest.mark.parametrize("parents", [(7, 1), (7, 8), (1, 1)])
-def test_launcher_that_dies_while_its_script_starts_is_noticed(parents, monkeypatch, capfd):
-    """Before it is asked for, or before the system is told to watch it. It may be process 1."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    for samefile in (lambda *_: False, hidden):
-        monkeypatch.setattr(os, "getppid", iter(parents).__next__)
-        monkeypatch.setattr(os.path, "samefile", samefile)
-        with pytest.raises(SystemExit, match="1"):
-            ppo_vllm_async.die_with_launcher()
-        assert "its launcher is gone" in capfd.readouterr().err
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(os.path, "samefile", lambda one, other: other == sys.executable)
-    ppo_vllm_async.die_with_launcher()  # process 1 runs the same Python
 
 
 # ------------------------------------------------------------------------------------------- Slurm

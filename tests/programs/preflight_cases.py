@@ -7,6 +7,7 @@ for the three scripts, or for those that they name. test_mistakes.py has what sc
 
 import importlib
 import json
+import queue
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -68,12 +69,14 @@ def call_rewards_here(monkeypatch):
     def load_script(path):
         script = load(path)
 
-        def start_reward_worker(*names):
-            for name in filter(None, names):
+        def start_reward_workers(args):
+            for name in filter(None, (args.reward_fn, getattr(args, "env_fn", None))):
                 script.load_reward_fn(name)
-            return SimpleNamespace(shutdown=lambda: None), 0
+            workers = queue.Queue()
+            workers.put((SimpleNamespace(shutdown=lambda: None), 0))
+            return workers
 
-        script.start_reward_worker = start_reward_worker
+        script.start_reward_workers = start_reward_workers
         # The fork multiturn has other parameters
         script.call_worker = lambda workers, response, args: script.call_reward_fn(
             args if hasattr(args, "env_fn") else args.reward_fn, response

@@ -202,10 +202,10 @@ def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp
 def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, tmp_path, monkeypatch):
     path = write_text(tmp_path / "reward.py", "def score(**_): ...")
     start = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(script, "start_reward_worker", start)
+    monkeypatch.setattr(script, "start_reward_workers", start)
     with pytest.raises(InterruptedError):
         call(faked_run, "--reward_fn", f"{path}:score")
-    start.assert_called_with(f"{path}:score")
+    assert start.call_args.args[0].reward_fn == f"{path}:score"
     write_text(path, "import json\nif True:\n    from package import beside as it, other\n")
     beside = [write_text(path.parent / f"package/{name}.py", "") for name in ("a", "b/c")]
     assert evaluate.files_of_reward(path) == [path, *beside[::-1]]

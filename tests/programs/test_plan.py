@@ -33,16 +33,6 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
     return [auto_class.from_config(config) for auto_class in classes]
 
 
-def test_tied_head_is_sent_as_a_tensor_of_its_own():
-    run = launch(GRPO, "0.6", None)
-    sizes = [plan.shared_memory(run)]
-    run.model.config.tie_word_embeddings = False
-    sizes.append(plan.shared_memory(run))
-    run.model.config.tie_word_embeddings = True
-    assert sizes[0] - sizes[1] == 6 * 151_936 * 1024
-    assert plan.shared_memory(launch(GRPO, "0.6", 24)) == 0
-
-
 def test_checkpoint_takes_what_is_written(tmp_path):
     """Weights and both of AdamW's moments, but no gradients."""
     run = plan.with_changes(launch(PPO), {"save_freq": 2, "keep_last_n": 0})

@@ -19,7 +19,6 @@ from unittest import mock
 
 import fork
 import huggingface_hub
-import plan
 import preflight
 import preflight_cases as cases
 import pytest
@@ -192,23 +191,14 @@ def test_disk_is_that_of_the_machine_where_it_runs(ask, monkeypatch):
     check_plan(ask("ppo_sync.py", cases.TWO, num_processes=2), not_checked)
 
 
-def test_shared_memory_has_no_room_for_a_model_or_for_nccl(ask, monkeypatch):
-    """Without GPUs random weights in float32, and the next in --dtype, go by it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(cases.MODEL)
-    for dtype, size in (("float32", 8), ("bfloat16", 6)):
-        needed = size * plan.count_parameters(model)
-        little_room(monkeypatch, needed - 1, "/dev/shm")
-        told = "/dev/shm: | free; docker run | Weights go to vLLM by files there"
-        check_mistake(ask("ppo_sync.py", dtype=dtype), told)
-        check_plan(ask("ppo_sync.py", dtype=dtype, lora_rank=1), "learners 1")
-        little_room(monkeypatch, needed, "/dev/shm")
-        check_plan(ask("ppo_sync.py", dtype=dtype), "learners 1")
-        check_mistake(ask("ppo_sync.py", dtype=dtype, num_processes=2), "/dev/shm")
-    two, free = cases.TWO | {"num_processes": 2}, "/dev/shm: 64.0 MiB free"
+def test_shared_memory_has_little_room_for_nccl(ask, monkeypatch):
+    """Without GPUs one rank needs none: its weights go through a pipe."""
+    two, free = cases.TWO | {"num_processes": 2}, "/dev/shm has only 64.0 MiB free"
     little_room(monkeypatch, 64 << 20, "/dev/shm")
+    check_plan(ask("ppo_sync.py"), "learners 1")
     check_plan(ask("ppo_sync.py", two), f"learners 2 ! {free}")  # of another machine
     monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
-    check_plan(ask("ppo_sync.py", two), f"{free}; docker run | NCCL")
+    check_plan(ask("ppo_sync.py", two), f"{free} | docker run | NCCL")
     check_plan(ask("ppo_sync.py", cases.TWO, vllm_gpus="1"), free)
 
 

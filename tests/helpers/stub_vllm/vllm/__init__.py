@@ -30,7 +30,7 @@ class LLM:
         ]
 
     def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights"
+        assert method == "reload_weights" and kwargs["weights_iterator"]
 
     def reset_prefix_cache(self):
         return True
