@@ -818,9 +818,10 @@ def check_checkpoint(run):
     for name in current.keys() - MAY_DIFFER:
         if saved.get(name, "missing") != current[name]:
             run.changed[name] = saved.get(name, "missing"), current[name]
+    args = SimpleNamespace(**vars(run.args))  # the script's own options, without ABSENT
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            run.script.read_state(run.run_dir, path, run.train_rows + run.eval_rows, run.args)
+            run.script.read_state(run.run_dir, path, run.train_rows + run.eval_rows, args)
     except ValueError as error:
         raise Mistake(f"{path} is of another run: {error}") from error
 

@@ -5,12 +5,12 @@ check_sampler and check_draws see of bugs.
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
-default) and in float32 (what the scripts ask for on GPUs). The learner reads them: trained whole,
-with a residual stream in float32, or, as with FSDP2, in bfloat16. Then with the bugs: it leaves out
-the temperature, reads the text tokenized again, or lacks a bias of the head (normal, of a deviation
-of 0.1), a multiplier or a cap. The last are of other responses, drawn at a higher temperature. A
-line each: the mean difference, its largest, the KL, which check_sampler limits; and log-probability
-and entropy, their mean over responses in standard errors, which check_draws limits to -9.
+default) and in float32 (what the scripts ask for on GPUs). The learner reads them as it should, and
+then with bugs: it leaves out the temperature, reads the text tokenized again, or lacks a bias of
+the head (normal, of a deviation of 0.1), a multiplier or a cap. The last lines are of other
+responses, drawn at a higher temperature. Each line has the mean difference, its largest, and the
+KL, which check_sampler limits; and log-probability and entropy, their mean over responses in
+standard errors, which check_draws limits to -9.
 """
 
 import argparse
@@ -76,33 +76,32 @@ def report(name, batch, entropies, args):
     print(f"| {args.temperature} | {name} | {numbers} | {verdict} |", flush=True)
 
 
-def compare(vllm, whole, halved, prompts, tokenizer, args):
-    """All lines of one engine and temperature. whole, halved: the model in float32, in bfloat16."""
+def compare(vllm, model, prompts, tokenizer, args):
+    """Prints all lines of one engine and temperature."""
 
-    def show(name, model, responses, given=args, **change):
+    def show(name, responses, given=args, **change):
         report(name, *read(model, responses, given, **change), args)
 
     temperature = args.temperature
     responses = vllm.sample(prompts, range(len(prompts)), temperature)
-    show("right, float32 residual stream", whole, responses)
-    show("right, bfloat16 residual stream", halved, responses)
+    show("right", responses)
     if temperature != 1:
-        show("temperature left out", whole, responses, replace(args, temperature=1.0))
+        show("temperature left out", responses, replace(args, temperature=1.0))
     again = [tokenize_again(response, tokenizer) for response in responses]
     share = sum(a.row.tolist() != b.row.tolist() for a, b in zip(again, responses, strict=True))
-    show(f"tokenized again ({share} of {len(again)} differ)", whole, again)
+    show(f"tokenized again ({share} of {len(again)} differ)", again)
     generator = torch.Generator().manual_seed(args.seed)
-    bias = 0.1 * torch.randn(whole.config.vocab_size, generator=generator) / temperature
-    show("bias left out", whole, responses, change=lambda logits: logits - bias)
+    bias = 0.1 * torch.randn(model.config.vocab_size, generator=generator) / temperature
+    show("bias left out", responses, change=lambda logits: logits - bias)
     for n in MULTIPLIERS:
         name = f"multiplier {n} left out"
-        show(name, whole, responses, change=lambda logits, n=n: n * logits)
+        show(name, responses, change=lambda logits, n=n: n * logits)
     for n in CAPS:
         name = f"cap {n} left out"
-        show(name, whole, responses, change=lambda logits, n=n: n * torch.tanh(logits / n))
+        show(name, responses, change=lambda logits, n=n: n * torch.tanh(logits / n))
     for factor in (1.1, 1.2, 2.0):
         others = vllm.sample(prompts, range(len(prompts)), factor * temperature)
-        batch, entropies = read(whole, others, args)
+        batch, entropies = read(model, others, args)
         batch = replace(batch, sampler_logprobs=batch.logprobs)
         name = f"drawn at {factor} times the temperature, right log-probabilities"
         report(name, batch, entropies, args)
@@ -130,11 +129,9 @@ def main():
     prompts, _ = script.load_datasets(tokenizer, args)
     drawn = script.draw_prompts(len(prompts), 0, given.responses, args.seed)
     drawn = [prompts[i] for i in drawn]
-    whole, halved = (
-        script.load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=trained)
-        for trained in (True, False)
-    )
-    args.stop_token_ids = script.find_stop_tokens(args, tokenizer, whole)
+    path = args.model_name_or_path
+    model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
+    args.stop_token_ids = script.find_stop_tokens(args, tokenizer, model)
     longest = max(len(prompt.token_ids) for prompt in drawn) + args.response_length
     for head_dtype in ("model", "float32"):
         print(f"\nvLLM's head: {head_dtype}\n")
@@ -146,11 +143,11 @@ def main():
             return environment, options | {"hf_overrides": {"head_dtype": head_dtype}}
 
         with mock.patch.object(script, "vllm_settings", with_head):
-            vllm = script.VLLM((0, 1, ()), whole.config, longest, args)
-        script.sync_weights(vllm, whole, 0, args)
+            vllm = script.VLLM((0, 1, ()), model.config, longest, args)
+        script.sync_weights(vllm, model, 0, args)
         for temperature in given.temperatures:
             at = replace(args, temperature=temperature)
-            compare(vllm, whole, halved, drawn, tokenizer, at)
+            compare(vllm, model, drawn, tokenizer, at)
         script.end_children()
 
 

@@ -206,7 +206,7 @@ ONE_PROCESS = EIGHT | {"num_processes": 8, "config_file": ONE_GPU}
 PAIRS_OF_FSDP = {"config_file": SHARDED, "local_mini_batch_size": 8}
 LEARNER = {"vllm_gpus": "1", "per_device_train_batch_size": 64, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False, "num_gpus": 2, "gpu_memory": 2.25}
-HELP = "a learner needs about 0.4 GiB of its GPU, and has 0.2 GiB; this fits: | "
+HELP = "a learner needs about 0.3 GiB of its GPU, and has 0.2 GiB; this fits: | "
 HELP += "--gradient_checkpointing: 0.1 GiB of 0.2 GiB"
 
 
@@ -341,7 +341,7 @@ PLANS = {
     "rate of full training": ({"lora_rank": 8, "learning_rate": 1e-6}, "about ten times"),
     "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --mismatch_mask_range does"),
     "no checkpoint is due": (TEN | {"save_freq": 50}, "--save_freq 50 of 10 steps"),
-    "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.5 MiB for the final model"),
+    "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),
     "its text model": (model(architecture("Qwen3_5ForCausalLM", **HYBRID)), "of policy"),
     "idle GPUs": (EIGHT, "7 of a machine's 8 GPUs are not used"),

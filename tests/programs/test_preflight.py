@@ -216,7 +216,7 @@ def test_account_is_looked_at(flag, ask, folder, monkeypatch):
 def test_models_without_their_weights_are_planned_with(ask, folder, monkeypatch):
     """For another machine, whose folders are not looked at; and from the hub, by the config."""
     file = {"output_dir": write_text(folder / "file", "") / "x"}
-    plan_of_model = "learners 1 | AdamW's moments | 0.5 MiB for the final model"
+    plan_of_model = "learners 1 | AdamW's moments | 0.3 MiB for the final model"
     for number, script in enumerate(("ppo_sync.py", *cases.TRAINER)):
         make = cases.model(lambda model: (model / "model.safetensors").unlink(), to=str(number))
         check_plan(
