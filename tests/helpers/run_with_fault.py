@@ -134,8 +134,8 @@ def spoil_gradients(script):
     def spoil(given):
         note(given)
         if next(count) == 3:  # the value model's in the second step
-            for parameter in given["model"].parameters():
-                parameter.grad.fill_(float("nan"))
+            for master in given["optimizer"].param_groups[0]["params"]:
+                master.grad.fill_(float("nan"))
 
     before(script, "apply_gradients", spoil)
     before(script.torch, "save", lambda given: time.sleep(2 * ("bad_batch" in str(given["f"]))))
