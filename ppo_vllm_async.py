@@ -688,12 +688,12 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Collective. Sum gradients over ranks, clip them, and step the optimizer.
+    """Sum the gradients over ranks, clip them, and step the optimizer. Collective.
 
-    The optimizer steps float32 masters; the model's weights are these masters, rounded to
-    args.dtype. So the learner computes with the very weights that vLLM gets. Returns the norm
-    before clipping, a tensor. FloatingPointError: the norm, which is the same on all ranks, is not
-    finite; the batch is saved.
+    The optimizer updates float32 masters of the weights (see make_optimizer). The weights are then
+    set to their masters, rounded to args.dtype, so that the learner computes with the same weights
+    as vLLM. Return the norm before clipping, a tensor. If it is not finite, save the batch and
+    raise FloatingPointError. The norm is the same on all ranks, so all of them raise.
     """
     masters = optimizer.param_groups[0]["params"]
     sum_over_ranks(accelerator, [master.grad for master in masters])
@@ -703,7 +703,8 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     if not torch.isfinite(norm):
         if is_rank_0():
             torch.save(vars(batch), run_dir / "bad_batch.pt")
-        accelerator.wait_for_everyone()  # the first rank to end has the launcher end the others
+        # The batch must be saved first, because the launcher ends all ranks when one ends
+        accelerator.wait_for_everyone()
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
@@ -1044,7 +1045,7 @@ class Args(Algorithm):
     chat_template: str | None = None
     """file with a Jinja chat template; None: the tokenizer's own"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of all weights, in the learner and in vLLM; the optimizer keeps float32 masters."""
+    """data type of weights, in the learner and in vLLM; the optimizer updates float32 masters"""
     attn_implementation: str = "sdpa"
     """sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
@@ -1098,7 +1099,7 @@ class Args(Algorithm):
     seed: int = 1
     """seed of everything random"""
     run_name: str | None = None
-    """folder of the run in output_dir; None: exp_name, seed, the time and random letters"""
+    """name of the run, its folder in output_dir; None: exp_name, seed, time and random letters"""
     output_dir: str = "output"
     """folder of all runs"""
     save_freq: int = 0
@@ -1106,7 +1107,7 @@ class Args(Algorithm):
     keep_last_n: int = 3
     """newest checkpoints to keep; 0: all"""
     resume_from_checkpoint: str | None = None
-    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
+    """checkpoint to resume from; latest: run_name's newest, or a new run. Newer ones are removed"""
 
     # -- Trackers and the hub
     with_tracking: bool = False
@@ -1250,10 +1251,11 @@ def fill_in(args, world_size):
 
 
 def agree_on_run(args):
-    """Return args with the run's name and first day, the run's folder, and a checkpoint or None.
+    """Let rank 0 choose the run's folder for all ranks. Collective.
 
-    Chat templates may write the day into prompts. Rank 0 decides for all ranks, because the name
-    may be random, and because others may see a folder late. Collective.
+    Return args with run_name and start_day, the folder, and the checkpoint to resume from (or
+    None). The name can be random, and other nodes can see a new folder late, so only rank 0 looks.
+    A resumed run keeps its first day, because chat templates can write the date into prompts.
     """
     found = None
     if is_rank_0():
@@ -1266,38 +1268,46 @@ def agree_on_run(args):
 
 
 def find_run(args):
-    """Return the folder of the run, and the checkpoint that it resumes from, or None.
+    """Return the run's folder, and the checkpoint to resume from (None if there is none).
 
-    Raise ValueError where the folder holds another run. With "latest" a run that died before its
-    first checkpoint begins anew.
+    With "latest" a run without a checkpoint starts again from step 1. Raise ValueError if the
+    folder holds another run, or a finished run without checkpoints, or is not that of run_name.
     """
     if args.resume_from_checkpoint == "latest" and not args.run_name:
         raise ValueError("--resume_from_checkpoint latest needs a --run_name")
     if args.resume_from_checkpoint not in (None, "latest"):
         checkpoint_dir = Path(os.path.abspath(args.resume_from_checkpoint))
-        return checkpoint_dir.parents[1], checkpoint_dir
-    # The last letters are there because two runs may start in one second
+        run_dir = checkpoint_dir.parents[1]
+        named = Path(args.output_dir, args.run_name or ".")
+        if args.run_name and named.resolve() != run_dir.resolve():
+            raise ValueError(
+                f"{checkpoint_dir} is no checkpoint of the run {named}, such as "
+                f"{named}/checkpoints/step_100"
+            )
+        return run_dir, checkpoint_dir
+    # Random letters, because two runs can start in the same second
     start = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.urandom(3).hex()}"
     run_dir = Path(args.output_dir, args.run_name or f"{args.exp_name}__{args.seed}__{start}")
     checkpoints = list_checkpoints(run_dir)
     if args.resume_from_checkpoint and checkpoints:
         return run_dir, checkpoints[-1]
-    # A run writes its args.json before its first step, and its model after its last one
+    # args.json exists as soon as a run has started, and model/ only after its last update. With
+    # "latest" an unfinished run starts again; without it, any run in this folder is refused
     of_another = "model" if args.resume_from_checkpoint else "args.json"
     if (run_dir / of_another).exists():
         raise ValueError(
-            f"{run_dir} holds another run; choose another --run_name or --output_dir. A run that "
-            f"did not come to its end is resumed by --resume_from_checkpoint latest"
+            f"{run_dir} holds another run, or a finished one; choose another --run_name or "
+            f"--output_dir. --resume_from_checkpoint latest resumes a run that was interrupted"
         )
     return run_dir, None
 
 
 def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
-    """On rank 0 make the run's folder, or take it back to the checkpoint. Start the trackers."""
+    """Make the run's folder, or restore its files from the checkpoint. Start the trackers."""
     if not is_rank_0():
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    # "x" raises an error where there is such a file: two new runs never share a folder
+    # Mode "x" raises an error if the file exists, so that two new runs cannot share a folder
     with open(run_dir / "args.json", "w" if args.resume_from_checkpoint else "x") as file:
         json.dump(asdict(args), file, indent=2)
     if args.resume_from_checkpoint:
@@ -1599,10 +1609,11 @@ def draw_prompts(num_prompts, start, count, seed):
 def load_model(auto_class, path, args, trained, **config_options):
     """Load a model in args.dtype, without dropout (1909.08593, p. 3).
 
-    It is loaded in that dtype and never cast, because a cast would also round its float32 buffers,
-    such as the frequencies of rotary embeddings. A value model may lack its head, which then starts
-    as zeros, so that the first advantages are rewards to come and no noise. ValueError: the
-    checkpoint lacks a tensor, or a policy has what does not reach vLLM.
+    It is loaded directly in that dtype, because a later cast would also round its float32 buffers,
+    such as the frequencies of rotary embeddings. If the checkpoint of a value model has no head,
+    the head starts as zeros, so that values start at 0 and the first advantages are not noise.
+    Raise ValueError if the checkpoint lacks another tensor, or if the policy has weights or buffers
+    that are not sent to vLLM.
     """
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
@@ -1688,14 +1699,14 @@ def load_classifier(accelerator, path, args, trained):
 
 
 def place_model(accelerator, model, args):
-    """Collective. Put a PolicyModel or ValueModel on this rank's device.
+    """Move a PolicyModel or ValueModel to this rank's device. Collective.
 
-    Under FSDP2 a rank gets its part of each parameter, else a copy of the whole model. Copies start
-    out equal, because all ranks load the same files.
+    Under FSDP2 each rank holds a part of each parameter. Otherwise each rank holds a whole copy.
+    The copies start equal, because all ranks load the same files.
     """
     if not accelerator.is_fsdp2:
         return model.to(accelerator.device)
-    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are averaged in it
     for name, module in model.named_modules():
         is_layer = type(module).__name__ in model.model._no_split_modules
         # Parameters of one unit must have one dtype, and a classifier's head is float32
@@ -1708,11 +1719,11 @@ def place_model(accelerator, model, args):
 
 
 def make_optimizer(model, args):
-    """Give each trained weight a float32 master (1710.03740), and return AdamW for the masters.
+    """Give each trained weight a float32 copy, its master (1710.03740). Return their AdamW.
 
-    A bfloat16 weight would lose small updates, and a bfloat16 gradient small terms of its sum over
-    backward passes. So masters hold both. A weight that is float32 shares its memory with its
-    master.
+    A master also holds the gradient, summed over backward passes. In bfloat16, small updates of a
+    weight would be rounded away, and so would small terms of the sum of gradients. A float32 weight
+    and its master share their memory.
     """
     weights = trained_weights(model).values()
     for weight in weights:
@@ -1730,7 +1741,7 @@ def trained_weights(model):
 
 
 def add_to_master(weight):
-    """Move a weight's gradient of one backward pass to its master, which sums them up."""
+    """Add the gradient of one backward pass to that of the weight's master, and clear it."""
     weight.master.grad += weight.grad
     weight.grad = None
 
@@ -1743,9 +1754,9 @@ def round_masters(model):
 
 
 def sum_over_ranks(accelerator, gradients):
-    """Collective. Sum gradients over the ranks, in place, because each rank had other rows."""
+    """Sum gradients over the ranks, in place, because each rank had other rows. Collective."""
     for gradient in gradients:
-        if accelerator.is_fsdp2:  # which has averaged them
+        if accelerator.is_fsdp2:  # FSDP2 has averaged them
             gradient *= accelerator.num_processes
         elif accelerator.num_processes > 1:
             torch.distributed.all_reduce(gradient)
@@ -1836,17 +1847,19 @@ def check_adapter(engine, policy, language_model, prompt, args):
 # ----------------------------------------------------------------------------- the head, in chunks
 
 
-# Logits that exist at once: 128 MiB in float32 on a CPU, 512 on a GPU, which small chunks would
-# slow
+# Number of logits in a chunk. In float32 this is 128 MiB on a CPU, and 512 MiB on a GPU, because
+# small chunks are slow on a GPU
 LOGITS_CHUNK = {"cpu": 2**25, "cuda": 2**27}
 
 
 class ChunkedHead(torch.autograd.Function):
-    """token_logprobs of a head's logits, for some positions at a time.
+    """Compute token_logprobs of the head's logits in chunks of positions.
 
-    All logits would be the largest thing in memory. The backward pass computes them again, and adds
-    to one gradient of the head; that of entropies it computes only where a loss has them. torch's
-    linear_cross_entropy knows neither entropies nor soft_cap.
+    All logits at once would be the largest tensor in memory. The backward pass therefore computes
+    each chunk's logits again, and adds each chunk's gradient of the head to one tensor. It computes
+    the gradient of the entropies only if the loss uses them. torch's linear_cross_entropy cannot be
+    used, because it supports neither entropies nor soft_cap. torch.utils.checkpoint over the chunks
+    would hold twice the memory (docs/results.md, "Weights in bfloat16").
     """
 
     @classmethod
@@ -1924,11 +1937,11 @@ class ChunkedHead(torch.autograd.Function):
 
 @contextlib.contextmanager
 def in_dtype(weight, dtype):
-    """Yield a head's weight in the dtype that its products are computed in.
+    """Yield a head's weight in `dtype`, in which its matrix products are computed.
 
-    If the weight is bfloat16, a GPU may round factors of these products to TF32 inside, which is
-    five times as fast. Outside, TF32's 11 bits would round positions above 2,048 in rotary
-    embeddings.
+    While this context is open, a GPU can use TF32 for products if the weight is bfloat16. That
+    makes them five times as fast. Elsewhere TF32 stays off, because its 11 bits cannot represent
+    positions above 2,048 in rotary embeddings.
     """
     torch.backends.cuda.matmul.allow_tf32 = weight.dtype == torch.bfloat16
     yield weight.to(dtype)
@@ -2007,14 +2020,14 @@ class VLLM:
         ).result()
 
     def sync_weights(self, weights, version):
-        """Gives vLLM, which must be idle, the weights of a version, as from gather_weights."""
+        """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
         if self.way == "adapter":  # vLLM loads its folder with the first request that names it
             shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
             save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
         elif self.way == "pipe":
             for named_weight in weights:
-                # As bytes, because the executor would move the parameter itself to shared memory.
-                # One at a time, because copies of what waits take memory
+                # Pickled here, because the executor's own pickler would move the learner's
+                # parameter to shared memory. One at a time, because each queued one is a copy
                 self.submit(receive_weight, pickle.dumps(named_weight)).result(WEIGHT_SYNC_TIMEOUT)
             self.submit(reload_weights).result(WEIGHT_SYNC_TIMEOUT)
         else:
@@ -2100,12 +2113,12 @@ def in_messages(weights, num_bytes=2**28):
 
 
 def gather_weights(model, args):
-    """Collective. A policy's weights, or its adapters alone: (name, whole tensor), one by one."""
-    # vLLM on a CPU has a copy of a tied head: it is sent as the head, too
+    """Yield (name, whole tensor) of a policy's weights, or only of its adapters. Collective."""
+    # On a CPU vLLM has its own copy of a tied head, so it is also sent under the head's name
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         if args.lora_rank and not parameter.requires_grad:
             continue
-        # The same tensor, but for modules that a model keeps in float32
+        # This is the same tensor, except for modules that a model keeps in float32
         weight = parameter.detach().to(getattr(torch, args.dtype))
         if isinstance(weight, DTensor):  # under FSDP2 the ranks exchange their parts
             weight = weight.full_tensor()
@@ -2364,14 +2377,14 @@ def call_llm(method, *args, **kwargs):
 
 
 def receive_weight(pickled):
-    """Keep a weight, (name, tensor), for reload_weights."""
+    """Unpickle a weight, (name, tensor), and keep it until reload_weights."""
     received.append(pickle.loads(pickled))
 
 
 def reload_weights():
-    """Give vLLM all weights that it has received since the last sync.
+    """Load all weights that receive_weight has collected into vLLM.
 
-    This is one call, because vLLM throws a layer's weights away if a call does not bring all.
+    They go in one call, because vLLM discards the tensors of a layer if a call brings only some.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": received})
     received.clear()
@@ -2537,11 +2550,11 @@ def has_r1_format(response):
 
 
 def start_reward_workers(args):
-    """Start the processes for --reward_fn. Return a queue of what start_reward_worker returns."""
-    # Long imports are done once, by the process that forks the workers
+    """Start the processes for --reward_fn. Return a queue of (executor, process group)."""
+    # The fork server imports these slow modules once, and workers inherit them
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     workers = queue.Queue()
-    # Where the run starts there may be a random.py, which Python must not take for its own
+    # The current folder can contain a random.py, which Python must not import for its own
     with patch_environment(PYTHONSAFEPATH="1"):
         for _ in range(args.reward_workers):
             workers.put(start_reward_worker(args))
@@ -2552,16 +2565,23 @@ def start_reward_worker(args):
     """Start a process for --reward_fn. Return its executor, and the id of its process group."""
     context = mp.get_context("forkserver")
     executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
-    file = read_reward_file(args.reward_fn)
-    start = executor.submit(start_reward_process, args.reward_fn, file)
-    process_group = start.result(START_TIMEOUT)
+    process_group = executor.submit(os.getpid).result(START_TIMEOUT)  # it leads its group
     process_groups.append(process_group)
+    try:
+        file = read_reward_file(args.reward_fn)
+        executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
+    except BaseException:  # such as of sys.exit() in the file
+        kill_group(process_group)
+        raise
     return executor, process_group
 
 
 @cache
 def read_reward_file(reward_fn):
-    """Return the file of path/to/file.py:function as it was when this process first read it."""
+    """Return the content of the file in path/to/file.py:function.
+
+    It is cached, so that a later edit of the file is noticed.
+    """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
 
@@ -2569,9 +2589,9 @@ def read_reward_file(reward_fn):
 def call_worker(workers, response, args):
     """Run call_reward_fn in an idle worker.
 
-    --reward_fn may raise, hang, exit or crash. That costs one response its score. A worker that
-    does not answer in time, or dies, is killed, and the next call starts another one in its place;
-    if that does not start, it costs the next response its score, too.
+    --reward_fn can raise, hang, exit or crash. Then this response gets no score. A worker that dies
+    or exceeds reward_timeout is killed, and the next call with this place in the queue starts a new
+    one. If the new one does not start, the response of that call gets no score either.
     """
     executor, process_group = workers.get()
     try:
@@ -2582,7 +2602,8 @@ def call_worker(workers, response, args):
         return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
-        cause = str(error) or f"it took over {args.reward_timeout:g} s"
+        is_late = isinstance(error, TimeoutError)
+        cause = f"it took over {args.reward_timeout:g} s" if is_late else error
         return replace(response, failure=f"{type(error).__name__}: {cause}")
     finally:
         workers.put((executor, process_group))
@@ -2592,18 +2613,18 @@ def call_worker(workers, response, args):
 
 
 def start_reward_process(reward_fn, file):
-    """Prepare a worker's process. Return its id, which is its process group's, too.
+    """Prepare a worker's process.
 
-    RuntimeError: the file of reward_fn has other content than `file`, with which the run began.
+    file: the content of the reward's file at the start of the run. Raise RuntimeError if it has
+    changed, because old and new workers would grade differently.
     """
     if read_reward_file(reward_fn) != file:
         raise RuntimeError(
             f"the file of {reward_fn} has changed since the run began, and the other workers have "
             f"the old one; restore it, or stop and resume the run to use the new one"
         )
-    os.environ.pop("PYTHONSAFEPATH", None)  # which was for the process that forks the workers
+    os.environ.pop("PYTHONSAFEPATH", None)  # it was only for the fork server
     reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
-    return os.getpid()
 
 
 @cache
@@ -2917,10 +2938,11 @@ def save_model(accelerator, model, tokenizer, path, args):
 # -------------------------------------------------------------------------- checkpoints and resume
 
 
-# Files to which each step adds lines. Each checkpoint has a copy, to which a resume goes back
+# Files that grow by lines in each step. A checkpoint copies them, and a resume restores the copies
 RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
 
-# What defines a run's models and batches, and the rollout of a checkpoint, which was sampled before
+# Options that a resume must not change. They define the models and the batches, and how the
+# responses in a checkpoint were sampled
 MUST_AGREE = (
     *(each.name for each in fields(Algorithm)),
     "seed",
@@ -2944,11 +2966,12 @@ MUST_AGREE = (
 
 
 def read_state(run_dir, checkpoint_dir, prompts, args):
-    """Return the first training step, and what does not follow from a step.
+    """Return the first training step, and the values that cannot be computed from a step number.
 
-    That is the seconds so far, what the tracker's id is made of, and a hash of all prompts. On
-    resume the asynchronous scripts also find the checkpoint's rollout, and the version that sampled
-    it. Raise ValueError if the checkpoint is of a run with other batches, models or prompts.
+    These are the seconds so far, a random part of the tracker's id, and a hash of all prompts. On
+    resume the asynchronous scripts also find the checkpoint's responses, and the version of the
+    policy that sampled them. Raise ValueError if the checkpoint belongs to a run with other
+    batches, models or prompts.
     """
     # With other prompts, a checkpoint's responses would be taken for answers to them
     data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
@@ -2958,13 +2981,18 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
     saved_args = json.loads((run_dir / "args.json").read_bytes())
     for name in MUST_AGREE:
         if saved_args.get(name) != getattr(args, name, None):  # GRPO has no value model
-            raise ValueError(f"--resume_from_checkpoint: {name} was {saved_args.get(name)}")
+            raise ValueError(
+                f"--resume_from_checkpoint: {name} was {saved_args.get(name)}, and must not change"
+            )
     saved = json.loads((checkpoint_dir / "state.json").read_bytes())
     if saved["data_hash"] != data:
-        raise ValueError("--resume_from_checkpoint: rows, chat template or tokenizer were others")
+        raise ValueError(
+            "--resume_from_checkpoint: the prompts were others; the data, the chat template or the "
+            "tokenizer has changed"
+        )
     step = step_of(checkpoint_dir)
     if is_rank_0():
-        print(f"Resumed after step {step}; what came later is made again")
+        print(f"Resumed from the checkpoint of step {step}; later steps are repeated")
     return step + 1, state | saved
 
 
@@ -2978,9 +3006,10 @@ def load_checkpoint(trained_models, checkpoint_dir):
 
 
 def save_checkpoint(trained_models, run_dir, step, state, args):
-    """Write checkpoints/step_N: models, optimizers, `state` and the run's files. Collective.
+    """Write checkpoints/step_N with models, optimizers, `state` and the run's files. Collective.
 
-    It has that name once it is whole. Only the newest keep_last_n checkpoints are kept.
+    It is written as `unfinished`, and renamed when it is complete. Older checkpoints than the
+    newest keep_last_n are removed.
     """
     folder = run_dir / "checkpoints/unfinished"
     for part, path in checkpoint_parts(trained_models, folder):
@@ -2998,16 +3027,17 @@ def save_checkpoint(trained_models, run_dir, step, state, args):
 
 
 def checkpoint_parts(trained_models, folder):
-    """Collective. Models and optimizers in a checkpoint: (state dict, its folder) of each.
+    """Yield (state dict, folder) for each model and each optimizer in a checkpoint. Collective.
 
-    trained_models: {name: (model, its optimizer)}. The weights are masters, and checkpoint.load
-    fills them in place. FSDP2 and the number of ranks may be others on resume.
+    trained_models: {name: (model, its optimizer)}. A model's state dict holds the float32 masters,
+    which checkpoint.load fills in place. A resume can use another number of ranks, with FSDP2 or
+    without.
     """
     for name, (model, optimizer) in trained_models.items():
         masters = {key: weight.master for key, weight in trained_weights(model).items()}
         yield {key: master.detach() for key, master in masters.items()}, folder / name
-        # An optimizer has no state before its first step. For loading, a step with gradients and a
-        # learning rate of 0 makes the tensors that are to be filled
+        # AdamW makes its moments in its first step. For loading, a step with zero gradients and a
+        # learning rate of 0 makes them, and changes no weight
         path = folder / f"{name}_optimizer"
         if path.exists() and not optimizer.state:
             optimizer.param_groups[0]["lr"] = 0.0
@@ -3023,7 +3053,10 @@ def pack_rollout(rollout):
 
 
 def load_rollout(state, request):
-    """The rollout of a checkpoint's state, which answers a request; an empty one but on rank 0."""
+    """Rebuild the rollout in a checkpoint's state, with the prompts of the request that it answers.
+
+    Ranks other than 0 return an empty one, because gather_rollout joins those of all ranks.
+    """
     if not is_rank_0():
         return Rollout(state["policy_version"], [], [], {})
     responses = []
@@ -3037,21 +3070,21 @@ def load_rollout(state, request):
 
 
 def list_checkpoints(run_dir):
-    """Return a run's checkpoints, the newest last. They get their names when they are whole.
+    """Return a run's complete checkpoints, the newest last.
 
-    Other folders beside them are the user's, such as step_5_good.
+    Folders with other names, such as step_5_good, belong to the user and are ignored.
     """
     paths = run_dir.glob("checkpoints/step_*")
     return sorted([path for path in paths if path.name[5:].isdecimal()], key=step_of)
 
 
 def step_of(checkpoint_dir):
-    """The completed training steps of checkpoints/step_N: N."""
+    """Return N for a folder checkpoints/step_N."""
     return int(checkpoint_dir.name.removeprefix("step_"))
 
 
 def remove_checkpoints(checkpoints):
-    """Removes checkpoints; while it does, none has the name of a whole one."""
+    """Remove checkpoints. Each is first renamed, so that no half of one looks complete."""
     for path in checkpoints:
         unfinished = path.with_name("unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -3106,7 +3139,7 @@ def timed(metrics, name):
 
 
 def end_run(accelerator, run_dir, args):
-    """Collective. A run's end: pictures, a summary, the upload, by programs beside this script."""
+    """End the child processes; then programs in scripts/ draw, sum up and upload. Collective."""
     end_children()
     accelerator.end_training()
     run_program("plot_runs.py", run_dir, "--lengths")
@@ -3117,18 +3150,19 @@ def end_run(accelerator, run_dir, args):
 
 
 def die_with_launcher():
-    """Have the kernel kill this process when its launcher dies, which may tell nobody.
+    """Ask the kernel to kill this process when its launcher dies.
 
-    A script that was started by itself goes on when its shell ends.
+    A launcher that is killed cannot end its processes. A script that was started without one is not
+    affected.
     """
     # What launchers set, and users do not
     if {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE"} & os.environ.keys():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
-# A shell program. It reads from a pipe that closes when the script ends, then removes a folder and
-# kills its process group. vLLM may write while the folder is removed: the second time little is
-# left
+# A shell program, with a folder as $0. It waits for a pipe to close, which happens when the script
+# ends. Then it removes the folder and kills its own process group. rm can fail while vLLM still
+# writes into the folder, so it is tried twice
 END_WITH_SCRIPT = """
 exec 3<&0  # because in the background standard input is /dev/null
 {
@@ -3141,12 +3175,14 @@ exec 3<&0  # because in the background standard input is /dev/null
 
 
 def die_with_script(folder=""):
-    """Tie a child, at its birth, to the script's life: with the script its process group ends.
+    """Make this process and its children end when the script ends, even if the script is killed.
 
-    A shell in that group waits for the script's end. The kernel's death signal would not do: a
-    reward worker's parent is the process that forked it, which outlives the script as long as a
-    worker lives. The shell is no thread, which might not get Python's lock from a reward; and it is
-    nobody's child, since a reward may wait for all of its own.
+    This runs first in a new process. It makes the process the leader of a process group and starts
+    a shell in that group, which waits for the script's end. Three simpler ways would fail. The
+    kernel's death signal would not reach a reward worker, because its parent is the fork server,
+    which outlives the script. A thread could wait for ever for Python's lock, which a reward can
+    hold. A shell that is our child could be waited for by a reward that waits for all its children,
+    so it runs in the background of another shell, which ends.
     """
     os.setsid()  # a Ctrl-C is for the script alone
     watch = ["sh", "-c", END_WITH_SCRIPT, folder]
@@ -3159,11 +3195,11 @@ ending = threading.Lock()
 
 
 def end_children():
-    """Ends vLLM and the reward workers, with what they started and wrote."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    """End vLLM and the reward workers, with the processes and files that they have made."""
     for process_group in [*process_groups]:
         kill_group(process_group)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_group(process_group):
@@ -3175,12 +3211,12 @@ def kill_group(process_group):
 
 
 def end_at_once(error):
-    """Prints an error and ends this process, whatever its threads wait for."""
-    ending.acquire()  # for good: others wait here for the end
+    """Print an error and end this process, even if other threads are waiting."""
+    ending.acquire()  # and never release it, so that a second thread waits here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
-    finally:  # also where nobody reads what is printed
+    finally:  # also if printing fails, for example because the pipe is closed
         end_children()
         os._exit(1)
 

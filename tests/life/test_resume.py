@@ -219,7 +219,7 @@ def test_resume_of_another_run_is_refused(broken, assets):
     first, *others = train + held_out
     changed = [replace(first, **{name: None}) for name in ("token_ids", "ground_truth")]
     for prompts in ([*others, first], train, *([prompt, *others] for prompt in changed)):
-        with pytest.raises(ValueError, match=r"--resume_from_checkpoint: rows, .* were others"):
+        with pytest.raises(ValueError, match=r"--resume_from_checkpoint: the prompts were others"):
             read(prompts)
     # All else may change: files may move
     may = {"per_device_train_batch_size": 2, "world_size": 2, "learning_rate": 77.0}
@@ -260,6 +260,8 @@ def test_run_keeps_its_name_with_a_slash_and_a_default_name_is_its_own(tmp_path,
         args, *found = script.agree_on_run(Args(**options | given))
         assert (args.run_name, args.start_day) == ("exp/a", "2024-07-26")
         assert found == [run_dir, run_dir / "checkpoints/step_5"]
+    with pytest.raises(ValueError, match="no checkpoint of the run"):  # and stays in its folder
+        script.find_run(Args(run_name="another", resume_from_checkpoint="."))
     monkeypatch.setattr(time, "strftime", lambda _: "now")
     assert len({script.find_run(Args())[0] for _ in range(9)}) == 9
     with pytest.raises(ValueError, match="latest needs a --run_name"):

@@ -403,7 +403,7 @@ OTHER_RUNS = {
     "another script's": ({}, "another run | gamma was None", PPO, SAVED_BY_GRPO),
     "no checkpoint": ({"resume_from_checkpoint": "output/run"}, "no checkpoint | /step_1", EVERY),
     "seed": ({"seed": 2}, "seed was 1", EVERY),
-    "other prompts": (prompts("8="), "rows, chat template or tokenizer were others"),
+    "other prompts": (prompts("8="), "the prompts were others"),
     "other updates": ({"local_mini_batch_size": 16}, "mini_batch_size was 8", TRAINER),
 }
 NOTHING = {"resume_from_checkpoint": "latest", "run_name": "mine"}

@@ -8,11 +8,11 @@ import pytest
 from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
-    "ppo_sync.py": 16_210,
-    "ppo_vllm_async.py": 16_630,
-    "grpo_vllm_async.py": 16_705,
-    "scripts/train_reward_model.py": 2_490,
-    "scripts/preflight.py": 7_380,
+    "ppo_sync.py": 16_110,
+    "ppo_vllm_async.py": 16_530,
+    "grpo_vllm_async.py": 16_615,
+    "scripts/train_reward_model.py": 2_445,
+    "scripts/preflight.py": 7_290,
     "scripts/odd_data.py": 1_480,
     "scripts/plan.py": 3_475,
 }
