@@ -232,5 +232,5 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     assert {*map(int, halves)} == third
     assert all(2 < len(row["token_ids"]) < 24 for row in halves.values())
     again = run_script(path, tmp_path / "again", resume_from_checkpoint="latest", **options)
-    assert "Resumed after step 2" in again.stdout, again.output
+    assert "Resumed from the checkpoint of step 2" in again.stdout, again.output
     check_equal_to_the_bit(again, whole)
