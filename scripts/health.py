@@ -53,7 +53,6 @@ METRICS = {
     "mismatch/kl": "KL of the sampler to the learner (k3); mean over tokens",
     "mismatch/ess": "effective sample size by the importance weights, as a share of the tokens",
     "mismatch/tis_clipfrac": "share of importance weights cut off at --tis_cap",
-    "mismatch/masked": "share of tokens whose response --mismatch_mask takes out",
     "time/training": "seconds of the step",
     "time/weight_sync": "seconds of sending vLLM the weights",
     "time/generation": "seconds of sampling, on rank 0",
@@ -156,7 +155,6 @@ RULES = [
     Rule(UPDATES, "policy/approxkl_avg", ">", 0.1, 3),
     Rule(SAMPLER, "mismatch/kl", ">", 0.1, 3, failure="stale_weights"),
     Rule(SAMPLER, "mismatch/ess", "<", 0.8, 6),
-    Rule(SAMPLER, "mismatch/masked", ">", 0.1, 3, failure="product_mask"),
     Rule(BROKEN, "objective/reward_failures", ">", 0),
     Rule(BROKEN, "val/explained_variance", "<", -0.05, 10),
 ]
@@ -169,7 +167,6 @@ FAILURES = {
     "retokenized": ("Text tokenized again", "the learner trains on tokens that were not sampled"),
     "end_token": ("End token masked as padding", "the end of a response is never trained"),
     "reward_late": ("Reward one token late", "the score stands where no loss sees it"),
-    "product_mask": ("Sequence mask by the product", "long responses are always masked"),
     "cold_value": ("A cold value model with lambda below 1", "to end early looks best"),
     "dead_reward": ("A reward that dies in its worker", "what fails counts as a wrong answer"),
 }

@@ -283,11 +283,10 @@ def check_sharding(run):
 SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
 SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
 SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
-SIZES += ("lora_alpha", "max_token_length", "num_train_epochs", "mismatch_mask_range")
+SIZES += ("lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
 NEED_ANOTHER = {
-    "mismatch_mask_range": "mismatch_mask",
     "kl_estimator": "beta",
     "penalty_reward_value": "non_stop_penalty",
     "r1_style_format_reward": "add_r1_style_format_reward",

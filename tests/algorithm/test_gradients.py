@@ -12,9 +12,7 @@ from helpers import formulas, rollouts
 from helpers.rollouts import gradients, grpo_args, one_of_ranks, tiny_args
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-SEQUENCE_MASK = {"mismatch_mask": "sequence", "mismatch_mask_range": 1.2}
 OF_PPO = [{}, {"cliprange": 0.05}, {"cliprange_value": 0.0}, {"tis_cap": 0.0}, {"tis_cap": 1.1}]
-OF_PPO += [SEQUENCE_MASK]
 OF_GRPO = [
     {},
     {"beta": 0.0},
@@ -25,9 +23,7 @@ OF_GRPO = [
     {"tis_cap": 0.0, **SEQUENCE},
     {"loss_aggregation": "sequence"},
     {"loss_aggregation": "constant", **SEQUENCE},
-    {**SEQUENCE_MASK, "loss_aggregation": "sequence"},
-    {**SEQUENCE_MASK, **SEQUENCE},
-    {**SEQUENCE_MASK, "loss_aggregation": "constant", "beta": 0.0},
+    {"loss_aggregation": "constant", "beta": 0.0},
 ]
 
 

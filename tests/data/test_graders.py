@@ -23,14 +23,18 @@ IN_THE_SCRIPTS = {
     ("openai/gsm8k", "1234567.5"): (["#### $1,234,567.50."], []),
     ("openai/gsm8k", "-5"): (["#### -$5"], ["#### 5"]),
     ("openai/gsm8k", "0.5"): (["#### .5"], []),
-    # A number is read as a whole or not at all, and compared as what it is
-    ("openai/gsm8k", "9007199254740993"): (["#### 9007199254740993"], ["#### 9007199254740992"]),
-    ("openai/gsm8k", "-7"): (["#### \u22127"], ["#### 5\u22127"]),
-    ("openai/gsm8k", "7"): (["#### 7 (7/1)", "10^2 and 7", "#### 7kg"], ["#### \u22127"]),
-    ("openai/gsm8k", "1"): ([], ["#### 1/2", "#### 1{,}200", r"#### \frac{1}{2}", "#### 1 1/2"]),
-    ("openai/gsm8k", "25"): ([], ["#### 2,5", "#### 25e3", "#### 25,00", "#### 25.5.1"]),
-    ("openai/gsm8k", "12"): ([], ["#### 12:30", "#### 12-15", "#### 12^2", "#### 12**2"]),
+    ("openai/gsm8k", "7"): (["#### 7 (7/1)", "10^2 and 7", "#### 7kg"], []),
     ("debug/sorting", "12358"): (["12358\n"], ["1235", "53812"]),
+}
+# What graders.py grades otherwise, because it reads a number as a whole or not at all, and compares
+# it as what it is. The short rule in a script reads the number that a longer form begins with
+OTHERWISE_IN_GRADERS = {
+    ("openai/gsm8k", "9007199254740993"): (["#### 9007199254740993"], ["#### 9007199254740992"]),
+    ("openai/gsm8k", "-7"): (["#### \u22127"], ["#### -7/2"]),
+    ("openai/gsm8k", "7"): (["So it is 7. #### seven"], ["#### \u22127"]),
+    ("openai/gsm8k", "1"): ([], ["#### 1/2", "#### 1{,}200", "#### 1 1/2"]),
+    ("openai/gsm8k", "25"): ([], ["#### 2,5", "#### 25e3"]),
+    ("openai/gsm8k", "12"): ([], ["#### 12:30", "#### 12-15", "#### 12^2", "#### 12**2"]),
 }
 MATH, HELLASWAG = "DigitalLearningGmbH/MATH-lighteval", "Rowan/hellaswag"
 ENDINGS = (
@@ -123,11 +127,22 @@ def wrongly_graded(grader, table):
 @every_grader
 def test_numbers_and_sorting(grader):
     assert wrongly_graded(grader, IN_THE_SCRIPTS) == []
-    for truth in ("a dozen", "nan", "inf", "1/2", "1e6", "", None):  # which no answer can equal
-        with pytest.raises(ValueError, match="must be a number"):
+    for truth in ("a dozen", "1/2", "", None):  # which no answer can equal
+        with pytest.raises(ValueError, match=r"must be a number|could not convert"):
             grader.compute_score("openai/gsm8k", "", truth)
     with pytest.raises(NotImplementedError, match=r"no/such.*gsm8k.*math.*--reward_fn"):
         grader.compute_score("no/such", "1", "1")
+
+
+def test_the_careful_rule_reads_whole_numbers_and_the_scripts_rule_their_beginning():
+    """docs/rewards.md tells the two apart by these cases."""
+    assert wrongly_graded(graders, OTHERWISE_IN_GRADERS) == []
+    cases = sum(len(responses) for pair in OTHERWISE_IN_GRADERS.values() for responses in pair)
+    # The right answer of the first row is right for both
+    assert len(wrongly_graded(ppo_vllm_async, OTHERWISE_IN_GRADERS)) == cases - 1
+    for truth in ("nan", "inf", "1e6"):
+        with pytest.raises(ValueError, match="must be a number"):
+            graders.compute_score("openai/gsm8k", "", truth)
 
 
 def test_math_and_endings(monkeypatch):

@@ -23,7 +23,6 @@ from helpers import real_vllm
 from helpers.processes import alive, wait_until
 from helpers.real_vllm import PROMPTS, differences, perturb, prompt_of, sample, sync, vllm_args
 from helpers.rollouts import STOP, VOCAB, plain
-from torch.distributions import Categorical
 
 import ppo_vllm_async as script
 
@@ -121,40 +120,6 @@ def test_kl_is_that_of_the_sampler_to_the_learner():
     logprobs = [one.log()[None, tokens] for one in (learner, sampler)]
     found = script.check_sampler(*logprobs, torch.ones(1, 10), vllm_args(dtype="bfloat16"))
     assert found == pytest.approx((sampler * (sampler / learner).log()).sum().item(), rel=1e-3)
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])  # the last is nearly sure of most tokens
-def test_tokens_that_the_policy_did_not_draw_end_the_run(scale):
-    torch.manual_seed(0)
-    policy = Categorical(logits=scale * torch.randn(64, 12, VOCAB))
-    entropies, mask = policy.entropy(), torch.ones(64, 12)
-    mask[::2, 5:] = 0
-    for _ in range(100):
-        script.check_draws(policy.log_prob(policy.sample()), entropies, mask)
-    # Tokens of another policy, as this one sees them
-    wrong = policy.log_prob(Categorical(logits=policy.logits.roll(1, dims=0)).sample())
-    with pytest.raises(RuntimeError, match="did not draw its tokens by its policy"):
-        script.check_draws(wrong, entropies, mask)
-    script.check_draws(wrong[:29], entropies[:29], mask[:29])  # too few to tell
-    few = mask * (torch.arange(64) < 29)[:, None]
-    script.check_draws(wrong * few, entropies * few, mask)
-    script.check_draws(wrong + math.nan, entropies, mask)  # which is another error's
-
-
-def test_rare_tokens_that_did_not_come_and_nine_standard_errors_end_no_run():
-    """Fewer would end right runs: at 3.5 each ends after some thousand steps."""
-    logprobs, entropies = torch.full((64, 8), math.log(0.999)), torch.full((64, 8), 0.0079)
-    # Then each response has a little more than 0, all the same: infinitely many errors
-    script.check_draws(logprobs, entropies, torch.ones(64, 8))
-    logprobs[7, 3] = math.log(0.001)  # and one that came
-    script.check_draws(logprobs, entropies, torch.ones(64, 8))
-    # With no spread there is no measure of how far below 0 a mean is
-    zeros, ones = torch.zeros(64, 1), torch.ones(64, 1)
-    script.check_draws(zeros - 1e-3, zeros, ones)
-    spread = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
-    script.check_draws(spread - 8 * spread.std() / 8, zeros, ones)
-    with pytest.raises(RuntimeError):
-        script.check_draws(spread - 10 * spread.std() / 8, zeros, ones)
 
 
 # ------------------------------------------------------------------------------------------ an end
@@ -315,6 +280,17 @@ def test_sampler_has_the_weights_that_were_synced_and_no_prefixes_of_old_ones(sy
 # ---------------------------------------------------------------------------------------- sampling
 
 
+@torch.no_grad()
+def errors_of_draws(policy, batch):
+    """How far from 0 log-probability and entropy of a response add up to, in standard errors.
+
+    Both are the policy's. Where tokens are drawn by the policy, the expected sum is 0.
+    """
+    logprobs, entropies = policy(batch.input_ids, batch.mask)
+    sums = (logprobs + entropies).sum(1)
+    return (sums.mean() / sums.std() * len(sums) ** 0.5).item()
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_temperature_is_on_both_sides_and_tokens_are_drawn_by_the_policy(system, temperature):
     responses = sample(system.vllm, PROMPTS * 32, temperature=temperature)
@@ -323,11 +299,9 @@ def test_temperature_is_on_both_sides_and_tokens_are_drawn_by_the_policy(system,
         assert found.max() < 1e-4 if learners == temperature else found.mean() > 1e-2
     batch = script.collate(responses, "cpu")
     policy = script.PolicyModel(system.model, replace(system.args, temperature=temperature))
-    with torch.no_grad():
-        script.check_draws(*policy(batch.input_ids, batch.mask), batch.mask)
-        perturb(system.model, 5)
-        with pytest.raises(RuntimeError, match="did not draw"):
-            script.check_draws(*policy(batch.input_ids, batch.mask), batch.mask)
+    assert abs(errors_of_draws(policy, batch)) < 5
+    perturb(system.model, 5)
+    assert errors_of_draws(policy, batch) < -9
 
 
 def test_response_is_a_function_of_its_prompt_and_its_seed(system):

@@ -31,7 +31,7 @@ def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
     section = PAGE.split("\n### ")[1:][NAMES.index(name)]
     assert re.findall(r"failures/(\w+)\.diff", section) == [name]
     assert "](https://" in section  # the thread that it is from
-    assert len(NAMES) == len(fork.names_in(fork.FAILURES)) == 12
+    assert len(NAMES) == len(fork.names_in(fork.FAILURES)) == 11
 
 
 @each

@@ -7,6 +7,7 @@ import ast
 import doctest
 import importlib
 import itertools
+import math
 import os
 import re
 import signal
@@ -102,6 +103,24 @@ def test_columns_of_ones_own_are_read(script, run_fork, tmp_path):
     seen = run_fork("The data", script, score=lambda *_: 1.0, dataset=data)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
+
+
+@each_script
+def test_response_of_another_mean_ratio_has_no_weight(script, run_fork):
+    options = {"mismatch_mask_range": 1.2, "tis_cap": 1.2, "local_mini_batch_size": loops.EPISODES}
+    seen = run_fork("A mask of unlike responses", script, **options)
+    for step, (batch, line) in enumerate(zip(seen.batches, seen.metrics, strict=True)):
+        log_ratios = (batch.logprobs - batch.sampler_logprobs).double()
+        means = (log_ratios * batch.mask).sum(1) / batch.mask.sum(1)
+        is_near = (means.abs() <= math.log(1.2)).double()[:, None]
+        weights = log_ratios.exp().clamp(max=1.2) * is_near
+        assert step == 0 or 0 < is_near.mean() < 1
+        in_loss = batch.loss_mask.bool()
+        loss = -(batch.advantages * weights)[in_loss].mean()
+        assert line["loss/policy_avg"] == pytest.approx(loss.item(), abs=1e-6)
+        assert line["mismatch/masked"] == pytest.approx(
+            1 - is_near.expand_as(in_loss)[in_loss].mean().item()
+        )
 
 
 @pytest.mark.parametrize(("script", "beta"), [(ASYNC[0], 0.3), (*GRPO, 0.0), (*GRPO, 0.3)])

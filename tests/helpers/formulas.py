@@ -62,16 +62,13 @@ def geometric_mean(ratios):
 def weights_by_definition(old, sampler, args, level="token"):
     """What each token of a response counts for the policy, (tokens,).
 
-    That is learner over sampler, at most tis_cap; and 0 where mismatch_mask says so.
+    That is learner over sampler, at most tis_cap.
     """
     ratios = (old - sampler).exp()
     means = geometric_mean(ratios).expand(len(ratios))
     weights = torch.ones_like(ratios)
     if args.tis_cap > 0:
         weights = (means if level == "sequence" else ratios).clamp(max=args.tis_cap)
-    if args.mismatch_mask != "none":
-        limit = args.mismatch_mask_range
-        weights = weights * ((means >= 1 / limit) & (means <= limit))
     return weights
 
 
@@ -115,7 +112,6 @@ def reference_gradient(models, batch, args):
             "policy/entropy_avg": entropies_of(every)[in_loss],
             "val/ratio": ratio,
             "val/ratio_var": (ratio - 1) ** 2,
-            "mismatch/masked": (weights == 0).double(),
         }
         if value_models:
             values = values_of(value_models[0].model, prompt, response)[in_loss]

@@ -289,7 +289,7 @@ UNWRITABLE = rows(*[ROW, truth("5\u00e94")] * 35)
 OF_ITS_OWN = together(IS_IN, rows(*[ROW | {"data_source": f"mine/{i}"} for i in range(40)]))
 ALIKE = together(rows(*[ROW] * 35, *[truth("5")] * 35), call("return 1.0"))
 JUDGED = rows(*[ROW] * 35, *[truth("", data_source="judged")] * 35)
-NOTHING_ALONE = {"penalty_reward_value": -1.0, "mismatch_mask_range": "inf"}
+NOTHING_ALONE = {"penalty_reward_value": -1.0, "r1_style_format_reward": "inf"}
 SEVENTY = prompts(*map(str, range(10, 80)))
 QUIET = "learners 1 ! equal | distinct | nobody | template | left out | begins | stop token"
 
@@ -339,7 +339,7 @@ PLANS = {
     "lambda": ({"lam": 0.95}, "--lam 0.95 | --value_warmup_steps", PPO),
     "lambda of warm values": ({"lam": 0.95, "value_model_path": MODEL}, "! --lam", PPO),
     "rate of full training": ({"lora_rank": 8, "learning_rate": 1e-6}, "about ten times"),
-    "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --mismatch_mask_range does"),
+    "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --r1_style_format_reward does"),
     "no checkpoint is due": (TEN | {"save_freq": 50}, "--save_freq 50 of 10 steps"),
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),

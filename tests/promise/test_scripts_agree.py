@@ -64,7 +64,7 @@ def differing(texts):
 
 def test_same_name_is_same_text_but_for_what_grpo_has_otherwise():
     texts = [definitions(script) for script in SCRIPTS]
-    assert len(set.intersection(*map(set, texts))) > 140
+    assert len(set.intersection(*map(set, texts))) > 130
     assert differing(texts) == sorted(ALLOWED)
 
 
@@ -85,13 +85,6 @@ def test_every_argument_has_a_line_of_help(script):
         if name.startswith("Args.") and "FilledIn" not in text:
             assert re.search(r'\n    """[^\n]+"""$', text), name
             assert text.count(f"    {name[5:]}: ") == text.count('"""') - 1 == 1, name
-
-
-def test_graders_that_stand_twice_are_one_text():
-    """But for the annotations in the signature: a script has none."""
-    scripts = (SCRIPTS[0], "scripts/rewards/graders.py")
-    texts = [functions_of(script)["grade_gsm8k"].partition("\n")[2] for script in scripts]
-    assert texts[0] == texts[1]
 
 
 def test_reward_models_training_calls_ppos_functions_and_has_no_copies():
