@@ -2158,10 +2158,11 @@ def responses_at_once(share):
 
 
 def vllm_settings(gpus, folder, max_length, args):
-    """The environment of an engine's process, and the arguments of vLLM's LLM.
+    """Return the environment of an engine's process, and the arguments of vLLM's LLM.
 
-    It starts with random weights, so that a tensor that a weight sync leaves out shows; with LoRA
-    with the checkpoint's.
+    Here are the settings without which numbers would change or an engine would not start, and a
+    few that keep it quiet. The engine starts with random weights, so that a tensor that a weight
+    sync leaves out shows; with LoRA it starts with the checkpoint's.
     """
     way = way_of_weights(gpus, args)
     # The learners' RANK, MASTER_PORT, ... are not for the engine
@@ -2169,15 +2170,11 @@ def vllm_settings(gpus, folder, max_length, args):
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is for top-k and top-p, and its import may fail
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "PYTHONSAFEPATH": "1",  # see start_reward_workers
         "TMPDIR": folder,  # vLLM leaves files there when it is killed
     }
     options = {
@@ -2191,16 +2188,11 @@ def vllm_settings(gpus, folder, max_length, args):
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enforce_eager": args.vllm_enforce_eager or not gpus,
-        "use_tqdm_on_load": False,
     }
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else range(torch.cuda.device_count())
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(devices[gpu]) for gpu in gpus)
-        # Where FlashInfer would find another CUDA's compiler, it is to take that of torch's CUDA
-        toolkit = Path(torch.__file__).parents[1] / "nvidia/cu13"
-        if shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
-            environment.setdefault("CUDA_HOME", str(toolkit))
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
@@ -2210,7 +2202,16 @@ def vllm_settings(gpus, folder, max_length, args):
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
         environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
-        # vLLM 0.32 on a CPU dies of a seeded request that it prefills in two parts
+    # For vLLM 0.32: another version may need none of these. FlashInfer's sampler is for top-k and
+    # top-p, which we do not use, and its import may fail
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if gpus:
+        # If FlashInfer would find another CUDA's compiler, it must take that of torch's CUDA
+        toolkit = Path(torch.__file__).parents[1] / "nvidia/cu13"
+        if shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
+            environment.setdefault("CUDA_HOME", str(toolkit))
+    else:
+        # On a CPU it dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
     if way == "adapter":
