@@ -290,8 +290,7 @@ def main(args):
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
     if checkpoint_dir:  # of step N: with the rollout of step N + 1, whose weights are gone
-        request = make_request(first_step, train_prompts, eval_prompts, args)
-        response_Q.put(load_rollout(state, request))
+        response_Q.put(load_rollout(state["rollout"]))
     else:
         sync_and_request(version=0, training_step=1)
 
@@ -315,7 +314,6 @@ def main(args):
         # step's rollout is known, before it writes any file. A process's first step has nothing new
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            state["policy_version"] = rollout.policy_version
             state["rollout"] = pack_rollout(rollout)  # the weights that sampled it may be gone
             with timed(metrics, "checkpoint"):
                 save_checkpoint(trained_models, run_dir, version, state, args)
@@ -2944,9 +2942,8 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
     """Return the first training step, and the values that cannot be computed from a step number.
 
     These are the seconds so far, a random part of the tracker's id, and a hash of all prompts. On
-    resume the asynchronous scripts also find the checkpoint's responses, and the version of the
-    policy that sampled them. Raise ValueError if the checkpoint belongs to a run with other
-    batches, models or prompts.
+    resume the asynchronous scripts also find the rollout of the next step, as text. Raise
+    ValueError if the checkpoint belongs to a run with other batches, models or prompts.
     """
     # With other prompts, a checkpoint's responses would be taken for answers to them
     data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
@@ -2991,7 +2988,7 @@ def save_checkpoint(trained_models, run_dir, step, state, args):
         checkpoint.save(part, checkpoint_id=path)  # if one rank fails, each raises
     if not is_rank_0():
         return
-    (folder / "state.json").write_text(json.dumps(state, default=np.ndarray.tolist))
+    (folder / "state.json").write_text(json.dumps(state))
     for name in RUN_FILES:
         if (run_dir / name).exists():
             shutil.copy(run_dir / name, folder)
@@ -3022,26 +3019,17 @@ def checkpoint_parts(trained_models, folder):
 
 
 def pack_rollout(rollout):
-    """Return a rollout for a checkpoint's state, without its prompts, which are drawn again."""
-    responses = rollout.responses + rollout.eval_responses
-    return [vars(response) | {"prompt": None} for response in responses]
+    """Return a rollout as a text, since a checkpoint's state is written as JSON."""
+    return pickle.dumps(rollout).hex()
 
 
-def load_rollout(state, request):
-    """Rebuild the rollout in a checkpoint's state, with the prompts of the request that it answers.
+def load_rollout(text):
+    """Return the rollout in a text of pack_rollout.
 
     Ranks other than 0 return an empty one, because gather_rollout joins those of all ranks.
     """
-    if not is_rank_0():
-        return Rollout(state["policy_version"], [], [], {})
-    responses = []
-    for row, prompt in zip(state["rollout"], request.prompts + request.eval_prompts, strict=True):
-        row["prompt"] = prompt
-        row["token_ids"] = np.array(row["token_ids"], np.int32)
-        row["logprobs"] = np.array(row["logprobs"], np.float32)
-        responses.append(Response(**row))
-    count = len(request.prompts)
-    return Rollout(state["policy_version"], responses[:count], responses[count:], {})
+    rollout = pickle.loads(bytes.fromhex(text))
+    return rollout if is_rank_0() else replace(rollout, responses=[], eval_responses=[])
 
 
 def list_checkpoints(run_dir):

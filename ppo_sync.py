@@ -2871,9 +2871,8 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
     """Return the first training step, and the values that cannot be computed from a step number.
 
     These are the seconds so far, a random part of the tracker's id, and a hash of all prompts. On
-    resume the asynchronous scripts also find the checkpoint's responses, and the version of the
-    policy that sampled them. Raise ValueError if the checkpoint belongs to a run with other
-    batches, models or prompts.
+    resume the asynchronous scripts also find the rollout of the next step, as text. Raise
+    ValueError if the checkpoint belongs to a run with other batches, models or prompts.
     """
     # With other prompts, a checkpoint's responses would be taken for answers to them
     data = stable_hash([vars(prompt) | {"origin": None} for prompt in prompts])
@@ -2918,7 +2917,7 @@ def save_checkpoint(trained_models, run_dir, step, state, args):
         checkpoint.save(part, checkpoint_id=path)  # if one rank fails, each raises
     if not is_rank_0():
         return
-    (folder / "state.json").write_text(json.dumps(state, default=np.ndarray.tolist))
+    (folder / "state.json").write_text(json.dumps(state))
     for name in RUN_FILES:
         if (run_dir / name).exists():
             shutil.copy(run_dir / name, folder)

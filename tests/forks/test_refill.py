@@ -69,7 +69,7 @@ def test_resumed_run_goes_on_to_the_bit_also_where_it_asks_in_vain(score, most, 
     shutil.copytree(broken.run_dir, tmp_path / "run")
     again = {"output_dir": tmp_path, "resume_from_checkpoint": "latest", "max_refill": most}
     check_equal_to_the_bit(resumed := run(score, **again), whole)
-    assert resumed.vllm.order[1:] == whole.vllm.order[whole.vllm.order.index("weights 3") :]
+    assert resumed.vllm.order == whole.vllm.order[whole.vllm.order.index("weights 3") :]
 
 
 # Groups and --max_refill: what is asked for, the batch, how many are used up
@@ -98,7 +98,6 @@ def test_batch_is_the_next_groups_with_a_signal_in_order(signals, most, module, 
     filled, changes = module.refill(None, None, sample(range(100, 104)), sample, 100, args)
     asked, batch, used = SIGNALS[signals, most]
     assert (seen[1:], filled.responses) == (asked, [r for i in batch for r in groups[i]])
-    assert changes["groups"] == [100 + i for i in batch]
     assert (changes["used"], changes["next_count"]) == (100 + used, used)
 
 
