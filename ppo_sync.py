@@ -2547,14 +2547,14 @@ def call_reward_fn(reward_fn, response):
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
         function = load_reward_fn(reward_fn)
-        call = reward_arguments(
+        arguments = reward_arguments(
             function,
             prompt.data_source,
             response.text,
             prompt.ground_truth,
             about | (prompt.extra_info or {}),
         )
-        score, metrics = read_score(function(*call.args, **call.kwargs))
+        score, metrics = read_score(function(**arguments))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -2566,32 +2566,27 @@ def call_reward_fn(reward_fn, response):
 
 
 def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
-    """How a reward function is called: inspect.BoundArguments.
+    """Return those of these arguments that a reward function takes, by name.
 
-    By keyword, with those of these names that it takes; solution_str is verl's for a response.
-    ValueError: it takes no response, or needs an argument of another name.
+    solution_str is verl's name for the response. Raise ValueError if the function takes neither.
 
     >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
-    <BoundArguments (solution_str='#### 4', ground_truth='4')>
+    {'solution_str': '#### 4', 'ground_truth': '4'}
     """
-    signature = inspect.signature(reward_fn)
-    parameters = signature.parameters
-    text = "response" if "response" in parameters else "solution_str"
     values = {
         "data_source": data_source,
-        text: response,
+        "solution_str": response,
+        "response": response,
         "ground_truth": ground_truth,
         "extra_info": extra_info,
     }
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = {name: value for name, value in values.items() if takes_all or name in parameters}
-    if text in known:
-        with contextlib.suppress(TypeError):  # it needs others, too
-            return signature.bind(**known)
-    raise ValueError(
-        f"it takes {signature}, and is given data_source, solution_str (or response), "
-        f"ground_truth and extra_info, by these names"
-    )
+    signature = inspect.signature(reward_fn)
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return values
+    if not {"solution_str", "response"} & parameters.keys():
+        raise ValueError(f"it takes {signature}, and neither solution_str nor response")
+    return {name: value for name, value in values.items() if name in parameters}
 
 
 def read_score(result):
