@@ -26,10 +26,15 @@ With --without it is a script that lacks parts, scripts/deletions/NAME.diff, in 
 """
 
 import argparse
+import atexit
+import importlib
 import itertools
 import re
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -68,6 +73,26 @@ def write_fork(name, output, is_bug=False, script=None):
     if is_bug:
         text = f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n{text}"
     output.write_text(text, "utf-8")
+
+
+def file_of(name, script=SCRIPTS[0]):
+    """A name for a fork of a script, for programs that write one.
+
+    >>> file_of("lora"), file_of("lora", "ppo_sync.py")
+    ('grpo_lora.py', 'ppo_sync_lora.py')
+    """
+    return f"{script.removesuffix('.py').replace('_vllm_async', '')}_{name}.py"
+
+
+@cache
+def import_fork(name, script=SCRIPTS[0]):
+    """A fork as a module. Processes that it starts find its file, which goes when this one ends."""
+    folder = tempfile.mkdtemp(prefix="fork_")
+    atexit.register(shutil.rmtree, folder)
+    path = Path(folder, file_of(name, script))
+    write_fork(name, path, script=script)
+    sys.path.insert(0, folder)
+    return importlib.import_module(path.stem)
 
 
 def changes_in(diff, text):

@@ -55,7 +55,7 @@ def size_of(run):
 
 
 def rank_of(run):
-    """The rank of adapters; 0: all weights are trained."""
+    """The rank of adapters, which a fork has (docs/adapters.md); 0: all weights are trained."""
     return run.args.lora_rank
 
 
@@ -440,12 +440,11 @@ def what_fits(run):
         {"micro_batch_tokens": run.max_length()},
         {"dtype": "bfloat16"},
         *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
-        {"lora_rank": rank_of(run) or 16},
         {"beta": 0},
     ]
     if run.trains_reward_model():
         changes = [changes[0], {"per_device_train_batch_size": 1}]
-    known = vars(args).keys() | vars(options).keys()  # a fork may have no adapters
+    known = vars(args).keys() | vars(options).keys()  # a fork may have fewer
     changes = [flags for flags in changes if flags.keys() <= known]
     changes = [flags for flags in changes if not flags.items() <= vars(args).items()]
     for flags in ({}, *changes, *itertools.accumulate(changes, operator.or_)):

@@ -54,6 +54,12 @@ def train(script, folder, args, flags):
     return folder / "run"
 
 
+def load_all(folder):
+    """The tensors of a folder's files."""
+    paths = sorted(folder.glob("*.safetensors"))
+    return {key: tensor for path in paths for key, tensor in load_file(path).items()}
+
+
 def values_of(folder):
     """{(file, number of the line, key): value, every digit} of what runs are compared by."""
     values = {}
@@ -62,9 +68,9 @@ def values_of(folder):
             for key, value in line.items():
                 if not key.startswith(("time/", "perf/")):
                     values[file, number, key] = json.dumps(value)
-    for path in (folder / "model").glob("*.safetensors"):
-        for key, tensor in load_file(path).items():
-            values["model", 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
+    for path in (folder / "model", folder / "adapter"):
+        for key, tensor in load_all(path).items():
+            values[path.name, 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
     return values
 
 
@@ -72,7 +78,7 @@ def compare(title, *folders):
     """Prints how an old and a new run compare, and returns whether they are equal."""
     old, new = map(values_of, folders)
     old_keys, new_keys = ({(file, key) for file, _, key in values} for values in (old, new))
-    one_sided = {(file, key) for file, key in old_keys ^ new_keys if file != "model"}
+    one_sided = {(file, key) for file, key in old_keys ^ new_keys if "." in file}
     places = [place for place in old | new if old.get(place) != new.get(place)]
     places = [place for place in places if (place[0], place[2]) not in one_sided]
     print(f"{title}: {f'{len(places)} values differ' if places else 'equal to the bit'}")
