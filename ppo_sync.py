@@ -1628,7 +1628,7 @@ def load_classifier(accelerator, path, args, trained):
     In bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    model.score.float().requires_grad_(trained)
+    model.score.float()
     return place_model(accelerator, ValueModel(model, args, is_value_model=trained), args)
 
 
