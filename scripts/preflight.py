@@ -930,8 +930,8 @@ def check_memory(run):
         for name, needed, room in sizes
         if needed > room
     )
-    helps = "no flags make room; a smaller model may, or adapters (docs/adapters.md), or GPUs for "
-    helps += "vLLM alone, if the script has --vllm_gpus"
+    helps = "no flags make room; a smaller model may, or GPUs for vLLM alone, if the script has "
+    helps += "--vllm_gpus"
     for found in plan.what_fits(run)[:1]:
         helps = f"this fits: {plan.in_flags(*found)}"
     raise Mistake(f"memory: {problem}; {helps}")

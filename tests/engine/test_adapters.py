@@ -230,7 +230,7 @@ def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
         _, options = script.vllm_settings(gpus, "folder", 77, args_for(saved_model))
         assert options["model"] == str(saved_model) and options["hf_config_path"] == "."
         assert options["max_loras"] == 2 and options["enable_lora"]
-        assert options["load_format"] == "auto" and "weight_transfer_config" not in options
+        assert not {"load_format", "weight_transfer_config"} & options.keys()
     # What vLLM can be prepared for
     for rank, most in ((1, 8), (8, 8), (9, 16), (100, 128), (512, 512)):
         _, options = script.vllm_settings((), "", 77, args_for(saved_model, lora_rank=rank))

@@ -71,7 +71,7 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
 @pytest.mark.parametrize(
     ("numbers", "num_gpus", "names"),
     [
-        ((PPO,), 1, {"micro_batch_tokens"}),
+        ((PPO,), 1, {"lora_rank"}),
         ((PPO, "8", 80), 8, {"config_file", "num_processes", "num_machines"}),
         # Both; two nodes
         ((PPO, "8", 40, "ddp.yaml", 2, 4), 4, {"lora_rank", "config_file", "micro_batch_tokens"}),
