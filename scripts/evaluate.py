@@ -375,7 +375,7 @@ def sample(script, prompts, args, options):
 
     model_path = str(options.model or options.run / "model")
     gpus = (0,) if script.torch.cuda.device_count() else ()
-    has_adapter = hasattr(args, "lora_rank")
+    has_adapter = bool(getattr(args, "lora_rank", 0))
     if has_adapter:
         # Rounded to bfloat16 the merged model would lose a part of what it learnt
         model_path = str(options.model or args.model_name_or_path)
