@@ -106,7 +106,6 @@ from accelerate.utils import (
 )
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -118,7 +117,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from transformers.utils import cached_file
 
 
 @dataclass
@@ -270,8 +268,6 @@ def main(args):
     trained_models = {"policy": (policy, optimizer), "value_model": (value_model, value_optimizer)}
 
     engine, workers = start_engine(accelerator, language_model.config, prompts, args)
-    if args.lora_rank:
-        check_adapter(engine, policy, language_model, train_prompts[0], args)
     load_checkpoint(trained_models, checkpoint_dir)
     open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
 
@@ -702,13 +698,9 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (episodes, length)."""
     all_rows = list(range(len(batch.lengths)))
-    if args.lora_rank:  # it is the policy itself, with a scale of 0 on its adapters
-        set_adapter_scale(ref_policy, 0.0)
     logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
     )
-    if args.lora_rank:
-        set_adapter_scale(ref_policy, 1.0)
     return logprobs
 
 
@@ -977,10 +969,6 @@ class Args(Algorithm):
     """sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: less memory, a third slower"""
-    lora_rank: int = 0
-    """rank of LoRA adapters (2106.09685), which train while the model is frozen; 0: no LoRA"""
-    lora_alpha: int = 32
-    """what an adapter adds to its layer is multiplied by lora_alpha / lora_rank"""
     reward_model_path: str | None = None
     """one-label classifier with the policy's tokenizer"""
     reward_model_revision: str | None = None
@@ -1159,12 +1147,6 @@ def fill_in(args, world_size):
         raise ValueError(
             f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
             f"updates ({args.num_policy_updates}); see --total_episodes, --value_warmup_steps"
-        )
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if args.lora_rank > 32 and is_hopper and "TRITON_PTXAS_PATH" not in os.environ:
-        raise ValueError(
-            f"--lora_rank {args.lora_rank}: above 32 vLLM 0.32 may be wrong on this GPU (its issue "
-            f"48590), unless TRITON_PTXAS_PATH is an assembler of CUDA 13.3 or later"
         )
     num_engines = count_engines(args)
     if not args.reward_workers:
@@ -1581,9 +1563,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
-    model.train(trained).requires_grad_(trained and not args.lora_rank)
-    if trained and args.lora_rank:
-        add_adapter(model, args)
+    model.train(trained).requires_grad_(trained)
     return model
 
 
@@ -1595,8 +1575,8 @@ def revision_of(path, args):
 
 
 def load_reference_policy(accelerator, policy, args):
-    """Collective. The policy as it was loaded; with adapters it is the policy, without them."""
-    if args.beta == 0 or args.lora_rank:
+    """Collective. The policy as it was loaded; with beta 0, which needs none, the policy itself."""
+    if args.beta == 0:
         return policy
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
     return place_model(accelerator, PolicyModel(model, args), args)
@@ -1621,7 +1601,7 @@ def load_classifier(accelerator, path, args, trained):
     In bfloat16 many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
-    model.score.float().requires_grad_(trained)
+    model.score.float()
     return place_model(accelerator, ValueModel(model, args, is_value_model=trained), args)
 
 
@@ -1687,88 +1667,6 @@ def sum_over_ranks(accelerator, gradients):
             gradient *= accelerator.num_processes
         elif accelerator.num_processes > 1:
             torch.distributed.all_reduce(gradient)
-
-
-# --------------------------------------------------------------------------------- adapters (LoRA)
-
-
-def lora_config(args):
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules="all-linear",
-        base_model_name_or_path=args.model_name_or_path,
-        revision=args.model_revision,
-        task_type="CAUSAL_LM",
-    )
-
-
-def add_adapter(model, args):
-    """Give each linear layer of a frozen model, but its head, an adapter (2106.09685).
-
-    W x becomes W x + lora_alpha / lora_rank * B A x. A is random, the same on all ranks; B is 0.
-    """
-    from peft import inject_adapter_in_model
-
-    torch.manual_seed(args.seed)
-    inject_adapter_in_model(lora_config(args), model.base_model)
-
-
-def set_adapter_scale(model, scale):
-    """Sets a factor on what adapters add: with 0 a policy is the model that was loaded.
-
-    peft's disable_adapters would clear requires_grad as well, which FSDP2 reads.
-    """
-    for module in model.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("default", scale)
-
-
-def save_adapter(weights, folder, args):
-    """Writes the adapter among the weights, {name: whole tensor}, to a folder, in peft's form."""
-    lora_config(args).save_pretrained(folder)
-    tensors = {
-        f"base_model.model.{name.replace('.default', '')}": weight
-        for name, weight in weights.items()
-        if ".lora_" in name
-    }
-    save_file(tensors, f"{folder}/adapter_model.safetensors")
-
-
-@torch.no_grad()
-def check_adapter(engine, policy, language_model, prompt, args):
-    """Collective. vLLM must apply the adapter as the learner does, else RuntimeError.
-
-    B starts at 0: an engine that ignores the adapter, or has another lora_alpha, would pass
-    check_sampler. So B is noise in here, and 0 afterwards.
-    """
-    matrices = [matrix for name, matrix in language_model.named_parameters() if "lora_B" in name]
-    for matrix in matrices:
-        # The adapter adds about a quarter of what a layer gives, for any rank and alpha.
-        # add_adapter has seeded the generator
-        matrix.normal_(std=0.5 * math.sqrt(args.lora_rank) / args.lora_alpha)
-    sync_weights(engine, language_model, -1, args)  # a version that is never trained on
-    # A rank without an engine joins the forward pass, with any response
-    responses = [Response(prompt, np.array([0]), np.array([0.0]), stopped=True)]
-    if engine.count:  # each engine samples all of them
-        responses = engine.submit(
-            sample_responses,
-            [prompt] * 8,
-            range(8),
-            args.temperature,
-            -1,
-            replace(args, response_length=16),
-        ).result()
-    batch = collate(responses, language_model.device)
-    logprobs, _ = policy(batch.input_ids, batch.mask)
-    if engine.count:
-        # The noise makes rounding larger
-        kl = check_sampler(logprobs, batch.sampler_logprobs, batch.mask, args, limit=0.02)
-        assert math.isfinite(kl), "log-probabilities with an adapter are NaN"
-    for matrix in matrices:
-        matrix.zero_()
 
 
 # ----------------------------------------------------------------------------- the head, in chunks
@@ -1839,10 +1737,7 @@ class ChunkedHead(torch.autograd.Function):
         if logprobs_grad is None:
             logprobs_grad = torch.zeros_like(entropies)
         hidden_grad = torch.empty_like(hidden)
-        # None if the head is frozen
-        head_grad = None
-        if ctx.needs_input_grad[1]:
-            head_grad = torch.zeros_like(weight, dtype=hidden.dtype)
+        head_grad = torch.zeros_like(weight, dtype=hidden.dtype)
         with in_dtype(weight, hidden.dtype) as head:
             for part in ctx.parts:
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
@@ -1857,8 +1752,7 @@ class ChunkedHead(torch.autograd.Function):
                 if ctx.soft_cap:
                     logits_grad *= 1 - (logits / ctx.soft_cap) ** 2
                 hidden_grad[part] = logits_grad @ head
-                if head_grad is not None:
-                    head_grad.addmm_(logits_grad.T, hidden[part])
+                head_grad.addmm_(logits_grad.T, hidden[part])
         return hidden_grad, head_grad, None, None
 
 
@@ -1938,20 +1832,12 @@ class VLLM:
         """Samples the Responses to this engine's share of some Prompts."""
         first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
         return self.submit(
-            sample_responses,
-            prompts[first:end],
-            seeds[first:end],
-            temperature,
-            self.policy_version,
-            self.args,
+            sample_responses, prompts[first:end], seeds[first:end], temperature, self.args
         ).result()
 
     def sync_weights(self, weights, version):
         """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
-        if self.way == "adapter":  # vLLM loads its folder with the first request that names it
-            shutil.rmtree(f"{self.folder}/version_{self.policy_version}", ignore_errors=True)
-            save_adapter(dict(weights), f"{self.folder}/version_{version}", self.args)
-        elif self.way == "pipe":
+        if self.way == "pipe":
             for named_weight in weights:
                 # Pickled here, because the executor's own pickler would move the learner's
                 # parameter to shared memory. One at a time, because each queued one is a copy
@@ -2011,13 +1897,10 @@ class VLLM:
 def way_of_weights(gpus, args):
     """How weights get to an engine: by the name of the way.
 
-    adapter: a folder of LoRA's files, since vLLM has the checkpoint's weights
     pipe:    without a GPU: copies, through the pipe to vLLM's process
     ipc:     on a shared GPU: handles of the learner's memory
     nccl:    to vLLM's own GPUs: the numbers
     """
-    if args.lora_rank:
-        return "adapter"
     if not gpus:
         return "pipe"
     return "nccl" if args.vllm_gpus else "ipc"
@@ -2040,11 +1923,9 @@ def in_messages(weights, num_bytes=2**28):
 
 
 def gather_weights(model, args):
-    """Yield (name, whole tensor) of a policy's weights, or only of its adapters. Collective."""
+    """Yield (name, whole tensor) of a policy's weights. Collective."""
     # On a CPU vLLM has its own copy of a tied head, so it is also sent under the head's name
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
-        if args.lora_rank and not parameter.requires_grad:
-            continue
         # This is the same tensor, except for modules that a model keeps in float32
         weight = parameter.detach().to(getattr(torch, args.dtype))
         if isinstance(weight, DTensor):  # under FSDP2 the ranks exchange their parts
@@ -2073,18 +1954,17 @@ def gather_rollout(share, cpu_group):
     return rollout
 
 
-def check_sampler(logprobs, sampler_logprobs, mask, args, limit=0.015):
+def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
     All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
-    `limit` (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
+    0.015 (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
     it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
     finds it, and saves the batch. Returns the KL.
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
-    if args.dtype == "float32":
-        limit = 1e-4  # vLLM's kernels on a GPU may use TF32
-    limit /= min(1.0, args.temperature)
+    # In float32 vLLM's kernels on a GPU may use TF32
+    limit = (1e-4 if args.dtype == "float32" else 0.015) / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
             f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
@@ -2116,9 +1996,8 @@ def vllm_settings(gpus, folder, max_length, args):
 
     Here are the settings without which numbers would change or an engine would not start, and a
     few that keep it quiet. The engine starts with random weights, so that a tensor that a weight
-    sync leaves out shows; with LoRA it starts with the checkpoint's.
+    sync leaves out shows.
     """
-    way = way_of_weights(gpus, args)
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     environment = {
@@ -2150,8 +2029,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        if way != "adapter":
-            options["weight_transfer_config"] = {"backend": way}
+        options["weight_transfer_config"] = {"backend": way_of_weights(gpus, args)}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
@@ -2168,18 +2046,6 @@ def vllm_settings(gpus, folder, max_length, args):
         # On a CPU it dies of a seeded request that it prefills in two parts
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(8192, max_length)
-    if way == "adapter":
-        # The checkpoint's weights, by our config: load_model may have untied the head
-        file = cached_file(args.model_name_or_path, "config.json", revision=args.model_revision)
-        options |= {
-            "model": str(Path(file).parent.absolute()),
-            "load_format": "auto",
-            "hf_config_path": ".",
-            "enable_lora": True,
-            # The next power of two: vLLM takes those from 8 to 512
-            "max_lora_rank": 2 ** math.ceil(math.log2(max(8, args.lora_rank))),
-            "max_loras": 2,  # the last version's, and this one's
-        }
     return environment, options
 
 
@@ -2299,13 +2165,9 @@ def reload_weights():
     received.clear()
 
 
-def sample_responses(prompts, seeds, temperature, version, args):
-    """Samples a Response to each Prompt, each with its seed.
-
-    version: of the policy, whose adapter, if any, is in the folder version_<version>.
-    """
+def sample_responses(prompts, seeds, temperature, args):
+    """Samples a Response to each Prompt, each with its seed."""
     from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
 
     inputs = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
     sampling = [
@@ -2321,11 +2183,7 @@ def sample_responses(prompts, seeds, temperature, version, args):
         )
         for seed in seeds
     ]
-    adapter = None
-    if args.lora_rank:
-        # A name, an id from 1 on (versions start at check_adapter's -1), and a folder
-        adapter = LoRARequest(f"version_{version}", version + 2, f"version_{version}")
-    outputs = llm.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
     responses = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
@@ -2807,21 +2665,11 @@ def run_program(name, run_dir, *options):
 def save_model(accelerator, model, tokenizer, path, args):
     """Collective. Writes a model and its tokenizer in Hugging Face format.
 
-    The generation config is the model's, with the run's end tokens. An adapter is written to a
-    folder beside it, and merged into the model in float32: bfloat16 would round small changes away.
+    The generation config is the model's, with the run's end tokens.
     """
     weights = accelerator.get_state_dict(model)  # gathered under FSDP2
     if not is_rank_0():
         return
-    if args.lora_rank:
-        from peft import PeftModel
-
-        folder = path.with_name("adapter")
-        save_adapter(weights, folder, args)
-        # The base, rounded to args.dtype as in training
-        base = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
-        model = PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
-        weights = model.state_dict()
     generation_config = model.generation_config
     generation_config.eos_token_id = list(args.stop_token_ids)
     # transformers refuses to save some that models come with (a temperature without do_sample): it
@@ -2849,8 +2697,6 @@ MUST_AGREE = (
     "reward_model_path",
     "reward_model_revision",
     "value_model_path",
-    "lora_rank",
-    "lora_alpha",
     "episodes_per_step",
     "number_samples_per_prompt",
     "mini_batch_size",
@@ -2967,7 +2813,7 @@ def remove_checkpoints(checkpoints):
 
 def rewind_run(run_dir, checkpoint_dir):
     """Take a run's files back to a checkpoint, or to the start, and remove what is newer."""
-    for name in ("checkpoints/unfinished", "model", "adapter"):
+    for name in ("checkpoints/unfinished", "model"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in RUN_FILES:
         (run_dir / name).unlink(missing_ok=True)

@@ -48,6 +48,7 @@ from pathlib import Path
 
 import pandas
 import paths
+from fork import import_fork
 from run_files import is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,9 +220,10 @@ def load_script(run_dir):
     """The script that made a run, as a module.
 
     Where it has changed since, that one; where it is gone, or asks vLLM otherwise than we do here,
-    one of ours. Either is said.
+    one of ours, for a run with adapters the fork lora. Either is said.
     """
-    made = read_args(run_dir).get("provenance", {})
+    saved = read_args(run_dir)
+    made = saved.get("provenance", {})
     named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
     places = [*named, *(ROOT / path.name for path in named), ROOT / "grpo_vllm_async.py"]
 
@@ -239,6 +241,8 @@ def load_script(run_dir):
 
     if signatures(script) != signatures(ours):
         script, trouble = ours, "asks vLLM otherwise"
+    if saved.get("lora_rank") and not hasattr(script.Args, "lora_rank"):
+        script, trouble = import_fork("lora"), "is not here as it was"
     if trouble:
         place = f"{script.__file__} takes its place"
         print(f"Warning: the script that made {run_dir} {trouble}; {place}")
@@ -371,13 +375,15 @@ def sample(script, prompts, args, options):
 
     model_path = str(options.model or options.run / "model")
     gpus = (0,) if script.torch.cuda.device_count() else ()
-    if options.model:
-        args = replace(args, lora_rank=0)
-    elif args.lora_rank:  # rounded to bfloat16 the merged model would lose a part of what it learnt
-        model_path = args.model_name_or_path
+    has_adapter = bool(getattr(args, "lora_rank", 0))
+    if has_adapter:
+        # Rounded to bfloat16 the merged model would lose a part of what it learnt
+        model_path = str(options.model or args.model_name_or_path)
+        args = replace(args, model_name_or_path=model_path)  # vLLM loads it from there
     # Only its weights are needed, which vLLM gets one by one: on a GPU there is never a second copy
     weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
-    model = script.load_model(script.AutoModelForCausalLM, model_path, weights_alone, trained=False)
+    policy_class = script.AutoModelForCausalLM
+    model = script.load_model(policy_class, model_path, weights_alone, trained=has_adapter)
     repeated = [prompt for prompt in prompts for _ in range(options.samples)]
     places = (divmod(number, options.samples) for number in range(len(repeated)))
     seeds = [script.stable_hash(args.seed, "evaluation", *place) for place in places]
@@ -388,7 +394,9 @@ def sample(script, prompts, args, options):
     # As the scripts send them: a tied head as well on a CPU, once on a GPU
     parameters = model.named_parameters(remove_duplicate=bool(gpus))
     weights = ((name, weight.data.to(device)) for name, weight in parameters)
-    if args.lora_rank:  # then vLLM has the model
+    if has_adapter and options.model:  # another model gets an adapter of zeros
+        weights = script.gather_weights(model, args)
+    elif has_adapter:
         items = load_file(options.run / "adapter/adapter_model.safetensors").items()
         weights = ((name.removeprefix("base_model.model."), weight) for name, weight in items)
     vllm.sync_weights(weights, 0)

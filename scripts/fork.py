@@ -3,7 +3,11 @@
     python scripts/fork.py inflight grpo_inflight.py
 
 docs/forks.md says what each changes. The new file runs where it lies, as any copy of a script does
-(docs/fork.md). After a change of yours, this makes the diff again:
+(docs/fork.md). The fork lora (docs/adapters.md) fits each of the three scripts:
+
+    python scripts/fork.py lora ppo_lora.py --script ppo_vllm_async.py
+
+After a change of yours, this makes the diff again:
 
     git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
 
@@ -18,19 +22,26 @@ The first line of the new file says so.
 With --without it is a script that lacks parts, scripts/deletions/NAME.diff, in any number
 (docs/fork.md).
 
-    python scripts/fork.py --without adapters,fsdp2,placement,resume grpo_small.py
+    python scripts/fork.py --without fsdp2,placement,resume grpo_small.py
 """
 
 import argparse
+import atexit
+import importlib
 import itertools
 import re
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/failures"
 DELETIONS = REPO / "scripts/deletions"
+SCRIPTS = ("grpo_vllm_async.py", "ppo_vllm_async.py", "ppo_sync.py")
+FIT_ALL = ("lora",)  # forks of each of the SCRIPTS, by one diff
 
 
 def names_in(folder):
@@ -52,13 +63,36 @@ def refuse_old(output):
         raise SystemExit(f"{output} exists; move it away, or choose another name")
 
 
-def write_fork(name, output, is_bug=False):
-    """Writes a fork, or a script with a bug, to a file, which must not exist yet."""
+def write_fork(name, output, is_bug=False, script=None):
+    """Writes a fork, or a script with a bug, to a file, which must not exist yet.
+
+    script: None: the one that the diff is against.
+    """
     refuse_old(output)
-    text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"])
+    text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"], script=script)
     if is_bug:
         text = f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n{text}"
     output.write_text(text, "utf-8")
+
+
+def file_of(name, script=SCRIPTS[0]):
+    """A name for a fork of a script, for programs that write one.
+
+    >>> file_of("lora"), file_of("lora", "ppo_sync.py")
+    ('grpo_lora.py', 'ppo_sync_lora.py')
+    """
+    return f"{script.removesuffix('.py').replace('_vllm_async', '')}_{name}.py"
+
+
+@cache
+def import_fork(name, script=SCRIPTS[0]):
+    """A fork as a module. Processes that it starts find its file, which goes when this one ends."""
+    folder = tempfile.mkdtemp(prefix="fork_")
+    atexit.register(shutil.rmtree, folder)
+    path = Path(folder, file_of(name, script))
+    write_fork(name, path, script=script)
+    sys.path.insert(0, folder)
+    return importlib.import_module(path.stem)
 
 
 def changes_in(diff, text):
@@ -87,13 +121,13 @@ def changes_in(diff, text):
     return changes
 
 
-def apply_diffs(paths, text=None):
+def apply_diffs(paths, text=None, script=None):
     """The script with the changes of diffs. What one rewrites and another one takes out is out.
 
-    text: None: the script that they are against, as it is now.
+    script: None: the one that they are against; text: of the script, None: as it is now.
     """
     diffs = {path: path.read_text("utf-8") for path in paths}
-    (base,) = {base_of(diff) for diff in diffs.values()}
+    (base,) = {script} if script else {base_of(diff) for diff in diffs.values()}
     if text is None:
         text = (REPO / base).read_text("utf-8")
     changes = []
@@ -140,9 +174,16 @@ def main():
         help=f"in place of a fork, with a comma between: {', '.join(parts)}",
     )
     parser.add_argument("output", type=Path, help="the file to write")
+    parser.add_argument(
+        "--script",
+        choices=SCRIPTS,
+        help=f"of which script the fork is; only for {', '.join(FIT_ALL)}",
+    )
     args = parser.parse_args()
     if [args.name, args.bug, args.without].count(None) != 2:
         parser.error("name a fork, or with --bug a bug, or parts, and the file to write")
+    if args.script and args.name not in FIT_ALL:
+        parser.error(f"--script: only {', '.join(FIT_ALL)} fits more than one script")
     output = args.output.expanduser()
     if args.without:
         if unknown := {*args.without} - {*parts}:
@@ -150,7 +191,7 @@ def main():
         refuse_old(output)
         output.write_text(leave_out(args.without), "utf-8")
     else:
-        write_fork(args.name or args.bug, output, is_bug=bool(args.bug))
+        write_fork(args.name or args.bug, output, is_bug=bool(args.bug), script=args.script)
     print(f"wrote {args.output}")
 
 

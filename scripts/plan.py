@@ -15,12 +15,14 @@ The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N rank
 Hours are arithmetic, too: FLOPs of the learners, and bytes that vLLM reads for each token.
 """
 
+import copy
 import itertools
 import math
 import operator
 from dataclasses import replace
 
 import torch
+from fork import SCRIPTS
 
 GIB = 2**30
 SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts, but is slow
@@ -55,7 +57,7 @@ def size_of(run):
 
 
 def rank_of(run):
-    """The rank of adapters; 0: all weights are trained."""
+    """The rank of adapters, which a fork has (docs/adapters.md); 0: all weights are trained."""
     return run.args.lora_rank
 
 
@@ -388,7 +390,8 @@ def hours(run):
 def with_changes(run, flags):
     """The same run with other flags, of the script or of the launch."""
     launch = {name: flags[name] for name in flags if hasattr(run.options, name)}
-    args = replace(run.args, **{name: flags[name] for name in flags if name not in launch})
+    args = copy.copy(run.args)
+    vars(args).update({name: flags[name] for name in flags if name not in launch})
     if "config_file" in launch:
         launch["variables"] = run.options.variables | {"ACCELERATE_USE_FSDP": "true"}
     return replace(run, args=args, options=replace(run.options, **launch))
@@ -440,12 +443,13 @@ def what_fits(run):
         {"micro_batch_tokens": run.max_length()},
         {"dtype": "bfloat16"},
         *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
-        {"lora_rank": rank_of(run) or 16},
+        # A fork of the script has it; asked for it, the preflight says how that is written
+        *([{"lora_rank": 16}] if f"{run.script.__name__}.py" in SCRIPTS else []),
         {"beta": 0},
     ]
     if run.trains_reward_model():
         changes = [changes[0], {"per_device_train_batch_size": 1}]
-    known = vars(args).keys() | vars(options).keys()  # a fork may have no adapters
+    known = {*vars(args), *vars(options), "lora_rank"}  # a fork may have fewer
     changes = [flags for flags in changes if flags.keys() <= known]
     changes = [flags for flags in changes if not flags.items() <= vars(args).items()]
     for flags in ({}, *changes, *itertools.accumulate(changes, operator.or_)):

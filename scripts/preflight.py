@@ -43,6 +43,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import fork
 import huggingface_hub
 import odd_data
 import paths
@@ -111,8 +112,8 @@ class Options:
         return self.num_gpus > here or (self.has_gpus() and not here)
 
 
-# Options that a script may lack, such as a copy without adapters (docs/fork.md, "What can be
-# deleted"), and values with which it does what a script without them does
+# Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
+# is without (docs/fork.md, "What can be deleted"). And values that are the same as to lack them
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
 ABSENT["resume_from_checkpoint"] = None
@@ -283,7 +284,7 @@ def check_sharding(run):
 SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
 SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
 SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
-SIZES += ("lora_alpha", "max_token_length", "num_train_epochs")
+SIZES += ("lora_rank", "lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
 NEED_ANOTHER = {
@@ -336,13 +337,30 @@ def check_arguments(run):
             f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
             f"(--value_warmup_steps), or all responses become short"
         )
-    if args.lora_rank and options.has_gpus() and args.dtype == "float32":
+    if args.lora_rank:
+        check_adapters(run)
+
+
+def check_adapters(run):
+    """Refuses what vLLM's adapters cannot do on a GPU. Notes a learning rate of full training."""
+    args, options = run.args, run.options
+    if options.has_gpus() and args.dtype == "float32":
         raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
-    if args.lora_rank and args.learning_rate <= 1e-6:
+    if args.learning_rate <= 1e-6:
         run.notes.append(
             f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
             f"that of full training"
         )
+    if args.lora_rank <= 32 or not options.has_gpus() or "TRITON_PTXAS_PATH" in options.variables:
+        return
+    limit = (
+        f"--lora_rank {args.lora_rank}: above 32 vLLM 0.32 may be wrong on an H100 or H200 (its "
+        f"issue 48590), unless TRITON_PTXAS_PATH is an assembler of CUDA 13.3 or later"
+    )
+    if options.is_elsewhere():
+        run.notes.append(limit)
+    elif torch.cuda.get_device_capability() == (9, 0):
+        raise Mistake(limit)
 
 
 # -------------------------------------------------------------------------------- tokenizer, data
@@ -481,9 +499,8 @@ def load_model(run, auto_class, path, trained, **config_options):
         return model, report
 
     without_weights = SimpleNamespace(from_pretrained=build)
-    with mock.patch.object(script, auto_class.__name__, without_weights):
-        args = copy.copy(args)
-        args.lora_rank = 0  # the script adds no adapters
+    no_adapter = mock.patch.object(script, "add_adapter", lambda *_: None, create=True)
+    with mock.patch.object(script, auto_class.__name__, without_weights), no_adapter:
         return script.load_model(without_weights, path, args, trained, **config_options)
 
 
@@ -1106,6 +1123,12 @@ def main(words):
         if split == len(words):
             raise Mistake("which script? It is preflight.py [OPTIONS] script.py FLAGS...")
         script = load_script(words[split])
+        name, flags = Path(words[split]).name, " ".join(words[split:])
+        if name in fork.SCRIPTS and re.search(" --lora[-_]", flags):
+            raise Mistake(
+                f"--lora_rank: {name} has no adapters; this writes its fork, which has: python "
+                f"scripts/fork.py lora {fork.file_of('lora', name)} --script {name}"
+            )
         read_config_file(options)
     except Mistake as error:
         print(one_line(error), file=sys.stderr)

@@ -26,7 +26,6 @@ A fault in a function: monkeypatch; in a run: a function of run_with_fault.py, b
 A new test: break what it tests once, and see it fail.
 """
 
-import importlib
 import os
 import shutil
 import signal
@@ -37,7 +36,7 @@ import time
 
 import pytest
 import torch
-from helpers import REPO
+from helpers import LORA, REPO
 from helpers.processes import end, environment, finish, flags_of
 from helpers.runs import VLLM_OPTIONS
 from helpers.zygote import Zygote, forked_engines
@@ -90,22 +89,17 @@ def git():
 
 
 @pytest.fixture(scope="session")
-def import_fork(tmp_path_factory):
+def import_fork():
     """import_fork("refill"): the module grpo_refill, which vLLM's process finds, too."""
     import fork
 
-    folder = tmp_path_factory.mktemp("forks")
+    return fork.import_fork
 
-    def load(name):
-        path = folder / f"grpo_{name}.py"
-        if not path.exists():
-            fork.write_fork(name, path)
-        importlib.invalidate_caches()
-        return importlib.import_module(path.stem)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield load
+@pytest.fixture(scope="session")
+def lora_forks(import_fork):
+    """{file name: module}, of the fork lora of each script. run_main finds them by these names."""
+    return {name: import_fork("lora", script) for name, script in LORA.items()}
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
+import fork
 import plan
 import preflight
 import torch
@@ -63,8 +64,11 @@ def models_of(size):
 
 
 def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank=0):
-    """A Run of the model of this size, in billions; learners and vllm_gpus are those of a node."""
-    script = importlib.import_module(name)
+    """A Run of the model of this size, in billions; learners and vllm_gpus are those of a node.
+
+    rank: of adapters, which the script's fork has; 0: all weights are trained.
+    """
+    script = fork.import_fork("lora", f"{name}.py") if rank else importlib.import_module(name)
     options = preflight.Options(
         config_file=str(Path(__file__).parents[1] / "accelerate" / file),
         num_processes=learners * nodes,
@@ -77,7 +81,7 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
         micro_batch_tokens=4096,
         vllm_gpus=vllm_gpus,
         vllm_gpu_memory_utilization=0.9 if vllm_gpus else 0.3,
-        lora_rank=rank,
+        **({"lora_rank": rank} if rank else {}),
     )
     model, value_model = models_of(size)
     return Run(script, options, args, model=model, value_model=value_model)

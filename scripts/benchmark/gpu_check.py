@@ -17,8 +17,9 @@ step_...      four steps of a script at 0.6 B (the shape of Qwen3) or 1.5 B (Qwe
 sync_...      how far vLLM's log-probabilities are from the learner's after each weight sync (IPC),
               and how long it takes. --no-async_mode, so that both have the same weights
 learn_grpo    the debug command: held-out prompts answered right, before and after
-adapters_...  as sync, with adapters, which need bfloat16; at rank 64 with prompts of 1,000 tokens,
-              where vLLM 0.32's kernel for compute capability 9.0 may be wrong (vllm issue 48590)
+adapters_...  as sync, by the fork lora, which needs bfloat16; at rank 64 with prompts of 1,000
+              tokens, where vLLM 0.32's kernel for compute capability 9.0 may be wrong (its issue
+              48590)
 
 vLLM shares the GPU with the learner, and each of its starts takes a minute. A part takes ten
 minutes at most. One that fails has an "error" in its line; the others still run, and the exit
@@ -50,6 +51,9 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import fork
 import run as benchmark
 import torch
 from run import REPO, debug_command, flags_of, rounded
@@ -255,9 +259,14 @@ def check_attention():
 
 
 def check_sync(script, dtype, environment=None, **options):
-    """Figures of each step."""
+    """Figures of each step. With a lora_rank they are of the script's fork."""
     defaults = {"dtype": dtype, "async_mode": False, "learning_rate": 1e-4}
-    steps = run(short_command(script, 5, **defaults | options), **environment or {})
+    command = short_command(script, 5, **defaults | options)
+    with tempfile.TemporaryDirectory() as folder:
+        if "lora_rank" in options:
+            command[0] = Path(folder, fork.file_of("lora", script))
+            fork.write_fork("lora", command[0], script=script)
+        steps = run(command, **environment or {})
     figures = {"vllm/model_runner": steps[0].get("vllm/model_runner")}
     for metric in ("mismatch/logprob_diff_mean", "mismatch/kl"):
         figures[metric] = [rounded(step.get(metric)) for step in steps]
@@ -290,7 +299,7 @@ def check_learning(name):
 def check_long_prompts():
     """check_sync with adapters of rank 64 and prompts of 1,000 tokens; check_adapter reads one.
 
-    The script refuses this rank on compute capability 9.0 but with an assembler of CUDA 13.3 or
+    The preflight refuses this rank on compute capability 9.0 but with an assembler of CUDA 13.3 or
     later, as Triton has one for newer GPUs.
     """
     environment = {}

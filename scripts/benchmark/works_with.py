@@ -6,14 +6,18 @@
 
 A model of a kind is tiny and random. GRPO trains it without asynchrony, so in each step
 vLLM has sampled with the weights that the learner reads. A cell is the largest KL of the sampler to
-the learner in a step, with all weights or with adapters, or why the run ended.
+the learner in a step, with all weights or with adapters (the fork lora), or why the run ended.
 """
 
 import argparse
 import re
+import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import fork
 import run as benchmark
 import transformers
 from transformers import AutoConfig, AutoTokenizer
@@ -62,8 +66,12 @@ def cell_of(model, **options):
     flags |= {"async_mode": False, "response_length": 8, "num_evals": 0}
     flags |= {"total_episodes": 96, "local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
     flags |= {"local_mini_batch_size": 32, "learning_rate": 1e-3}
-    words = ["grpo_vllm_async.py", *benchmark.flags_of(flags | options)]
     with tempfile.TemporaryDirectory() as folder:
+        script = "grpo_vllm_async.py"
+        if "lora_rank" in options:
+            script = Path(folder, fork.file_of("lora"))
+            fork.write_fork("lora", script)
+        words = [script, *benchmark.flags_of(flags | options)]
         try:
             steps, _ = benchmark.run(words, folder)
         except SystemExit as error:

@@ -4,6 +4,7 @@
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT --resume     and resumed halfway, too
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT --ranks 2    two ranks, by DDP; or --fsdp2
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT --scripts ppo_sync.py --beta 0.1
+    .venv/bin/python scripts/dev/bits.py OLD_COMMIT --fork lora --lora_rank 8    the fork of each
 
 After a change that must not alter results, this shows that it does not. Each script trains the
 debug model on a CPU in float32, with vLLM itself and the same flags on both sides; further flags go
@@ -23,8 +24,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmark"))
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("benchmark", "")]
 
+import fork
 from run import REPO, read_lines, run
 from safetensors.torch import load_file
 
@@ -52,6 +54,12 @@ def train(script, folder, args, flags):
     return folder / "run"
 
 
+def load_all(folder):
+    """The tensors of a folder's files."""
+    paths = sorted(folder.glob("*.safetensors"))
+    return {key: tensor for path in paths for key, tensor in load_file(path).items()}
+
+
 def values_of(folder):
     """{(file, number of the line, key): value, every digit} of what runs are compared by."""
     values = {}
@@ -60,9 +68,9 @@ def values_of(folder):
             for key, value in line.items():
                 if not key.startswith(("time/", "perf/")):
                     values[file, number, key] = json.dumps(value)
-    for path in (folder / "model").glob("*.safetensors"):
-        for key, tensor in load_file(path).items():
-            values["model", 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
+    for path in (folder / "model", folder / "adapter"):
+        for key, tensor in load_all(path).items():
+            values[path.name, 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
     return values
 
 
@@ -70,7 +78,7 @@ def compare(title, *folders):
     """Prints how an old and a new run compare, and returns whether they are equal."""
     old, new = map(values_of, folders)
     old_keys, new_keys = ({(file, key) for file, _, key in values} for values in (old, new))
-    one_sided = {(file, key) for file, key in old_keys ^ new_keys if file != "model"}
+    one_sided = {(file, key) for file, key in old_keys ^ new_keys if "." in file}
     places = [place for place in old | new if old.get(place) != new.get(place)]
     places = [place for place in places if (place[0], place[2]) not in one_sided]
     print(f"{title}: {f'{len(places)} values differ' if places else 'equal to the bit'}")
@@ -84,15 +92,28 @@ def compare(title, *folders):
     return not places
 
 
+def text_at(commit, name):
+    """A file's text at a commit; "" if it was not there yet."""
+    command = ["git", "show", f"{commit}:./{name}"]
+    return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8").stdout
+
+
 def compare_script(name, folder, args, flags):
     """Runs a script as it was and as it is, at the same time; returns whether all are equal."""
-    old = subprocess.check_output(["git", "show", f"{args.old_commit}:./{name}"], cwd=REPO)
+    old, new = text_at(args.old_commit, name), (REPO / name).read_text("utf-8")
+    if args.fork:
+        path = fork.FORKS / f"{args.fork}.diff"
+        new = fork.apply_diffs([path], script=name)
+        # At a commit without this fork the script has the fork's flags itself
+        if diff := text_at(args.old_commit, path.relative_to(REPO)):
+            (folder / path.name).write_text(diff, "utf-8")
+            old = fork.apply_diffs([folder / path.name], old, name)
     if args.resume:
         flags = [*flags, "--save_freq", str(args.steps // 2)]
     folders, threads = [folder / name / side for side in ("old", "new")], ThreadPoolExecutor()
-    for path, text in zip(folders, (old, (REPO / name).read_bytes()), strict=True):
+    for path, text in zip(folders, (old, new), strict=True):
         path.mkdir(parents=True)
-        (path / name).write_bytes(text)
+        (path / name).write_text(text, "utf-8")
     runs = [*threads.map(lambda path: train(path / name, path, args, flags), folders)]
     is_equal = compare(name, *runs)
     if args.resume:
@@ -114,6 +135,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
     parser.add_argument("--fsdp2", action="store_true", help="two ranks, which shard their models")
     parser.add_argument("--resume", action="store_true", help="also resume the new run halfway")
+    parser.add_argument("--fork", choices=fork.FIT_ALL, help="compare this fork of each script")
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS, help="which ones to compare")
     args, flags = parser.parse_known_args()
     args.ranks = 2 if args.fsdp2 else args.ranks

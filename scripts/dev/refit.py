@@ -11,7 +11,6 @@ you can edit the page. The exit status is 1 while something is left to do.
 """
 
 import contextlib
-import itertools
 import re
 import subprocess
 import sys
@@ -59,13 +58,18 @@ def refit(path, commits, folder):
         raise ValueError(f"edit {conflict}, which has conflicts, and run this again")
     conflict.unlink()
     head = before.partition("@@ ")[0]
-    # Of lines around a change so many that its place is the only one
-    for context in itertools.count(1 if path.parent == fork.DELETIONS else 3):
+    # Of lines around a change so many that its place is the only one, in each script that it fits
+    scripts = fork.SCRIPTS if path.stem in fork.FIT_ALL else [script.name]
+    is_short = path.parent == fork.DELETIONS or len(scripts) > 1
+    for context in range(1 if is_short else 3, 20):
         diff = git("diff", "--no-index", f"-U{context}", script, forked)
         path.write_text(head + "".join(diff.partition("@@ ")[1:]), "utf-8")
         with contextlib.suppress(SystemExit):
-            fork.apply_diffs([path])
+            for name in scripts:
+                fork.apply_diffs([path], script=name)
             break
+    else:
+        raise ValueError(f"{path} fits {script.name}, but not all of {', '.join(scripts)}")
     if path.read_text("utf-8") != before:
         print(f"made again: {path.relative_to(fork.REPO)}")
 

@@ -1,4 +1,4 @@
-"""Adapters (--lora_rank): what is trained, what is served, what is saved.
+"""Adapters, the fork lora: what is trained, what is served, what is saved.
 
 Models first, then main() with a stub of vLLM, then vLLM itself. Resuming is in test_resume.py, and
 what ranks make together in test_fsdp2.py.
@@ -10,19 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import fork
 import pytest
 import torch
-from helpers import ASYNC, PPO, SCRIPTS, hooks, loops, rollouts
+from helpers import LORA, hooks, loops, rollouts
 from helpers.processes import CPU
-from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, sync, vllm_args
+from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, vllm_args
 from helpers.rollouts import make_noise
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import ppo_vllm_async as script
+import ppo_vllm_async
 
+script = fork.import_fork("lora", "ppo_vllm_async.py")
+FORKS = [*LORA]
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LOST = "off the learner's"
 # Heads of 32 numbers, which vLLM takes on a CPU; and rounding stays small
@@ -42,7 +45,7 @@ def saved_model(request, tmp_path):
 
 def args_for(path, **changes):
     options = {"model_name_or_path": str(path), "lora_rank": 3, "lora_alpha": 5}
-    return vllm_args(**options | changes)
+    return vllm_args(script, **options | changes)
 
 
 def load(path, args, trained=True):
@@ -106,6 +109,15 @@ def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_mo
     assert not any(p.requires_grad for p in judge.parameters()) and not adapter_of(judge)
 
 
+def test_no_gradient_of_the_frozen_head_is_made(monkeypatch):
+    """It would take the memory of a vocabulary."""
+    hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4).bfloat16()
+    logprobs, _ = script.ChunkedHead.apply(hidden, head, torch.arange(5), None)
+    monkeypatch.setattr(torch, "zeros_like", lambda *_, **__: pytest.fail("it was made"))
+    logprobs.sum().backward()
+    assert hidden.grad.any()
+
+
 # ------------------------------------------------------------------------------------------- saved
 
 
@@ -147,11 +159,11 @@ def test_saved_model_is_merged_once_in_float32(saved_model, accelerator, assets,
 # -------------------------------------------------------------------------- main(), a stub of vLLM
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", FORKS)
 def test_reference_is_the_policy_without_its_adapter_and_the_rest_is_in_no_checkpoint(
-    name, run_main, monkeypatch
+    name, run_main, lora_forks, monkeypatch
 ):
-    module, loaded = __import__(name.removesuffix(".py")), []
+    module, loaded = lora_forks[name], []
 
     def note(given):
         loaded.append(given["trained"])
@@ -160,19 +172,19 @@ def test_reference_is_the_policy_without_its_adapter_and_the_rest_is_in_no_check
         hooks.before(module, "load_model", note, put=patch.setattr)
         run = run_main(name, lora_rank=4, save_freq=1)
     # The stub's policy and the learner's, the value model, and the model that is merged at the end
-    assert loaded == [True, True, True, False] if name in PPO else [True, True, False]
+    assert loaded == [True, True, True, False] if "ppo" in name else [True, True, False]
     lines = [line["objective/kl"] for line in run.metrics]
     assert abs(lines[0]) < 1e-6 < abs(lines[1])
     first, *_, last = run.batches
     torch.testing.assert_close(first.ref_logprobs, first.logprobs, rtol=0, atol=1e-5)
-    base = load("debug_assets/model", vllm_args(), trained=False)
+    base = load("debug_assets/model", vllm_args(script), trained=False)
     args = module.Args(dtype="float32", temperature=1.3)
     with torch.no_grad():
         expected, _ = module.PolicyModel(base, args)(last.input_ids, last.mask)
     torch.testing.assert_close(last.ref_logprobs, expected, rtol=0, atol=1e-4)
     assert (last.logprobs - expected).abs().max() > 1e-3
 
-    for model in ("policy", "value_model") if name in PPO else ("policy",):
+    for model in ("policy", "value_model") if "ppo" in name else ("policy",):
         reader = FileSystemReader(run.run_dir / "checkpoints" / "step_2" / model)
         names = set(reader.read_metadata().state_dict_metadata)
         others = {name for name in names if "lora_" not in name}
@@ -185,10 +197,11 @@ def test_reference_is_the_policy_without_its_adapter_and_the_rest_is_in_no_check
 FACTORS = {"ignores it": 0, "another alpha": 2, "not a number": math.nan, "stale": 1}
 
 
+@pytest.mark.usefixtures("lora_forks")
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(SCRIPTS[0], "ignores it"), (SCRIPTS[1], "another alpha"), (SCRIPTS[2], "not a number")]
-    + [(name, "stale") for name in SCRIPTS],
+    [(FORKS[0], "ignores it"), (FORKS[1], "another alpha"), (FORKS[2], "not a number")]
+    + [(name, "stale") for name in FORKS],
 )
 def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, monkeypatch):
     """At the start; one that keeps an old adapter at its second step, where steps take turns."""
@@ -204,7 +217,7 @@ def test_engine_that_serves_another_adapter_ends_the_run(kind, name, run_main, m
         return stub
 
     monkeypatch.setattr(loops, "make_stub", make)
-    options = {"async_mode": False} if name in ASYNC else {}
+    options = {"async_mode": False} if "sync" not in name else {}
     run = run_main(name, lora_rank=4, learning_rate=1e-2, **options)
     assert ("an adapter are NaN" if kind == "not a number" else LOST) in str(run.error)
     assert run.run_dir.exists() == (kind == "stale")  # else before anything is written
@@ -217,7 +230,7 @@ def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
         _, options = script.vllm_settings(gpus, "folder", 77, args_for(saved_model))
         assert options["model"] == str(saved_model) and options["hf_config_path"] == "."
         assert options["max_loras"] == 2 and options["enable_lora"]
-        assert options["load_format"] == "auto" and "weight_transfer_config" not in options
+        assert not {"load_format", "weight_transfer_config"} & options.keys()
     # What vLLM can be prepared for
     for rank, most in ((1, 8), (8, 8), (9, 16), (100, 128), (512, 512)):
         _, options = script.vllm_settings((), "", 77, args_for(saved_model, lora_rank=rank))
@@ -244,6 +257,10 @@ def system(engines, tmp_path_factory):
         yield SimpleNamespace(model=model, args=args, vllm=vllm)
         script.end_children()
     assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+
+
+def sync(system, version):
+    system.vllm.sync_weights(script.gather_weights(system.model, system.args), version)
 
 
 def is_close(system):
@@ -283,15 +300,17 @@ def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(syst
 
 @pytest.mark.slow
 def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
-    system, accelerator, assets, tmp_path
+    system, accelerator, assets, tmp_path, monkeypatch
 ):
     make_noise(system.model, 11)
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     script.save_model(accelerator, system.model, tokenizer, tmp_path / "model", system.args)
-    args = replace(system.args, lora_rank=0, model_name_or_path=str(tmp_path / "model"))
+    args, plain = vllm_args(model_name_or_path=str(tmp_path / "model")), ppo_vllm_async
     merged = load(tmp_path / "model", args, trained=False)
-    vllm = script.VLLM((0, 1, ()), merged.config, MAX_LENGTH, args)
-    vllm.sync_weights(script.gather_weights(merged, args), 0)
+    for name in ("process_groups", "folders"):
+        monkeypatch.setattr(plain, name, getattr(script, name))
+    vllm = plain.VLLM((0, 1, ()), merged.config, MAX_LENGTH, args)
+    vllm.sync_weights(plain.gather_weights(merged, args), 0)
     # The learner has the adapter, this engine the merged weights
     served = SimpleNamespace(model=system.model, args=system.args, vllm=vllm)
     assert is_close(served)
@@ -300,13 +319,13 @@ def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
 
 
 @pytest.mark.slow
-def test_ranks_and_their_engine_have_one_policy(run_script, tmp_path):
+def test_ranks_and_their_engine_have_one_policy(run_script, lora_forks, tmp_path):
     """FSDP2 with adapters and vLLM itself; the engine is the first rank's."""
     options = {"lora_rank": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "beta": 0.1}
     options |= dict.fromkeys(("local_rollout_batch_size", "local_mini_batch_size"), 8)
     options |= {"total_episodes": 96, "vllm_gpus": 2, "async_mode": False, "save_batches": True}
     env = CPU | {"FSDP2": "1"}
-    run = run_script("grpo_vllm_async.py", tmp_path, ranks=2, env=env, **options)
+    run = run_script(lora_forks["grpo_lora.py"].__file__, tmp_path, ranks=2, env=env, **options)
     assert run.returncode == 0, run.output
     assert run.stdout.count("Folders of vLLM") == 1
     assert max(line["mismatch/logprob_diff_max"] for line in run.metrics) < 1e-4

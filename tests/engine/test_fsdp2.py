@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
+import fork
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-from helpers import GRPO, PPO, REPO, SCRIPTS, fsdp2, loops, rollouts
+from helpers import ASYNC, GRPO, LORA, REPO, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
 from helpers.processes import CPU, environment
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import ppo_vllm_async as ppo
 
 SHARED = ("ddp", "fsdp2")
+NAMES = ("ppo_sync_lora.py", *ASYNC)
 PROGRAM = REPO / "tests" / "helpers" / "compute_on_ranks.py"
 
 
@@ -91,7 +93,7 @@ def test_each_rank_scores_in_as_many_passes(count):
 
 @pytest.fixture(scope="module")
 def options_of(assets, few_prompts, reward_model, tmp_path_factory):
-    """options_of("ppo_sync.py", ranks=2): what all ranks do together is always the same."""
+    """options_of("ppo_vllm_async.py", ranks=2): what all ranks do together is always the same."""
     tied = tmp_path_factory.mktemp("tied")
     options = {"tie_word_embeddings": True, "initializer_range": 0.3}
     config = AutoConfig.from_pretrained(assets / "model", **options)
@@ -112,7 +114,7 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
             "max_grad_norm": 0.1,
         }
         of_script = {
-            "ppo_sync.py": {"reward_model_path": reward_model, "lora_rank": 4},
+            "ppo_sync_lora.py": {"reward_model_path": reward_model, "lora_rank": 4},
             "ppo_vllm_async.py": {"micro_batch_tokens": 80},
             # Only the first rank has an engine, and not all responses are computed
             "grpo_vllm_async.py": {"model_name_or_path": tied, "vllm_gpus": 2, "beta": 0.0},
@@ -130,6 +132,8 @@ def together(accelerator, options_of, zygote, tmp_path_factory):
     after two; and those that go "on" from there.
     """
     folder, found = tmp_path_factory.mktemp("together"), SimpleNamespace()
+    for name, script in LORA.items():
+        fork.write_fork("lora", folder / name, script=script)
 
     def entry(how, kind, name):
         ranks = 1 if how == "one" else 2
@@ -137,7 +141,7 @@ def together(accelerator, options_of, zygote, tmp_path_factory):
         copied = None
         if kind != "three":
             options |= {"total_episodes": 4 * 32, "save_freq": 2}
-            if name in PPO:  # the value model learns alone until then
+            if "ppo" in name:  # the value model learns alone until then
                 options["value_warmup_steps"] = 2
         if kind == "on":
             copied = folder / f"fsdp2 four {name}" / "run"
@@ -147,7 +151,7 @@ def together(accelerator, options_of, zygote, tmp_path_factory):
     found.alone = {"saved": step_and_save(accelerator, folder / "checkpoint_alone")}
     kinds = {"ddp": ("three",), "fsdp2": ("three", "four", "on"), "one": ("three", "on")}
     for how in kinds:
-        entries = [entry(how, kind, name) for kind in kinds[how] for name in SCRIPTS]
+        entries = [entry(how, kind, name) for kind in kinds[how] for name in NAMES]
         (folder / f"{how}.json").write_text(json.dumps(entries, default=str))
         ranks = 1 if how == "one" else 2
         process = zygote.start([str(PROGRAM), str(folder), how], environment(CPU), folder, ranks)
@@ -204,7 +208,7 @@ def test_checkpoint_is_read_under_any_number_of_ranks(ways, together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_four_steps_are_two_and_two_and_one_process_goes_on_alike(name, together):
     run, resumed = (run_of(together, "fsdp2", kind, name) for kind in ("four", "on"))
     lines = [list(map(without_clock, one.metrics)) for one in (run, resumed)]
@@ -223,7 +227,7 @@ def test_four_steps_are_two_and_two_and_one_process_goes_on_alike(name, together
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SHARED)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_metrics_and_weights_of_three_steps_are_those_of_one_process(
     name, how, together, options_of
 ):
@@ -236,7 +240,7 @@ def test_metrics_and_weights_of_three_steps_are_those_of_one_process(
     if name in GRPO and how == "fsdp2":  # what is gathered shares no memory: it is saved twice
         assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"])
     assert found.keys() == expected.keys() == first.keys()
-    is_merged = name == "ppo_sync.py"  # in float32, of layers with an adapter
+    is_merged = name in LORA  # in float32, of layers with an adapter
     for weight, value in expected.items():
         has_learnt = (value - first[weight]).abs().max() > 1e-4
         assert has_learnt == (not is_merged or "proj.weight" in weight)

@@ -3,7 +3,6 @@
 That attention has no mask is in test_heads.py, that gradients are in memory once in test_fsdp2.py.
 """
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -84,30 +83,6 @@ def test_room_is_left_for_contexts_and_nccl_and_vllm(gpus, ranks, left, gpu):
     script.limit_memory(torch.device("cuda"), args)
     script.limit_memory(torch.device("cpu"), args)
     assert gpu == [pytest.approx(left)]
-
-
-@pytest.mark.parametrize(
-    ("capability", "rank", "assembler", "is_refused"),
-    [
-        ((9, 0), 64, None, True),
-        ((9, 0), 33, None, True),
-        ((9, 0), 32, None, False),
-        ((9, 0), 64, "/opt/ptxas", False),
-        ((8, 0), 64, None, False),
-        (None, 64, None, False),
-    ],
-)
-def test_adapters_that_vllm_would_compute_wrongly_are_refused(
-    capability, rank, assembler, is_refused, monkeypatch
-):
-    """NaN, or numbers that are silently off, in long prompts (vllm issue 48590)."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    if assembler:
-        monkeypatch.setenv("TRITON_PTXAS_PATH", assembler)
-    with pytest.raises(ValueError, match="48590") if is_refused else contextlib.nullcontext():
-        script.fill_in(script.Args(lora_rank=rank), 1)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, TRAINER])

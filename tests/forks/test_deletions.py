@@ -13,10 +13,9 @@ from helpers import GRPO, REPO
 from helpers.runs import check_equal_to_the_bit
 
 PARTS = program.names_in(program.DELETIONS)
-ALL_SETS = [names for n in range(1, 5) for names in itertools.combinations(PARTS, n)]
+ALL_SETS = [names for n in range(1, len(PARTS) + 1) for names in itertools.combinations(PARTS, n)]
 # What no copy without the part has a word of, but in a comment
 WORDS = {
-    "adapters": ["lora", "Lora", "LoRA"],
     "fsdp2": ["fully_shard", "DTensor"],
     "placement": ["vllm_gpus", "tensor_parallel", "nccl", "NoEngine"],
     "resume": ["resume_from_checkpoint", "save_freq", "MUST_AGREE"],

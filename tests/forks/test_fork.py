@@ -4,14 +4,17 @@ Of scripts/forks here is what all have in common; each has a file of tests of it
 """
 
 import ast
+import difflib
 import doctest
 import importlib
 import itertools
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,7 +213,8 @@ def test_signal_has_one_checkpoint_written(script, run_fork):
 
 # -------------------------------------------------------------------------------- scripts/forks
 
-MOST_CHANGES = {"distill": 60, "refill": 150, "inflight": 400, "multiturn": 400}  # lines
+MOST_CHANGES = {"distill": 60, "refill": 150, "lora": 200, "inflight": 400}  # lines
+MOST_CHANGES["multiturn"] = 400
 
 
 @pytest.mark.parametrize("name", program.names_in(program.FORKS))
@@ -222,6 +226,26 @@ def test_fork_is_a_short_diff_and_its_examples_are_right(name, import_fork):
     assert results.attempted > 20 and not results.failed
     with pytest.raises(SystemExit, match="exists"):
         program.write_fork(name, Path(module.__file__))
+
+
+@pytest.mark.parametrize("name", program.FIT_ALL)
+def test_fork_of_each_script_is_one_diff(name, tmp_path):
+    """What is the same in the scripts is the same in their forks, and nothing is left unused."""
+    texts, changes = {}, set()
+    for script in SCRIPTS:
+        path = tmp_path / program.file_of(name, script)
+        assert call_main(program, name, path, "--script", script)[0] == 0
+        texts[script] = path.read_text()
+        diff = difflib.unified_diff(
+            (REPO / script).read_text().splitlines(), texts[script].splitlines(), n=0
+        )
+        changes.add("\n".join(line for line in diff if not line.startswith("@@")))
+    assert len(changes) == len({*texts.values()}) - 2 == 1
+    assert call_main(program, "inflight", tmp_path / "x.py", "--script", SCRIPTS[0])[0] == 2
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
+    ruff = Path(sys.executable).with_name("ruff")
+    for words in (["check"], ["format", "--check"]):
+        subprocess.run([ruff, *words, "--no-cache", tmp_path], check=True)
 
 
 def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
@@ -278,7 +302,8 @@ def test_diff_is_made_again_after_a_change_of_its_script(tmp_path, monkeypatch, 
 def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):
     """A copy from before a `git pull` would run with old code, and a new one take changes away."""
     script = "scripts/train/debug/multiturn.sh"
-    write_text(tmp_path / script, (REPO / script).read_text())
+    for path in (script, "scripts/train/write_fork.sh"):
+        write_text(tmp_path / path, (REPO / path).read_text())
     write_text(tmp_path / "scripts/setup.sh", "")
     python = '#!/bin/sh\nif [ "$1" = scripts/fork.py ]; then cp of_commit.py "$3"; fi\n'
     for name, text in (("python", python), ("accelerate", "#!/bin/sh\ncp grpo_multiturn.py ran\n")):

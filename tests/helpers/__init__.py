@@ -6,6 +6,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py")
 PPO, GRPO, ASYNC = SCRIPTS[:2], SCRIPTS[2:], SCRIPTS[1:]
+# The fork lora of each script, which the fixture lora_forks makes: {its file: the script}
+LORA = {f"{name[:-3].replace('_vllm_async', '')}_lora.py": name for name in SCRIPTS}
 TRAINER = "scripts/train_reward_model.py"
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("**/*.md"))]
 

@@ -115,10 +115,11 @@ def look_at_units(accelerator, model, args):
         if name.endswith(("mlp", "embed_tokens")):
             module.register_forward_hook(note(name))
     inputs = own_rows(accelerator)
+    lora = importlib.import_module("ppo_lora")
     with torch.no_grad():  # the reference policy's pass comes first
-        ppo.set_adapter_scale(model, 0.0)
+        lora.set_adapter_scale(model, 0.0)
         model(*inputs)
-        ppo.set_adapter_scale(model, 1.0)
+        lora.set_adapter_scale(model, 1.0)
     for rows in (slice(None), slice(1)):  # two micro-batches
         outputs = model(*(tensor[rows] for tensor in inputs))
         outputs = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -137,9 +138,9 @@ def look_at_units(accelerator, model, args):
 def units(accelerator):
     """Of models in bfloat16: policies, trained, with an adapter, and frozen of another kind; and a
     value model, whose head is float32."""
-    args = rollouts.tiny_args(dtype="bfloat16", lora_rank=3)
+    args, lora = rollouts.tiny_args(dtype="bfloat16"), importlib.import_module("ppo_lora")
     adapted = rollouts.tiny_language_model().bfloat16().requires_grad_(False)
-    ppo.add_adapter(adapted, args)
+    lora.add_adapter(adapted, lora.Args(lora_rank=3))
     rollouts.make_noise(adapted, seed=3)
     llama = LlamaForCausalLM(LlamaConfig(**rollouts.CONFIG))
     models = {
@@ -242,7 +243,7 @@ def runs(accelerator, path):
             script.main(tyro.cli(script.Args))
         saved = load_file(run_dir / "model" / "model.safetensors")
         sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
-        if "lora_rank" in options:
+        if hasattr(script.Args, "lora_rank"):
             saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
             prefix, default = "base_model.model.", ".default"
             sent = {prefix + name.replace(default, ""): weight for name, weight in sent.items()}
@@ -253,6 +254,7 @@ def runs(accelerator, path):
 
 def main():
     folder, name = Path(sys.argv[1]), sys.argv[2]
+    sys.path.append(str(folder))  # where forks are
     if name == "fsdp2":
         fsdp2.allow_on_cpu()
     accelerator = Accelerator(cpu=name != "fsdp2")

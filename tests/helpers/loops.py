@@ -20,7 +20,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM
 
-from helpers import PPO, REPO, hooks
+from helpers import REPO, hooks
 from helpers.files import read_json_lines
 from helpers.processes import flags_of
 from helpers.rollouts import collate_pairs
@@ -63,7 +63,8 @@ def make_stub(script):
             self.index, self.count = 0, 1
             self.args, self.max_length, self.policy_version = args, max_length, None
             model = AutoModelForCausalLM.from_config(config).eval()
-            if args.lora_rank:  # vLLM loads the checkpoint then
+            self.is_lora = hasattr(args, "lora_rank")
+            if self.is_lora:  # vLLM loads the checkpoint then
                 path = args.model_name_or_path
                 model = script.load_model(AutoModelForCausalLM, path, args, trained=True)
             self.policy = script.PolicyModel(model, args)
@@ -72,8 +73,7 @@ def make_stub(script):
             self.made.append(self)
 
         def sync_weights(self, weights, version):
-            is_whole = not self.args.lora_rank
-            found = self.policy.model.load_state_dict(dict(weights), strict=is_whole)
+            found = self.policy.model.load_state_dict(dict(weights), strict=not self.is_lora)
             assert not found.unexpected_keys
             self.policy_version = version
             if version >= 0:  # else it is check_adapter's
@@ -246,6 +246,6 @@ def options_of(name, files, folder):
         "min_response_length": 4,
         "temperature": 1.3,
     }
-    if name in PPO:
+    if "ppo" in name:
         options |= {"gamma": 0.9, "lam": 0.8, "value_lam": 0.7, "value_learning_rate": 2e-3}
     return options

@@ -23,7 +23,7 @@ def tiny_model(tied=False):
     return tiny_language_model(tie_word_embeddings=tied, **options)
 
 
-def vllm_args(**changes):
+def vllm_args(module=script, **changes):
     options = {
         "dtype": "float32",
         "response_length": 16,
@@ -31,7 +31,7 @@ def vllm_args(**changes):
         "vllm_enforce_eager": True,
         "vllm_gpu_memory_utilization": 0.3,
     }
-    return script.Args(**options | changes)
+    return module.Args(**options | changes)
 
 
 def sample(vllm, prompts=PROMPTS, seeds=None, temperature=1.0):

@@ -31,6 +31,7 @@ def watched(name):
     """
     if "FSDP2" in os.environ:
         fsdp2.allow_on_cpu()
+    sys.path.append(str(Path(name).parent))  # of a fork
     script = importlib.import_module(Path(name).stem)
 
     def submit(call, given):

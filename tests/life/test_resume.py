@@ -14,7 +14,7 @@ from datetime import date
 
 import pytest
 from accelerate import Accelerator
-from helpers import ASYNC, GRPO, PPO, SCRIPTS, hooks
+from helpers import ASYNC, GRPO, LORA, PPO, SCRIPTS, hooks
 from helpers.files import read_json_lines, write_rows, write_text
 from helpers.loops import EPISODES
 from helpers.runs import differences, without_clock
@@ -38,7 +38,7 @@ OF_PPO = {"value_warmup_steps": 2, "warm_up_steps": 3}
 LONG_WARMUP = {"num_epochs": 2, "value_warmup_steps": 4, "warm_up_steps": 1}
 GSPO = {"importance_sampling_level": "sequence", "beta": 0.0, "num_epochs": 2}
 VARIANTS = [(LONG_WARMUP, PPO), (GSPO, GRPO), ({"async_mode": False}, ASYNC)]
-VARIANTS += [({"lora_rank": 4}, SCRIPTS)]
+VARIANTS += [({"lora_rank": 4}, LORA)]
 IN_BFLOAT16 = (ASYNC[0], {"dtype": "bfloat16"})  # where masters are not the weights
 CASES = [*((name, {}) for name in SCRIPTS), IN_BFLOAT16] + [
     pytest.param(name, changes, marks=pytest.mark.slow)
@@ -53,7 +53,7 @@ def six_steps(run_main, few_prompts):
 
     def run(name, **changes):
         options = SIX_STEPS | {"eval_dataset": few_prompts / "test.parquet"}
-        return run_main(name, score, **options | (OF_PPO if name in PPO else {}) | changes)
+        return run_main(name, score, **options | (OF_PPO if "ppo" in name else {}) | changes)
 
     return run
 
@@ -98,6 +98,7 @@ def check_equal_to_the_bit(resumed, whole):
 # ---------------------------------------------------------------------------- 6 steps are 3 and 3
 
 
+@pytest.mark.usefixtures("lora_forks")
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=str)
 def test_interrupted_run_goes_on_as_if_it_had_not_been(
     name, changes, whole, broken, six_steps, tmp_path

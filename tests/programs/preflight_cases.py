@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import preflight
 import transformers
 import tyro
-from helpers import GRPO, PPO, REPO, SCRIPTS
+from helpers import GRPO, LORA, PPO, REPO, SCRIPTS
 from helpers.files import write_rows, write_text
 from helpers.processes import flags_of
 
@@ -24,6 +24,7 @@ import ppo_sync
 
 TRAINER = ("scripts/train_reward_model.py",)
 EVERY = SCRIPTS + TRAINER
+FORKS = (*LORA,)
 MODEL = REPO / "debug_assets" / "model"
 
 ASK = {"role": "user", "content": "53812="}
@@ -253,7 +254,9 @@ MISTAKES = {
     "below a file": ({"output_dir": MODEL / "config.json" / "x"}, "no folder to write to", EVERY),
     "too few GPUs": ({"num_gpus": 2, "num_processes": 4}, "4 learners | a machine has 2"),
     "no such GPU": ({"num_gpus": 8, "vllm_gpus": "7 8"}, "--vllm_gpus (7, 8) | a machine has 8"),
-    "adapters in float32": ({"num_gpus": 1, "lora_rank": 8, "dtype": "float32"}, "bfloat16"),
+    "adapters in float32": ({"num_gpus": 1, "dtype": "float32"}, "--dtype bfloat16", FORKS),
+    "no adapters": ({"lora_rank": 8}, "python scripts/fork.py lora | _lora.py --script"),
+    "no rank": ({"lora_rank": 0}, "--lora_rank is 0; it must be at least 1", FORKS),
     "ranks of one process": (ONE_PROCESS, "--num_processes 8 | one_gpu.yaml starts one | ddp.yaml"),
     "sharded pairs": (PAIRS_OF_FSDP, "if the script shards models, fsdp2.yaml", TRAINER),
     "memory": (LEARNER, HELP),
@@ -338,7 +341,8 @@ PLANS = {
     "pairs": ({"local_mini_batch_size": 8}, "8 of 8 of the 70 pairs | learners 1", TRAINER),
     "lambda": ({"lam": 0.95}, "--lam 0.95 | --value_warmup_steps", PPO),
     "lambda of warm values": ({"lam": 0.95, "value_model_path": MODEL}, "! --lam", PPO),
-    "rate of full training": ({"lora_rank": 8, "learning_rate": 1e-6}, "about ten times"),
+    "rate of full training": ({"lora_rank": 8, "learning_rate": 1e-6}, "about ten times", FORKS),
+    "rank of another GPU": (ONE | {"gpu_memory": 80, "lora_rank": 64}, "48590", FORKS),
     "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --r1_style_format_reward does"),
     "no checkpoint is due": (TEN | {"save_freq": 50}, "--save_freq 50 of 10 steps"),
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),

@@ -123,9 +123,9 @@ def check_flags(launch, folder):
     for option, value in itertools.pairwise(options):
         if option in LAUNCH_OPTIONS:
             known += [LAUNCH_OPTIONS[option], value]
-    # On a GPU adapters need bfloat16, which the debug commands have not
-    num_gpus = 0 if "--lora_rank" in flags and "float32" in flags else 16
     script = preflight.load_script(folder / name if (folder / name).exists() else REPO / name)
+    # On a GPU adapters need bfloat16, which the debug commands have not
+    num_gpus = 0 if hasattr(script.Args, "lora_rank") and "float32" in flags else 16
     known += ["--num_gpus", str(num_gpus)]
     launch = tyro.cli(preflight.Options, args=known, use_underscores=True)
     args = tyro.cli(script.Args, args=flags, use_underscores=True)
@@ -141,7 +141,8 @@ def test_commands_have_flags_that_fit_together(assets, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "debug_assets").symlink_to(assets)
     for path in fork.FORKS.glob("*.diff"):
-        fork.write_fork(path.stem, folder / f"grpo_{path.stem}.py")
+        fork.write_fork(path.stem, folder / fork.file_of(path.stem))
+    fork.write_fork("lora", folder / "ppo_lora.py", script="ppo_vllm_async.py")
     assert len(COMMANDS) > 40
     with modules.put_back(LOADED):
         for words in COMMANDS:
@@ -244,6 +245,7 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     for split in ("train",) if kind == "tulu3" else ("train", "test"):
         write_rows(tmp_path / "rows" / f"{split}.jsonl", ROWS[kind])
     folder = make_folder(tmp_path / "clone")
+    fork.write_fork("lora", folder / "grpo_lora.py")
     variables = {"MODEL": policy, "REWARD_MODEL": reward_model, "DATA": str(tmp_path / "rows")}
     notes = notes_of(["bash", f"scripts/train/{recipe}"], folder, **env | variables)
     monkeypatch.chdir(folder)
@@ -263,7 +265,8 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     def ask(options, script, gpu_memory="80"):
         gpus = ["--num_gpus", "1" if options[-1] == "1" else "8", "--gpu_memory", gpu_memory]
         with modules.put_back(LOADED):
-            status = preflight.main([*options, *gpus, str(REPO / script[0]), *script[1:]])
+            path = next(path for path in (REPO / script[0], folder / script[0]) if path.exists())
+            status = preflight.main([*options, *gpus, str(path), *script[1:]])
         assert status == 0, capfd.readouterr().err
         return runs[-1]
 

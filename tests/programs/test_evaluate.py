@@ -22,6 +22,7 @@ from helpers import REPO
 from helpers.files import read_json_lines, write_configurations, write_rows, write_text
 from helpers.processes import environment
 from helpers.programs import call_main
+from helpers.rollouts import make_noise
 
 import grpo_vllm_async as script
 
@@ -88,15 +89,15 @@ def test_two_models_are_compared_prompt_by_prompt():
 class FakeVLLM:
     """Of the samples of a prompt the first is right, the others are empty."""
 
-    made: ClassVar = []  # of each: rank of its adapter, names of its weights, what it was asked
+    made: ClassVar = []  # of each: its model, its weights, what it was asked
     is_blind = False  # all answers are empty
 
     def __init__(self, *rest):
         self.made.append(self)
-        self.rank = rest[-1].lora_rank
+        self.model = rest[-1].model_name_or_path
 
     def sync_weights(self, weights, version):
-        self.names = {name for name, _ in weights}
+        self.weights = dict(weights)
 
     def sample(self, prompts, seeds, temperature):
         self.truths = {prompt.ground_truth for prompt in prompts}
@@ -144,21 +145,29 @@ def evaluation_in(run_dir):
     return json.loads(path.read_text())["results"], rows
 
 
-def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(faked_run):
-    """Rounded to the bfloat16 of the run, the merged model would be another."""
+def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
+    faked_run, assets, import_fork, monkeypatch
+):
+    """Rounded to the bfloat16 of the run, the merged model would be another.
+
+    The run's fork is gone, so that one is written. Another model has an adapter of zeros.
+    """
+    lora = import_fork("lora")
+    monkeypatch.setattr(lora, "VLLM", FakeVLLM)
     change_args(faked_run, lora_rank=2)
-    name = str(faked_run / "model")
-    args = script.Args(model_name_or_path=name, lora_rank=2)
-    model = script.load_model(script.AutoModelForCausalLM, name, args, True)
-    script.save_adapter(dict(script.gather_weights(model, args)), faked_run / "adapter", args)
-    call(faked_run)
-    call(faked_run, "--model", faked_run / "model")
-    served, whole = FakeVLLM.made
-    assert (served.rank, whole.rank) == (2, 0)
-    layer = "model.layers.0.mlp.up_proj"
-    assert f"{layer}.lora_A.weight" in served.names
-    assert all(".lora_" in name for name in served.names)
-    assert f"{layer}.weight" in whole.names and not any(".lora_" in name for name in whole.names)
+    name, other = str(assets / "model"), faked_run / "model"
+    args = lora.Args(model_name_or_path=name, lora_rank=2)
+    model = lora.load_model(lora.AutoModelForCausalLM, name, args, True)
+    make_noise(model, 1)
+    lora.save_adapter(dict(lora.gather_weights(model, args)), faked_run / "adapter", args)
+    assert "takes its place" in call(faked_run)
+    call(faked_run, "--model", other)
+    served, zeros = FakeVLLM.made
+    assert (served.model, zeros.model) == (name, str(other))
+    for vllm in FakeVLLM.made:
+        assert all(".lora_" in name for name in vllm.weights) and len(vllm.weights) == 28
+        is_b = {name: weight for name, weight in vllm.weights.items() if "lora_B" in name}
+        assert any(weight.any() for weight in is_b.values()) == (vllm is served)
 
 
 def test_several_samples_of_each_prompt(faked_run):

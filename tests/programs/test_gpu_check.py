@@ -108,7 +108,7 @@ STEP = {"time/training": 2.0, "objective/scores": 0.5, "mismatch/logprob_diff_me
 
 
 @pytest.mark.parametrize("part", list(gpu_check.PARTS)[1:])
-def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
+def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, lora_forks, monkeypatch):
     """A stub of the run: the part itself must fit what the script takes and may leave out."""
     commands, limits = [], []
 
@@ -125,10 +125,11 @@ def test_flags_of_a_part_exist_and_an_absent_metric_is_null(part, monkeypatch):
     figures, kind = gpu_check.PARTS[part](), part.partition("_")[0]
     assert sum(limits) + {"step": 2, "reverse": 1}.get(kind, 0) * gpu_check.PROGRAM_LIMIT < 600
     for script, *words in commands:
+        is_fork = Path(script).name in lora_forks
         names = {field.name for field in fields(importlib.import_module(Path(script).stem).Args)}
         flags = [word for word in words if word.startswith("--")]
         assert {flag.removeprefix("--").removeprefix("no-") for flag in flags} <= names
-        assert ("--lora_rank" in words) == (kind == "adapters")
+        assert ("--lora_rank" in words) == is_fork == (kind == "adapters")
     expected = {"learn": {"before": None}, "step": {"plan_gib": 12.5, "learner_gib": None}}
     expected["reverse"] = {"model": "random", "mismatch/kl": []}
     assert expected.get(kind, {"mismatch/kl": [None] * 6}).items() <= figures.items()

@@ -22,10 +22,11 @@ import huggingface_hub
 import preflight
 import preflight_cases as cases
 import pytest
+import torch
 import transformers
 import yaml
 from accelerate.commands import launch as launcher
-from helpers import GRPO, REPO, SCRIPTS, modules
+from helpers import GRPO, LORA, REPO, SCRIPTS, modules
 from helpers.files import write_text
 from helpers.loops import options_of
 from helpers.processes import environment
@@ -65,7 +66,7 @@ def files_of(folder):
 
 
 @pytest.fixture
-def ask(folder, capsys):
+def ask(folder, import_fork, capsys):
     """ask("ppo_sync.py", {"num_gpus": 8}): status, plan and lines of the mistakes.
 
     Options, or a function from the folder to them, are those of the launch, too. ask.launch has
@@ -78,7 +79,8 @@ def ask(folder, capsys):
             options |= each(folder) if callable(each) else each
         known = preflight.Options.__dataclass_fields__
         launch = {name: options.pop(name) for name in [*options] if name in known}
-        words = [*cases.words_of(launch), str(REPO / script), *cases.words_of(options)]
+        path = import_fork("lora", LORA[script]).__file__ if script in LORA else REPO / script
+        words = [*cases.words_of(launch), str(path), *cases.words_of(options)]
         before = files_of(folder)
         capsys.readouterr()
         status = preflight.main(words)
@@ -322,6 +324,32 @@ def test_model_that_vllm_has_not_is_refused(ask, monkeypatch):
     check_plan(ask("ppo_sync.py", cases.ONE), not_asked)  # of another machine
     monkeypatch.setattr(preflight, "ask_vllm", lambda *_: f"{LACKS}'vllm'")
     check_plan(ask("ppo_sync.py"), not_asked)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rank", "assembler", "is_refused"),
+    [
+        ((9, 0), 64, None, True),
+        ((9, 0), 33, None, True),
+        ((9, 0), 32, None, False),
+        ((9, 0), 64, "/opt/ptxas", False),
+        ((8, 0), 64, None, False),
+    ],
+)
+def test_adapters_that_vllm_would_compute_wrongly_are_refused(
+    capability, rank, assembler, is_refused, monkeypatch
+):
+    """NaN, or numbers that are silently off, in long prompts (vllm issue 48590)."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    variables = {"TRITON_PTXAS_PATH": assembler} if assembler else {}
+    options = preflight.Options(num_gpus=1, variables=variables)
+    args = SimpleNamespace(lora_rank=rank, dtype="bfloat16", learning_rate=1e-5)
+    run = SimpleNamespace(args=args, options=options, notes=[])
+    refused = pytest.raises(preflight.Mistake, match="48590")
+    with refused if is_refused else contextlib.nullcontext():
+        preflight.check_adapters(run)
+    assert run.notes == []
 
 
 # ---------------------------------------------------------------------------------- forks, rewards

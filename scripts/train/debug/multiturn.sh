@@ -7,16 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
 .venv/bin/python scripts/forks/calculator.py
-as_written=output/.grpo_multiturn.py  # a copy of what was written last
-if [ -f grpo_multiturn.py ] && ! cmp -s grpo_multiturn.py "$as_written"; then
-  echo "grpo_multiturn.py was not written here, or was changed since: it runs as it is, and may be of an older commit." \
-    "Move it away to have it written anew."
-else
-  rm -f grpo_multiturn.py
-  .venv/bin/python scripts/fork.py multiturn grpo_multiturn.py
-  mkdir -p output
-  cp grpo_multiturn.py "$as_written"
-fi
+bash scripts/train/write_fork.sh multiturn grpo_multiturn.py
 exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_multiturn.py \
   --env_fn scripts/forks/calculator.py:step --reward_fn scripts/forks/calculator.py:score --max_turns 3 \
   --dataset debug_assets_calculator/train.parquet --eval_dataset debug_assets_calculator/test.parquet \

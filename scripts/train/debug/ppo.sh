@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Set-up, then asynchronous PPO with a tiny model and real vLLM on a sorting task: from under half right to nearly all,
 # in minutes, without a GPU.
-# Further flags go to the script: bash scripts/train/debug/ppo.sh --seed 2 --output_dir elsewhere
+# Further flags go to the script, or to a copy of it, SCRIPT: bash scripts/train/debug/ppo.sh --seed 2 --output_dir elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
 .venv/bin/python scripts/dev/make_debug_assets.py
-exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml ppo_vllm_async.py \
+exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml "${SCRIPT:-ppo_vllm_async.py}" \
   --dataset debug_assets/train.parquet --eval_dataset debug_assets/test.parquet \
   --model_name_or_path debug_assets/model --dtype float32 --no-gradient_checkpointing --response_length 8 \
   --total_episodes 61440 --local_rollout_batch_size 512 --num_epochs 2 --local_mini_batch_size 128 \

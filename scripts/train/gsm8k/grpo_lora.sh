@@ -5,7 +5,8 @@
 #   bash scripts/train/gsm8k/grpo_lora.sh           one GPU
 #   GPUS=8 bash scripts/train/gsm8k/grpo_lora.sh    eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 64)
 #   MODEL=path/to/model DATA=path/to/rows           a folder with the model, a folder with the dataset's rows: no hub
-# Further flags go to the script.
+# What trains is the fork lora (docs/adapters.md), grpo_lora.py, which is written anew, unless it was changed by hand.
+# Further flags go to it.
 #
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 10 GiB for a learner, of the 11 that it may take of a GPU of 24
@@ -27,6 +28,7 @@ if [ -z "${MODEL:-}" ] && ! nvidia-smi -L; then
   exit 2
 fi
 bash scripts/setup.sh
+bash scripts/train/write_fork.sh lora grpo_lora.py
 .venv/bin/python scripts/data_preprocess/gsm8k.py --local_save_dir data/gsm8k ${DATA:+--local_dataset_path "$DATA"}
 flags=(
   --exp_name gsm8k_grpo_lora
@@ -53,6 +55,6 @@ flags=(
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
-run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-Qwen/Qwen2.5-3B-Instruct}" "${flags[@]}" "$@")
+run=(grpo_lora.py --model_name_or_path "${MODEL:-Qwen/Qwen2.5-3B-Instruct}" "${flags[@]}" "$@")
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
 exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"

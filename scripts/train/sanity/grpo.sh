@@ -4,13 +4,14 @@
 #   bash scripts/train/sanity/grpo.sh             one GPU
 #   GPUS=8 bash scripts/train/sanity/grpo.sh      eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 64)
 #   MODEL=path/to/model DATA=path/to/rows         a folder with the model, a folder or file with the dataset's rows: no hub
-# Further flags go to the script. A set for another model: scripts/data_preprocess/by_success.py.
+# Further flags go to the script, or to a fork of it, SCRIPT. A set for another model: scripts/data_preprocess/by_success.py.
 #
 # Needs, by scripts/preflight.py:
 #   GPUS=1: 32 GiB for a learner, of the 54 that it may take of a GPU of 80
 #   GPUS=8: 32 GiB for a learner, of the 53 that it may take of a GPU of 80
 # PyTorch's own count of a learner's tensors on one GPU is 31.4 GiB, with adapters as below 7.6.
-# On a GPU of 24 GB: with adapters, --lora_rank 32 --learning_rate 1e-5 --vllm_gpu_memory_utilization 0.56.
+# On a GPU of 24 GB: with adapters (docs/adapters.md), by python scripts/fork.py lora grpo_lora.py, SCRIPT=grpo_lora.py and
+# --lora_rank 32 --learning_rate 1e-5 --vllm_gpu_memory_utilization 0.56.
 # Without a GPU: bash scripts/train/debug/grpo.sh, the same algorithm in a minute.
 #
 # Expect: above 95% of the answers in training right with bfloat16 (98% with float16, which this has not), says the card of
@@ -45,6 +46,6 @@ flags=(
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
-run=(grpo_vllm_async.py --model_name_or_path "${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B}" "${flags[@]}" "$@")
+run=("${SCRIPT:-grpo_vllm_async.py}" --model_name_or_path "${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B}" "${flags[@]}" "$@")
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
 exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"

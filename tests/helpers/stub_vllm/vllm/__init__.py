@@ -15,7 +15,7 @@ class LLM:
     def __init__(self, **options):
         pass
 
-    def generate(self, requests, sampling, lora_request, use_tqdm):
+    def generate(self, requests, sampling, use_tqdm):
         return [
             SimpleNamespace(
                 prompt_token_ids=request["prompt_token_ids"],
