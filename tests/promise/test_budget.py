@@ -8,9 +8,9 @@ import pytest
 from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
-    "ppo_sync.py": 16_110,
-    "ppo_vllm_async.py": 16_530,
-    "grpo_vllm_async.py": 16_615,
+    "ppo_sync.py": 15_705,
+    "ppo_vllm_async.py": 16_125,
+    "grpo_vllm_async.py": 16_210,
     "scripts/train_reward_model.py": 2_445,
     "scripts/preflight.py": 7_290,
     "scripts/odd_data.py": 1_480,
