@@ -369,7 +369,7 @@ PLANS = {
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),
     "tool's and older answers": (OLDER, "of 70 prompts 2 are distinct"),
-    "says nothing": (prompts("", "5="), "35 are empty or too long"),
+    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are empty or too long"),
     "characters are lost": (
         LOST,
         "row 1, and so 35 of 70: | of the prompt, of all together '\u00e9\\u2028\u20ac'",

@@ -12,8 +12,8 @@ BUDGETS = {
     "ppo_vllm_async.py": 16_125,
     "grpo_vllm_async.py": 16_210,
     "scripts/train_reward_model.py": 2_445,
-    "scripts/preflight.py": 7_290,
-    "scripts/odd_data.py": 1_480,
+    "scripts/preflight.py": 7_525,
+    "scripts/odd_data.py": 1_815,
     "scripts/plan.py": 3_475,
 }
 
