@@ -41,7 +41,9 @@ Deliberate simplifications:
  2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
- 4. Few inputs are checked: those that would go wrong in silence, or late.
+ 4. Few inputs are checked. A copied file has none of the checks of data, chat templates, models and
+    GPUs that `python scripts/preflight.py SCRIPT FLAGS` makes before a run, for what would
+    otherwise go wrong in silence, or late.
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
 
 There is no value model: an advantage is how much better a response scored than its group. The KL is
@@ -82,7 +84,6 @@ import tempfile
 import threading
 import time
 import traceback
-import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -1188,8 +1189,6 @@ def fill_in(args, world_size):
             "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
-    if args.push_to_hub and not (PROGRAMS / "push_to_hub.py").exists():
-        raise ValueError("--push_to_hub needs scripts/push_to_hub.py beside the script")
     if args.min_response_length and not args.non_stop_penalty:
         raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1308,7 +1307,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
 
 
 def load_tokenizer(args):
-    """The tokenizer. ValueError: a reward or value model reads its ids otherwise, or lacks some."""
+    """Load the tokenizer. Raise ValueError if a reward or value model gives tokens other ids."""
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
@@ -1319,14 +1318,9 @@ def load_tokenizer(args):
         path = getattr(args, flag, None)
         if not path:
             continue
-        revision = revision_of(path, args)
-        other_vocabulary = AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
-        if not vocabulary.items() <= other_vocabulary.items():  # it may know more
+        other = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
+        if not vocabulary.items() <= other.get_vocab().items():  # it may know more
             raise ValueError(f"--{flag} {path} must know the policy's tokens by the same ids")
-        # Within a family sizes may differ, by unused rows
-        config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
-        if config.vocab_size <= max(vocabulary.values()):
-            raise ValueError(f"--{flag} {path}: its vocab_size is {config.vocab_size}, too small")
     return tokenizer
 
 
@@ -1372,33 +1366,18 @@ def load_datasets(tokenizer, args):
 def load_prompts(path, config, split, tokenizer, args, is_eval):
     """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
     rows = load_rows(path, config, split)
-    prompts, lost, words, kept_words = [], set(), 0, 0
+    prompts = []
     for index, row in enumerate(rows):
         with naming_row(path, index):
             prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
         if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
             prompts.append(prompt)
-            # Tokenizers may compose accents (NFC), which loses nothing
-            text = unicodedata.normalize("NFC", prompt.text)
-            decoded = unicodedata.normalize("NFC", tokenizer.decode(prompt.token_ids))
-            lost |= set(text) - set(decoded)
-            words += len(text.split())
-            kept_words += len(decoded.split())
     if not prompts:
         raise ValueError(
             f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
         )
-    if kept_words < words / 2:
-        raise ValueError(
-            f"{path}: the tokenizer loses most words, or the spaces between them; if transformers "
-            f"issue 48206 is the cause, set tokenizer_class to TokenizersBackend in its "
-            f"tokenizer_config.json"
-        )
     if is_rank_0():
-        print(
-            f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long; "
-            f"characters that the tokenizer loses: {repr(''.join(sorted(lost)))[1:-1] or 'none'}"
-        )
+        print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
     return prompts
 
 
@@ -1430,12 +1409,11 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
 
 
 def tokenize_prompt(prompt, row, tokenizer, variables=None):
-    """The text of a prompt and its token ids; "" and [] if nothing is asked.
+    """Return the text of a prompt and its token ids, or "" and [] if nothing is asked.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
     `chat_template_kwargs` (or their JSON), and further variables. An answer that ends them is left
-    out. ValueError: no prompt, or the template writes the same whatever a message says, as of a
-    role that it does not know.
+    out. Raise ValueError if there is no prompt.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"] if prompt.strip() else []
@@ -1447,25 +1425,13 @@ def tokenize_prompt(prompt, row, tokenizer, variables=None):
     asked = [message.get("content") or "" for message in messages if message["role"] == "user"]
     if not all(str(content).strip() for content in asked):
         return "", []
-
-    def render(messages):
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=drop_nulls(read_json(row.get("tools"))),
-            tokenize=False,
-            add_generation_prompt=True,
-            **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
-        )
-
-    text = render(messages)
-    for i, message in enumerate(messages):
-        if message["role"] in ("assistant", "tool"):  # which a template may leave out
-            continue
-        content = message.get("content", "")
-        more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
-        longer = message | {"content": content + more}
-        if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
-            raise ValueError(f"the chat template leaves out the message of the {message['role']!r}")
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=drop_nulls(read_json(row.get("tools"))),
+        tokenize=False,
+        add_generation_prompt=True,
+        **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
+    )
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -1591,8 +1557,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     It is loaded directly in that dtype, because a later cast would also round its float32 buffers,
     such as the frequencies of rotary embeddings. If the checkpoint of a value model has no head,
     the head starts as zeros, so that values start at 0 and the first advantages are not noise.
-    Raise ValueError if the checkpoint lacks another tensor, or if the policy has weights or buffers
-    that are not sent to vLLM.
+    Raise ValueError if the checkpoint lacks another tensor.
     """
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
@@ -1615,21 +1580,10 @@ def load_model(auto_class, path, args, trained, **config_options):
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
         head = model.get_output_embeddings()
-        if trained and any("expert" in name for name, _ in model.named_parameters()):
-            raise ValueError(
-                f"{path} is a mixture of experts, whose syncs failed (docs/scaling.md)"
-            )
         # vLLM starts from this config. A head that the checkpoint has is not tied, whatever the
         # config says; and of a vision model the language model alone has been loaded
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
         model.config.architectures = [type(model).__name__]
-        # Buffers are not sent to vLLM, and PolicyModel reads no bias of the head
-        unread = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        unread &= model.state_dict().keys()
-        if getattr(head, "bias", None) is not None:
-            unread.add("the head's bias")
-        if unread:
-            raise ValueError(f"{path}: {', '.join(sorted(unread))} would not be trained")
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
@@ -2117,19 +2071,9 @@ def vllm_settings(gpus, folder, max_length, args):
 
 
 def count_engines(args):
-    """The engines of a node. ValueError: vllm_gpus cannot be shared out among them."""
-    size, num_learners = args.vllm_tensor_parallel_size, args.local_world_size
-    if not args.vllm_gpus and size == 1:
-        return num_learners
-    free_gpus = {gpu for gpu in args.vllm_gpus if gpu >= num_learners}
-    num_engines = len(free_gpus) // size
-    if num_engines * size != len(args.vllm_gpus) or not 0 < num_engines <= num_learners:
-        raise ValueError(
-            f"--vllm_gpus {args.vllm_gpus} must be GPUs without a learner (not the first "
-            f"{num_learners}), each named once; --vllm_tensor_parallel_size ({size}) for each "
-            f"engine, and no more engines than learners"
-        )
-    return num_engines
+    """Return the number of engines of a node. Its first ranks own them, one each."""
+    gpus = args.vllm_gpus or range(args.local_world_size)
+    return len(gpus) // args.vllm_tensor_parallel_size
 
 
 def place_engine(rank, num_gpus, args):
@@ -2175,11 +2119,11 @@ def limit_memory(device, args):
     if device.type != "cuda":
         return
     gib = 2**30 / torch.cuda.get_device_properties().total_memory
-    if args.vllm_gpus:
-        torch.cuda.set_per_process_memory_fraction(1 - 2 * gib)  # a context, NCCL
-        return
-    room = 2 * gib if args.world_size == 1 else 3 * gib  # two contexts; NCCL
-    torch.cuda.set_per_process_memory_fraction(1 - args.vllm_gpu_memory_utilization - room)
+    share = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization  # vLLM's of this GPU
+    # A GiB for the context of each process on this GPU, and one for NCCL, which connects ranks, and
+    # a rank to an engine on other GPUs
+    room = 2 if args.vllm_gpus or args.world_size == 1 else 3
+    torch.cuda.set_per_process_memory_fraction(1 - share - room * gib)
 
 
 # --------------------------------------------------------------------- what runs in vLLM's process

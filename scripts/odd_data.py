@@ -40,6 +40,7 @@ OF_PROMPTS += ("instruction", "input", "history", "context")
 def notes_on_rows(run, path, rows, loaded):
     """What is odd about the rows of a dataset, of which the script has made what is loaded."""
     yield from notes_on_messages(run, path, rows)
+    check_template(run, path, rows)
     yield from notes_on_columns(run, path, rows)
     yield from notes_on_ends(run, path, rows)
     if run.trains_reward_model():
@@ -50,7 +51,24 @@ def notes_on_rows(run, path, rows, loaded):
         if distinct < len(loaded):
             are = "all are equal" if distinct == 1 else f"{distinct:,} are distinct"
             yield f"{path}: of {len(loaded):,} prompts {are}, as the model reads them"
+        check_words(run.tokenizer, path, loaded)
         yield from notes_on_characters(run.tokenizer, "prompt", texts)
+
+
+def check_words(tokenizer, path, prompts):
+    """Raise a Mistake if the tokenizer loses most words of the prompts, or the spaces between them.
+
+    transformers loads some tokenizers by the rules of another kind, which have no spaces.
+    """
+    tried = prompts[:: len(prompts) // 200 + 1]
+    words = sum(len(prompt.text.split()) for prompt in tried)
+    kept_words = sum(len(tokenizer.decode(prompt.token_ids).split()) for prompt in tried)
+    if kept_words < words / 2:
+        raise Mistake(
+            f"{path}: the tokenizer loses most words, or the spaces between them; if transformers "
+            f"issue 48206 is the cause, set tokenizer_class to TokenizersBackend in its "
+            f"tokenizer_config.json"
+        )
 
 
 def notes_on_columns(run, path, rows):
@@ -103,6 +121,36 @@ def notes_on_pairs(path, rows):
     turned = sum((p, b, a) in known for p, a, b in both if a != b)
     if turned:
         yield f"{path}: {turned:,} pairs are there in both orders, which teaches nothing"
+
+
+def check_template(run, path, rows):
+    """Raise a Mistake if the chat template writes the same whatever a message says.
+
+    That happens if it does not know a role. One row is tried of each kind, and a kind is the roles
+    of the messages, with the types of their contents, and whether they say anything. An older
+    answer and a tool's may be left out.
+    """
+    kinds = {}
+    for index, row in enumerate(rows):
+        if messages := run.script.drop_nulls(messages_of(row)):
+            contents = [message.get("content") for message in messages]
+            roles = [message["role"] for message in messages]
+            kind = *roles, *map(type, contents), *map(bool, contents)
+            kinds.setdefault(kind, (index, row, messages))
+    for index, row, messages in kinds.values():
+        text, _ = run.script.tokenize_prompt(messages, row, run.tokenizer)
+        for number, message in enumerate(messages):
+            role, content = message["role"], message.get("content", "")
+            # A row whose user says nothing has no text, and is dropped
+            if role in ("assistant", "tool") or not text:
+                continue
+            more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
+            longer = [*messages]
+            longer[number] = message | {"content": content + more}
+            if run.script.tokenize_prompt(longer, row, run.tokenizer)[0] == text:
+                raise Mistake(
+                    f"{path}, row {index}: the chat template leaves out the message of the {role!r}"
+                )
 
 
 def notes_on_messages(run, path, rows):

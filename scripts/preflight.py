@@ -307,14 +307,23 @@ def check_numbers(run):
 
 
 def check_gpus(run):
-    """Refuses GPUs that a machine does not have."""
+    """Refuse GPUs that a machine does not have, or that its engines cannot share out."""
     num_gpus, learners = run.options.num_gpus, run.options.local_processes()
-    gpus = run.args.vllm_gpus
+    gpus, size = run.args.vllm_gpus, run.args.vllm_tensor_parallel_size
     if (num_gpus or gpus) and max([learners - 1, *gpus]) >= num_gpus:
         raise Mistake(
             f"too few GPUs for {learners} learners, or for --vllm_gpus {gpus}: a machine has "
             f"{num_gpus}; before the script there are --num_processes and, of another machine, "
             f"--num_gpus"
+        )
+    free_gpus = {gpu for gpu in gpus if gpu >= learners}
+    num_engines = len(free_gpus) // size
+    is_shared_out = num_engines * size == len(gpus) and 0 < num_engines <= learners
+    if (gpus or size > 1) and not is_shared_out:
+        raise Mistake(
+            f"--vllm_gpus {gpus} must be GPUs without a learner (not the first {learners}), each "
+            f"named once; --vllm_tensor_parallel_size ({size}) for each engine, and no more "
+            f"engines than learners"
         )
     idle = num_gpus - learners - len(gpus)
     if idle > 0:
@@ -521,6 +530,29 @@ def load_classifier(run, path, is_trained):
     return model
 
 
+def check_weights(model):
+    """Refuse a policy with weights that do not reach vLLM, or that the learner does not read."""
+    if any("expert" in name for name, _ in model.named_parameters()):
+        raise Mistake("it is a mixture of experts, whose syncs failed (docs/scaling.md)")
+    # Buffers are not sent to vLLM. Those that are not saved are computed there, too
+    unread = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    unread &= model.state_dict().keys()
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        unread.add("the head's bias")  # PolicyModel does not read it
+    if unread:
+        raise Mistake(f"{', '.join(sorted(unread))} would not be trained")
+
+
+def check_vocabulary(run, model):
+    """Refuse a reward or value model whose embedding lacks an id of the tokenizer.
+
+    Within a family the sizes may differ, because some rows of an embedding are not used.
+    """
+    size = model.config.get_text_config().vocab_size
+    if run.tokenizer and size <= max(run.tokenizer.get_vocab().values()):
+        raise Mistake(f"its vocab_size is {size}, too small for the ids of the policy's tokenizer")
+
+
 def check_models(run):
     """The policy; the reward model, also one of weight 0; what the value model starts from."""
     script, args = run.reader()
@@ -535,12 +567,15 @@ def check_models(run):
         with loading(flag, path):
             if role == "model" and not run.trains_reward_model():
                 model = load_model(run, AutoModelForCausalLM, path, trained=True)
+                check_weights(model)
                 with contextlib.suppress(OSError):  # a model may come without one
                     revision = script.revision_of(path, args)
                     generation_config = GenerationConfig.from_pretrained(path, revision=revision)
                     model.generation_config = generation_config
             else:
                 model = load_classifier(run, path, is_trained=role != "reward_model")
+                if flag != "model_name_or_path":  # of which check_tokens knows
+                    check_vocabulary(run, model)
         setattr(run, role, model)
     run.has_models = True
 
@@ -885,8 +920,10 @@ def check_accounts(run):
 
 
 def check_hub(run):
-    """Refuses names that the hub does not know as such, and a login that may not write there."""
+    """Refuse an upload without its program, by a wrong name, or with a login that may not write."""
     args = run.args
+    if not (run.script.PROGRAMS / "push_to_hub.py").exists():
+        raise Mistake("--push_to_hub needs scripts/push_to_hub.py beside the script")
     repo, branch = repo_of(vars(args), args.hf_entity), args.hf_repo_revision or args.run_name
     hub_answers()  # else nobody is waited for
     try:

@@ -4,13 +4,16 @@ Or the model is refused. A head with a multiplier that is not known ends a run i
 by check_sampler.
 """
 
+import contextlib
+
+import preflight
 import pytest
 import torch
 import transformers
 from helpers import formulas, rollouts
 from helpers.rollouts import VOCAB, make_rollout, tiny_args
 from helpers.runs import sequences_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ppo_vllm_async as script
 
@@ -71,7 +74,7 @@ def test_padded_rows_say_what_each_says_alone_or_the_model_is_refused(kind):
     is_own = torch.allclose(policy(*inputs)[0][inside], torch.cat(own), rtol=0, atol=1e-5)
     assert is_own == (kind not in ODD)  # in float32 check_sampler sees the others
     has_bias = getattr(policy.model.get_output_embeddings(), "bias", None) is not None
-    assert has_bias == (ODD.get(kind) == "a bias")  # by which load_model refuses it
+    assert has_bias == (ODD.get(kind) == "a bias")  # by which the preflight refuses it
     if value_model := tiny_classifier(kind):
         value_model.double()
         values = torch.cat([formulas.values_of(value_model.model, *pair) for pair in sequences])
@@ -139,18 +142,24 @@ def test_gradient_of_entropies_is_not_made_in_vain_and_no_other_head_is_kept(mon
         entropies.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["phi", *MIXTURES])
-def test_model_whose_weights_reach_vllm_wrongly_is_refused_before_that_starts(
-    kind, run_main, assets, tmp_path
-):
+HAS_BIAS = "the head's bias would not be trained"
+REFUSED = {"phi": HAS_BIAS, "gptj": HAS_BIAS} | dict.fromkeys(MIXTURES, "a mixture of experts")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
+def test_preflight_refuses_a_model_whose_weights_reach_vllm_wrongly_and_no_other(kind):
     """Those of experts have other names in memory than in vLLM."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    model = tiny_model(kind)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    options = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "output"}
-    message = "the head's bias would not be trained" if kind == "phi" else "is a mixture of experts"
-    with pytest.raises(ValueError, match=message):
-        run_main("grpo_vllm_async.py", **options)
-    assert not (tmp_path / "output").exists()
+    is_refused = pytest.raises(preflight.Mistake, match=REFUSED.get(kind))
+    with is_refused if kind in REFUSED else contextlib.nullcontext():
+        preflight.check_weights(tiny_model(kind))
+
+
+def test_preflight_refuses_buffers_that_vllm_would_not_get():
+    """As Gemma 4's layer_scalar. Rotary embeddings have others, which are computed."""
+    model = tiny_model("llama")
+    model.model.register_buffer("layer_index", torch.ones(1, dtype=torch.int64))
+    model.model.register_buffer("cached", torch.ones(1), persistent=False)
+    preflight.check_weights(model)
+    model.model.register_buffer("layer_scalar", torch.ones(1))
+    with pytest.raises(preflight.Mistake, match=r"^model\.layer_scalar would not be trained"):
+        preflight.check_weights(model)

@@ -78,9 +78,9 @@ def test_values_of_json_lines_are_as_they_stand_there_in_utf_8(tmp_path):
         script.load_rows(str(path), None, None)
 
 
-def characters(lost="", template=None, begin=None):
-    """A tokenizer of single characters, which loses some, and may put one before each text."""
-    letters = {letter: i for i, letter in enumerate(map(chr, range(127))) if letter not in lost}
+def characters(template=None, begin=None):
+    """A tokenizer of single characters, which may put one before each text."""
+    letters = {letter: i for i, letter in enumerate(map(chr, range(127)))}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     if begin:
@@ -115,12 +115,12 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, capsys):
     tokenizer = characters(template=BEGINS, begin="^")
     kept = load(path, tokenizer, max_prompt_token_length=4)  # the tokens of the fourth
     assert [prompt.origin[-1] for prompt in kept] == ["0", "3"]
-    assert "data.jsonl: 2 prompts; 6 are empty or too long;" in capsys.readouterr().out
+    assert "data.jsonl: 2 prompts; 6 are empty or too long\n" in capsys.readouterr().out
     kept = load(path, tokenizer, max_prompt_token_length=50)
     assert [prompt.origin[-1] for prompt in kept] == ["0", "1", "3"]
 
 
-# A template that writes all that it is given; whoever is not asked about is passed over
+# A template that writes all that it is given
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}
 {%- if m.role in ('user', 'system', 'assistant', 'tool') %}<{{ m.role }}
 {%- if 'name' in m %} {{ m.name }}{% endif %}
@@ -133,7 +133,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
 
 
-def render(row, tmp_path, suffix, template=TEMPLATE):
+def render(row, tmp_path, suffix):
     """The prompt that the model reads, of a row in a file beside another one."""
     # Of which Arrow takes the keys: in the other row they are null
     message = {"role": "user", "content": "a", "name": "me", "tool_calls": [{"id": "1"}]}
@@ -143,7 +143,7 @@ def render(row, tmp_path, suffix, template=TEMPLATE):
         if isinstance(row.get(name), str):  # a column of parquet has one type
             other[name] = json.dumps(other[name])
     path = write_rows(tmp_path / f"data.{suffix}", [row | RULE, other | RULE])
-    prompt, _ = load(path, characters(template=template))
+    prompt, _ = load(path, characters(template=TEMPLATE))
     return prompt.text
 
 
@@ -178,33 +178,6 @@ def test_model_reads_what_the_row_says(tmp_path):
             assert render({"prompt": messages} | columns, tmp_path, suffix) == text, columns
 
 
-def test_message_that_the_template_passes_over_is_refused(tmp_path):
-    """Every prompt would be the same, or without its instruction."""
-    for role, other in (("human", "user"), ("user", "system"), ("system", "user")):
-        template = TEMPLATE.replace(f"'{role}', ", "")
-        passed_over, heard = {"role": role, "content": "b"}, {"role": other, "content": "5="}
-        for messages in ([passed_over], [passed_over, heard], [heard, passed_over]):
-            message = f"/data.jsonl, row 0: .*leaves out the message of the '{role}'"
-            with pytest.raises(ValueError, match=message):
-                render({"prompt": messages}, tmp_path, "jsonl", template)
-
-
-WRITES = "{% for m in messages %}{% if m.content is string %}<user>{{ m.content | upper }}"
-WRITES += "{% endif %}{% if m.role == 'system' %}<{{ m.content.replace('/no_think', '') }}>"
-WRITES += "{% endif %}{% endfor %}<assistant>"
-
-
-def test_template_may_change_a_text_but_not_pass_over_it(tmp_path):
-    """A text that is not found in the prompt may be there in another form, and the other way."""
-    switch = {"role": "system", "content": "b /no_think"}
-    text = render({"prompt": [switch, USER_SAYS]}, tmp_path, "jsonl", WRITES)
-    assert text == "<user>B /NO_THINK<b ><user> 5= <assistant>"
-    for content in ("user", [{"type": "text", "text": "5="}]):
-        template = WRITES if isinstance(content, list) else "<user>{{ messages | length }}"
-        with pytest.raises(ValueError, match=r"row 0: .*leaves out the message of the 'user'"):
-            render({"prompt": [{"role": "user", "content": content}]}, tmp_path, "jsonl", template)
-
-
 def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_path):
     tokenizer.chat_template = "{{ strftime_now('%Y%m%d') }}" + TEMPLATE
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": [USER_SAYS]} | RULE])
@@ -212,15 +185,6 @@ def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_pat
     assert prompt.text == "20240726<user>5=<assistant>"
     (prompt,) = load(path, tokenizer)  # of a new run it is today
     assert prompt.text.partition("<")[0] == date.today().strftime("%Y%m%d")
-
-
-def test_tokenizer_that_loses_spaces_is_refused_and_one_that_loses_few_is_not(tmp_path, capsys):
-    """As transformers 5.19 loads some byte-level ones by SentencePiece's rules."""
-    path = write_rows(tmp_path / "data.jsonl", [{"prompt": "hello world,\nhow many"} | RULE])
-    with pytest.raises(ValueError, match=r"data.jsonl: .*the spaces between.*TokenizersBackend"):
-        load(path, characters(lost=" \n"))
-    assert len(load(path, characters(lost="\n"))) == 1
-    assert "loses: \\n\n" in capsys.readouterr().out
 
 
 def test_split_that_a_file_has_not_is_refused(tmp_path):

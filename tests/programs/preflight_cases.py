@@ -199,6 +199,33 @@ AHEAD = {"num_labels": 1, "is_causal": False} | SMALL
 AHEAD = model(architecture("Qwen2ForSequenceClassification", **AHEAD))
 NINE = model(architecture("Qwen2ForCausalLM", **SMALL | {"vocab_size": 9}))
 MIXTURE = architecture("Qwen3MoeForCausalLM", num_experts=4, moe_intermediate_size=8, **SMALL)
+TOO_SMALL = SMALL | {"vocab_size": 16, "num_labels": 1}
+TOO_SMALL = architecture("Qwen2ForSequenceClassification", **TOO_SMALL)
+JUDGE = model(TOO_SMALL, flag="reward_model_path", to="judge")
+CRITIC = model(TOO_SMALL, flag="value_model_path", to="critic")
+SYSTEM, HUMAN = {"role": "system", "content": "1"}, {"role": "human", "content": "53812="}
+
+
+def write_if(condition):
+    """A template that passes over messages of which the condition is not true."""
+    text = "{% if " + condition + " %}<|user|>{{ m.content }}{% endif %}"
+    return template("{% for m in messages %}" + text + "{% endfor %}<|assistant|>")
+
+
+def passed_over(messages, template, role):
+    """A dataset with a row that the template does not write as it is; what is said of it."""
+    words = f"row 70: | the chat template leaves out the message of the '{role}'"
+    return together(last(prompt=messages), template), words
+
+
+TO_USERS, TO_FIRST = write_if("m.role == 'user'"), write_if("loop.first")
+COUNTS = template("<|user|>{{ messages | length }}=")
+ROOM = {"num_processes": 2, "num_gpus": 8, "gpu_memory": 80.0}  # two learners
+
+
+def placed(gpus, size=1):
+    return ROOM | {"vllm_gpus": gpus, "vllm_tensor_parallel_size": size}
+
 
 SHARDED = REPO / "scripts" / "accelerate" / "fsdp2.yaml"
 ONE_GPU = SHARDED.with_name("one_gpu.yaml")
@@ -232,6 +259,13 @@ MISTAKES = {
         EVERY,
     ),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
+    "role that is not known": passed_over([HUMAN], TO_USERS, "human"),
+    "system passed over": (*passed_over([SYSTEM, ASK], TO_USERS, "system"), EVERY),
+    "system at the end": (*passed_over([ASK, SYSTEM], TO_USERS, "system"), EVERY),
+    "user passed over": passed_over([SYSTEM, ASK], TO_FIRST, "user"),
+    "parts passed over": passed_over(PARTS, write_if("m.content is string"), "user"),
+    "all passed over": (together(COUNTS, last()), "row 0: | leaves out the message of the 'user'"),
+    "words are lost": (prompts("1 2 3 4 5="), "the spaces between | TokenizersBackend"),
     "too few pairs": ({"local_mini_batch_size": 80}, "0 updates of 80 | --num_train_ep", TRAINER),
     # Models and tokenizers
     "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
@@ -240,6 +274,9 @@ MISTAKES = {
     "too few positions": ({"response_length": 512}, "--response_length | positions | 512"),
     "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | 2 of its tokens have other ids"),
     "tokenizer of another": (NINE, "tokenizer | 17 | 9"),
+    "reward model of fewer ids": (JUDGE, "--reward_model_path | its vocab_size is 16, too small"),
+    "value model of fewer ids": (CRITIC, "--value_model_path | its vocab_size is 16, too", PPO),
+    "a bias": (model(architecture("PhiForCausalLM")), "the head's bias would not be trained"),
     "classifier that looks ahead": (AHEAD, "attends to later tokens", TRAINER),
     "classifier without a head": ({"reward_model_path": MODEL}, "--reward_model_path | 0 labels"),
     # Rewards and numbers
@@ -257,6 +294,13 @@ MISTAKES = {
     "adapters in float32": ({"num_gpus": 1, "dtype": "float32"}, "--dtype bfloat16", FORKS),
     "no adapters": ({"lora_rank": 8}, "python scripts/fork.py lora | _lora.py --script"),
     "no rank": ({"lora_rank": 0}, "--lora_rank is 0; it must be at least 1", FORKS),
+    "a learner's GPU": (placed("1 2"), "--vllm_gpus (1, 2) | not the first 2"),
+    "GPU from behind": (placed("-1"), "must be GPUs without a learner"),
+    "a GPU twice": (placed("2 2"), "--vllm_gpus (2, 2) | each named once"),
+    "half an engine": (placed("2 3 4", 2), "(2, 3, 4) | --vllm_tensor_parallel_size (2) for each"),
+    "too few for one": (placed("2", 2), "--vllm_gpus (2,) | --vllm_tensor_parallel_size (2)"),
+    "engines of nobody": (placed("2 3 4"), "no more engines than learners"),
+    "no GPUs for many": (ROOM | {"vllm_tensor_parallel_size": 2}, "--vllm_gpus () | (2) for each"),
     "ranks of one process": (ONE_PROCESS, "--num_processes 8 | one_gpu.yaml starts one | ddp.yaml"),
     "sharded pairs": (PAIRS_OF_FSDP, "if the script shards models, fsdp2.yaml", TRAINER),
     "memory": (LEARNER, HELP),
@@ -294,6 +338,11 @@ ALIKE = together(rows(*[ROW] * 35, *[truth("5")] * 35), call("return 1.0"))
 JUDGED = rows(*[ROW] * 35, *[truth("", data_source="judged")] * 35)
 NOTHING_ALONE = {"penalty_reward_value": -1.0, "r1_style_format_reward": "inf"}
 SEVENTY = prompts(*map(str, range(10, 80)))
+# A text may be in the prompt in another form, and older answers may be left out
+REVERSED = template("{% for m in messages %}<|user|>{{ m.content | trim | reverse }}{% endfor %}")
+REVERSED = together(SEVENTY, REVERSED)
+OLDER = [ASK, SAYS, {"role": "tool", "content": "1"}, ASK | {"content": "54="}]
+OLDER = together(prompts(OLDER, "1="), TO_USERS)
 QUIET = "learners 1 ! equal | distinct | nobody | template | left out | begins | stop token"
 
 LINEAR = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
@@ -321,10 +370,14 @@ PLANS = {
     "held-out prompts": (SEEN, "70 of the 70 held-out prompts are trained on"),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
+    "changed by the template": (REVERSED, "learners 1 ! distinct"),
+    "tool's and older answers": (OLDER, "of 70 prompts 2 are distinct"),
+    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are empty or too long"),
     "characters are lost": (
         LOST,
-        "loses: \u00e9\\u2028\u20ac | row 1, and so 35 of 70: | the prompt",
+        "row 1, and so 35 of 70: | of the prompt, of all together '\u00e9\\u2028\u20ac'",
     ),
+    "a space is lost": (prompts("1 2="), "characters of the prompt, of all together ' '"),
     "of a truth": (UNWRITABLE, "row 1, and so 35 of 70: | of the ground truth | '\u00e9': no"),
     "nothing": (SEVENTY, QUIET),
     "thoughts": (together(SEVENTY, THINKS), QUIET),

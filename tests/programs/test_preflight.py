@@ -215,6 +215,13 @@ def test_account_is_looked_at(flag, ask, folder, monkeypatch):
     check_mistake(ask("ppo_sync.py", **{flag: True}), f"--{flag} | {words}")
 
 
+def test_upload_has_its_program(ask, folder):
+    """A copied script may be without; at its end it would upload nothing, and say nothing."""
+    text = (REPO / "ppo_sync.py").read_text()
+    lacks = "--push_to_hub needs scripts/push_to_hub.py beside the script"
+    check_mistake(ask(write_text(folder / "copy.py", text), push_to_hub=True), lacks)
+
+
 def test_models_without_their_weights_are_planned_with(ask, folder, monkeypatch):
     """For another machine, whose folders are not looked at; and from the hub, by the config."""
     file = {"output_dir": write_text(folder / "file", "") / "x"}

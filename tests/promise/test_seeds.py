@@ -105,8 +105,8 @@ def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
 
 @pytest.mark.parametrize("flag", ["reward_model_path", "value_model_path"])
 def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
-    """One that reads other words, silently; or an id that its embedding does not have."""
-    folders = {"swapped": 17, "small": 16, "padded": 64, "more": 64}  # sizes of vocabularies
+    """One that reads other words, silently."""
+    folders = {"swapped": 17, "padded": 64, "more": 64}  # sizes of vocabularies
     for folder, size in folders.items():
         shutil.copytree(assets / "model", tmp_path / folder)
         config = json.loads((tmp_path / folder / "config.json").read_text())
@@ -121,9 +121,8 @@ def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
         path = {flag: str(tmp_path / folder)}
         return script.load_tokenizer(script.Args(model_name_or_path=str(policy), **path))
 
-    for folder, said in (("swapped", "must know the policy's tokens"), ("small", "its vocab_size")):
-        with pytest.raises(ValueError, match=f"--{flag} .*{folder}:? {said}"):
-            load(folder)
+    with pytest.raises(ValueError, match=f"--{flag} .*swapped must know the policy's tokens"):
+        load("swapped")
     assert load("more").get_vocab() == load("padded").get_vocab()  # sizes differ within a family
     # Not so the other way round: the policy could sample what the other does not know
     with pytest.raises(ValueError, match="must know the policy's tokens"):
