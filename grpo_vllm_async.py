@@ -15,21 +15,27 @@ Training step g, on every rank (a version of the policy is the number of complet
        put prompts g+1 in prompts_Q --> get prompts, generate -------->  sample
     2. checkpoint                         ...                            ...
     3. scores      4. the batch           ...                            ...
-    5. advantages  6. forward passes      ...                            ...
+    5. forward passes  6. advantages      ...                            ...
     7. updates                            verifiable rewards
     8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
-Before step 1, weights 0 and prompts 1 go out. Step g takes batch g, then sends weights g - 1 (in
-step 1 the same again) and prompts g + 1, while no engine samples and no update runs: no lock is
-needed. So version g - 1 samples batch g + 1, on which step g + 1 trains version g: one step old
-(2410.18252). As in ppo_sync.py the ratio divides by the learner's own log-probabilities from before
-its updates, and truncated importance weights correct for the sampler. With --no-async_mode both go
-out after the updates: nothing is old.
+    step     gets batch    sampled by version    sends weights, prompts    trains version
+    start                                        0,     1
+    1        1             0                     0,     2                  0
+    2        2             0                     1,     3                  1
+    3        3             1                     2,     4                  2
+    g        g             g - 2                 g - 1, g + 1              g - 1
 
-A prompt and its response are a row, padded on the right. A tensor of tokens is (rows, length), and
-0 outside responses, except input_ids. Models must be causal: no token sees the padding after it, so
-there is no attention mask. They run without dropout. Every rank holds the whole batch; forward and
-backward passes are shared out.
+So from step 2 on, a batch is one step older than the policy that trains on it (2410.18252). No lock
+is needed, because weights and prompts go out while no engine samples and no update runs. As in
+ppo_sync.py the ratio divides by the learner's own log-probabilities from before its updates.
+Truncated importance weights correct for the older sampler. With --no-async_mode weights and prompts
+go out after the updates, so that nothing is old.
+
+A prompt with its response is a row, which is padded on the right. Tensors over tokens are (rows,
+length), and all but input_ids are 0 outside the response. Models must be causal, so that no token
+sees the padding after it, and there is no attention mask. They run without dropout. Every rank has
+the whole batch, and computes its share of the forward and backward passes.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
 old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
@@ -47,14 +53,16 @@ Deliberate simplifications:
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
 
 There is no value model: an advantage is how much better a response scored than its group. The KL is
-a term of the loss, not of the reward. With beta 0 the policy skips what has no advantage.
+a term of the loss, not of the reward. With beta 0 a response without an advantage has no gradient,
+so updates leave it out. docs/grpo.md has the formulas, and the variants (Dr. GRPO, DAPO, GSPO).
 
-Other than by TRL's defaults, importance weights for the sampler are of tokens and at most 2, not of
-sequences and 0 above 3; and vLLM works while the learner trains.
+Unlike in TRL, importance weights for the sampler are those of tokens and at most 2; TRL's are those
+of sequences, and 0 above 3. And vLLM works while the learner trains.
 
-Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 5. A
-term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 6.
-What is logged: batch_metrics. docs/fork.md has worked examples.
+Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 6. A
+term of the loss: token_losses. A tensor that these need: a field of Batch, and step 4, 5 or 6. What
+is logged: token_losses, batch_metrics. What a resume must find again: `state`, or a model in
+`trained_models`. docs/fork.md has worked examples.
 
 Read on to the banner ("The algorithm ends here"), for about an hour; look up what follows it when
 you need it. Where this script differs from another, tests/promise/test_scripts_agree.py has the
@@ -85,7 +93,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -124,17 +132,19 @@ from transformers import (
 
 @dataclass
 class Algorithm:
-    """The options of advantages and losses. Args, below the banner, adds all others.
+    """The options that a reader of the loop needs. Args, below the banner, adds all others.
 
-    Among those are the sizes. local_x is one rank's share of x. In a step:
-        rollout_batch_size             prompts
-        number_samples_per_prompt      responses to each
-        episodes_per_step              the product: the responses, the rows of the batch
-        num_epochs                     times the rows are dealt to mini-batches, anew each time
-        mini_batch_size                rows of a mini-batch: of one update
-        updates_per_step               num_epochs * episodes_per_step / mini_batch_size
-        per_device_train_batch_size    rows of a pass of a rank: of a micro-batch
-    By default, on one rank: 64 prompts of 8 responses: 2 updates of 256 rows, in passes of 8.
+    Flags give the sizes of one rank. The script computes from them, for all ranks:
+        rollout_batch_size    prompts of a step: local_rollout_batch_size times the ranks
+        episodes_per_step     responses of a step, which are the rows of its batch: as many prompts
+                              times number_samples_per_prompt
+        mini_batch_size       rows of one update: local_mini_batch_size times the ranks
+        updates_per_step      num_epochs * episodes_per_step / mini_batch_size
+    A micro-batch has the rows of one forward and backward pass of a rank, which are at most
+    per_device_train_batch_size.
+
+    By default a step has 64 prompts of 8 responses on one rank, and makes 2 updates of 256 rows. If
+    it made one, new and old log-probabilities would be equal, all ratios 1, and no clip would bind.
     """
 
     beta: float = 0.0
@@ -142,7 +152,7 @@ class Algorithm:
     kl_estimator: Literal["kl1", "kl3"] = "kl3"
     """kl3 has the KL's gradient at each token, kl1 on average (2510.01555)"""
     cliprange: float = 0.2
-    """the ratio is clipped to 1 - this, and in PPO to 1 + this"""
+    """the ratio's lower limit is 1 - this"""
     cliprange_higher: float = 0.2
     """the ratio's upper limit is 1 + this (DAPO: 0.28)"""
     advantage_normalization: Literal["standard", "centered"] = "standard"
@@ -155,6 +165,18 @@ class Algorithm:
     """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    num_epochs: int = 1
+    """how often each row of a batch is trained on"""
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, for each model"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probabilities"""
+    non_stop_penalty: bool = False
+    """a response without a stop token scores penalty_reward_value instead"""
+    penalty_reward_value: float = 0.0
+    """with non_stop_penalty: score of a response without a stop token"""
 
 
 @dataclass
@@ -194,8 +216,8 @@ class Response:
 class Request:
     """What the learner asks of generation."""
 
-    prompts: list[Prompt]  # (episodes,): number_samples_per_prompt copies of each, side by side
-    seeds: list[int]  # (episodes,)
+    prompts: list[Prompt]  # (rows,): number_samples_per_prompt copies of each, side by side
+    seeds: list[int]  # (rows,)
     eval_prompts: list[Prompt]  # empty where no evaluation is due
 
 
@@ -217,20 +239,18 @@ class Batch:
     """
 
     # By collate
-    input_ids: Tensor  # (episodes, length)
-    lengths: Tensor  # (episodes,), int64, tokens of a row
-    mask: Tensor  # (episodes, length), 1.0 where there is a response token
-    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows that are out of the loss
-    scores: Tensor  # (episodes,), 0.0 where there is none
-    has_score: Tensor  # (episodes,), 1.0 or 0.0
-    sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    # By steps 5 and 6: (episodes, length), but for `computed`. Step 6 leaves logprobs and entropies
-    # of the first mini-batch at 0, for its update to fill in. In skipped rows they are of no use
+    input_ids: Tensor  # (rows, length)
+    lengths: Tensor  # (rows,), int64, tokens of a row
+    mask: Tensor  # (rows, length), 1.0 where there is a response token
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows that are out of the loss
+    scores: Tensor  # (rows,), 0.0 where there is none
+    has_score: Tensor  # (rows,), 1.0 or 0.0
+    sampler_logprobs: Tensor  # (rows, length), by vLLM
+    # By steps 5 and 6: (rows, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
     entropies: Tensor | None = None  # the policy's, before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
     advantages: Tensor | None = None
-    computed: Tensor | None = None  # (episodes,), by rows_to_compute: 0.0 where the row is skipped
 
     def cut(self, rows, length):
         """A Batch of some rows, which are `length` tokens long at most."""
@@ -256,6 +276,7 @@ def main(args):
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
     args.num_sources = len({prompt.data_source for prompt in prompts})
+    # What a resume needs besides the models. A fork may add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # those before a resume
 
@@ -307,11 +328,13 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps a checkpoint of the models after the previous step: now that this
-        # step's rollout is known, before it writes any file. A process's first step has nothing new
+        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them.
+        # It comes here because this rollout, whose weights may be gone, belongs to it, and because
+        # this step has not yet written a line into the files that a checkpoint copies. In the first
+        # step of a process there is nothing new to save
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            state["rollout"] = pack_rollout(rollout)  # the weights that sampled it may be gone
+            state["rollout"] = pack_rollout(rollout)
             with timed(metrics, "checkpoint"):
                 save_checkpoint(trained_models, run_dir, version, state, args)
 
@@ -327,49 +350,47 @@ def main(args):
         check_rewards(responses)
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Advantages, one for all tokens of a response
+        # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
+        # other padding would change the last bits. So in the first update all ratios are exactly 1
+        # (on a CPU, if no row is left out)
+        size = args.per_device_train_batch_size
+        with timed(metrics, "forward"):
+            batch.logprobs, batch.entropies = forward_all(
+                accelerator, policy, batch, epochs[0], size, args
+            )
+            if args.beta > 0:
+                batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
+        # This ends the run if vLLM has not sampled with exactly these weights. In async mode it has
+        # done so for batch 1 alone
+        if rollout.policy_version == version:
+            check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
+
+        # 6. Advantages, one for all tokens of a response
         advantages = group_advantages(
             batch.scores,
             batch.has_score,
             args.number_samples_per_prompt,
             args.advantage_normalization,
-        )  # (episodes,)
+        )  # (rows,)
         batch.advantages = advantages[:, None] * batch.mask
         # Responses that were cut may be left out of the loss; in their group they count
         if args.mask_truncated_completions:
             stopped = torch.tensor([float(response.stopped) for response in responses])
             batch.loss_mask = batch.loss_mask * stopped[:, None].to(accelerator.device)
-        batch.computed = rows_to_compute(batch, args)
-
-        # 6. Forward passes, before any update. The first mini-batch is left out, for speed alone:
-        # its update, in step 7, makes the same pass by the same weights
-        size = args.per_device_train_batch_size
-        with timed(metrics, "forward"):
-            batch.logprobs, batch.entropies = forward_all(
-                accelerator, policy, batch, epochs[0][1:], size, args
-            )
-            if args.beta > 0:
-                batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
 
         # 7. Updates
-        sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
+        models = [(policy, token_losses)]
+        sums, grad_norms = defaultdict(int), defaultdict(int)
         lr = 0.0  # in a step without an update
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
-                is_first = update == first_update
-                new_sums, outputs = accumulate_gradients(
-                    accelerator, policy, batch, mini_batch, is_first, args
-                )
-                sums.update(new_sums)
-                if is_first:  # step 6 has left these rows at 0; now logprobs are complete
-                    logprobs, entropies = accelerator.reduce(outputs)
-                    batch.logprobs = batch.logprobs + logprobs
-                    batch.entropies = batch.entropies + entropies
-                    # Has vLLM sampled by these very weights (in async mode batch 1 alone)?
-                    if rollout.policy_version == version:
-                        mask = batch.mask * batch.computed[:, None]
-                        check_sampler(batch.logprobs, batch.sampler_logprobs, mask, args)
+                divisor = loss_divisor(batch.loss_mask[mini_batch], args)
+                # The divisor is that of all rows. What has no gradient need not be computed
+                rows = rows_with_gradient(batch, mini_batch, accelerator.num_processes, args)
+                new_sums = accumulate_gradients(accelerator, models, batch, rows, divisor, args)
+                for name, new_sum in new_sums.items():
+                    sums[name] += new_sum
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
                     continue  # else AdamW would move by its moments, without any data
@@ -385,7 +406,8 @@ def main(args):
                 sync_and_request(training_step, training_step + 1)
 
         # 8. Metrics, and responses to look at
-        metrics |= update_metrics(accelerator, sums, args)
+        loss_tokens = args.num_epochs * batch.loss_mask.sum().item()
+        metrics |= update_metrics(accelerator, sums, loss_tokens, args)
         metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
         metrics |= run_metrics(training_step, responses, step_start, start_time, args)
@@ -404,6 +426,17 @@ def main(args):
 
     # ---- The end
     end_run(accelerator, run_dir, args)
+
+
+def evaluation_is_due(steps, args):
+    """Whether the policy is evaluated after this number of training steps.
+
+    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
+    version 0, and later ones with the version before. The last step's metrics have the last one.
+    """
+    num_steps = args.num_training_steps
+    num_evals = min(args.num_evals, num_steps // 2)
+    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
 
 
 # ------------------------------------------------------------------------------- KL and advantages
@@ -435,7 +468,7 @@ def masked_mean(values, mask):
 
 
 def group_advantages(scores, has_score, number_samples_per_prompt, normalization):
-    """How much better a response scored than its group (2402.03300): (episodes,), like scores.
+    """How much better a response scored than its group (2402.03300): (rows,), like scores.
 
     The samples of a prompt stand side by side. "standard" divides by the group's unbiased
     deviation + 1e-8, "centered" does not (2503.20783). A group whose scores are all equal has
@@ -463,74 +496,80 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
 # ------------------------------------------------------------------------------ losses and updates
 
 
-def accumulate_gradients(accelerator, policy, batch, mini_batch, is_first, args):
-    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
+def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
+    """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
-    mini_batch: rows of the batch. A loss is divided by the loss_divisor of the whole mini-batch, on
-    all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). is_first: it is the
-    step's first mini-batch, so its new log-probabilities are the old ones. Returns two things of
-    this rank: sums over tokens for metrics, with its part of the loss; and log-probabilities and
-    entropies, (2, episodes, length), 0 in rows that it did not run.
+    models: pairs of a model and the function that computes its losses. divisor: that of the whole
+    mini-batch, on all ranks, so that the gradient does not depend on how the rows are split up
+    (2503.14476, 3.3). Return a dictionary of this rank: sums over loss tokens, for metrics, and its
+    part of the loss.
     """
-    normalizer = loss_divisor(batch.loss_mask[mini_batch], args)
-    micro_batches = cut_micro_batches(
-        accelerator, batch, mini_batch, args.per_device_train_batch_size, args
-    )
-    sums, outputs = Counter(), batch.mask.new_zeros(2, *batch.mask.shape)
-    for rows, part in micro_batches:
-        sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
+    sums = defaultdict(int)
+    size = args.per_device_train_batch_size
+    for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
+        mask = part.loss_mask
+        sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
+        for model, losses_of in models:
+            outputs = model(part.input_ids, part.mask)
+            losses, per_token = losses_of(outputs, part, args)
+            loss = (losses * mask).sum() / divisor
+            loss.backward()
+            sums["objective/loss"] += loss.detach()
+            add_sums(sums, per_token, mask)
+    return sums
 
-        # The policy. All that follows is (micro_batch, length)
-        new_logprobs, entropies = policy(part.input_ids, part.mask)
-        outputs[:, rows, : new_logprobs.shape[1]] = torch.stack([new_logprobs, entropies]).detach()
-        old_logprobs = new_logprobs.detach() if is_first else part.logprobs
-        tis_weights = importance_weights(old_logprobs, part.sampler_logprobs, part.loss_mask, args)
-        token_log_ratio = (new_logprobs - old_logprobs) * part.loss_mask  # of new to old
-        log_ratio = token_log_ratio
-        if args.importance_sampling_level == "sequence":
-            log_ratio = sequence_mean(token_log_ratio, part.loss_mask)
-        pg_loss, pg_clipped = policy_loss(
-            log_ratio,
-            part.advantages,
-            tis_weights,
-            cliprange=args.cliprange,
-            cliprange_higher=args.cliprange_higher,
-        )
-        token_loss = pg_loss
-        if args.beta > 0:
-            kl = kl_penalty(
-                new_logprobs * part.loss_mask, part.ref_logprobs * part.loss_mask, args.kl_estimator
-            )
-            # Times new/old and the importance weight, tokens count as if the new policy drew them
-            # (but for the weight's cap). The KL's gradient is d * grad log p, d = log p - log ref.
-            # That of new/old * kl3 is the same at each token. That of new/old * kl1 is
-            # (d + 1) * grad log p: the same on average, since grad log p is 0 then (2510.01555)
-            kl = kl * token_log_ratio.exp() * tis_weights
-            token_loss = pg_loss + args.beta * kl
-        scale = part.loss_mask  # of a token: 1; "sequence": 1 / its response's tokens
-        if args.loss_aggregation == "sequence":
-            scale = scale / scale.sum(1, keepdim=True).clamp(min=1)
-        loss = (token_loss * scale).sum() / normalizer
-        loss.backward()
-        sums["objective/loss"] += loss.detach()
-        ratio = log_ratio.exp()
-        per_token = {
-            "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": token_log_ratio**2 / 2,
-            "policy/clipfrac_avg": pg_clipped,
-            "policy/entropy_avg": entropies,
-            "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,
-        }
-        if args.beta > 0:
-            per_token["loss/kl_avg"] = kl
-        add_sums(sums, per_token, part.loss_mask)
-    return sums, outputs
+
+def token_losses(outputs, part, args):
+    """Return the policy's loss of each token, and what is logged of it: {metric: tensor}.
+
+        ratio  = new / old                      of the token's probabilities; GSPO: see below
+        weight = min(old / sampler, tis_cap)    see importance_weights
+        loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange_higher) * A) * weight
+                 + beta * kl * new / old * weight
+
+    A is the response's advantage. GSPO's ratio and weight are geometric means over the response
+    (sequence_mean). outputs: the policy's new log-probabilities and entropies. part: a Batch, which
+    has the old ones. All tensors are (rows, length).
+    """
+    new_logprobs, entropies = outputs
+    mask = part.loss_mask
+    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
+    # The mask comes before exp, because 0 * inf would be NaN
+    token_log_ratio = (new_logprobs - part.logprobs) * mask
+    log_ratio = token_log_ratio
+    if args.importance_sampling_level == "sequence":
+        log_ratio = sequence_mean(token_log_ratio, mask)
+    losses, clipped = policy_loss(
+        log_ratio,
+        part.advantages,
+        tis_weights,
+        cliprange=args.cliprange,
+        cliprange_higher=args.cliprange_higher,
+    )
+    ratio = log_ratio.exp()
+    per_token = {
+        "loss/policy_avg": losses,
+        "policy/approxkl_avg": token_log_ratio**2 / 2,
+        "policy/clipfrac_avg": clipped,
+        "policy/entropy_avg": entropies,
+        "val/ratio": ratio,
+        "val/ratio_var": (ratio - 1) ** 2,  # the mean of the ratio is 1 under the old policy
+    }
+    if args.beta > 0:
+        # Times new / old and the weight, kl3 has the KL's own gradient at each token, and kl1 has
+        # it on average (2510.01555; docs/grpo.md)
+        kl = kl_penalty(new_logprobs * mask, part.ref_logprobs * mask, args.kl_estimator)
+        kl = kl * token_log_ratio.exp() * tis_weights
+        losses = losses + args.beta * kl
+        per_token["loss/kl_avg"] = kl
+    if args.loss_aggregation == "sequence":  # each response counts as one token
+        losses = losses * (mask / mask.sum(1, keepdim=True).clamp(min=1))
+    return losses, per_token
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (rows, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
     older if it is asynchronous.
@@ -572,7 +611,7 @@ def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher)
 
 
 def sequence_mean(values, mask):
-    """Each token gets the mean over its response: (batch, length), like values.
+    """Each token gets the mean over its response: (rows, length), like values.
 
     Of log-ratios, this is the logarithm of GSPO's ratio (2507.18071, eq. 7).
 
@@ -625,42 +664,26 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def rows_to_compute(batch, args):
-    """1.0 for each row that steps 6 and 7 must compute, 0.0 where they may skip it: (episodes,).
+def rows_with_gradient(batch, mini_batch, num_ranks, args):
+    """Return the rows of a mini-batch that an update must compute. This is for speed alone.
 
-    For speed alone. With beta 0 a response of advantage 0, or out of the loss, has no gradient.
-    The loss's divisor stays, so updates are the same. If no row has a gradient all are computed,
-    for the metrics.
+    With beta 0 a row has no gradient if its advantage is 0, or if it is out of the loss. Each rank
+    needs equally many rows, and at least one, so some rows without a gradient may stay.
     """
-    has_gradient = (batch.advantages * batch.loss_mask != 0).any(1).float()
-    if args.beta == 0 and has_gradient.any():
-        return has_gradient
-    return torch.ones_like(has_gradient)
-
-
-def drop_rows(computed, mini_batch, num_ranks):
-    """The rows of a mini-batch to compute, and some more: each rank has equally many, one at least.
-
-    >>> drop_rows([0.0, 1.0, 0.0, 1.0, 1.0], [0, 1, 2, 3], num_ranks=1)
-    [1, 3]
-    >>> drop_rows([0.0, 1.0, 0.0, 1.0, 1.0], [0, 2, 3, 4], num_ranks=3)
-    [3, 4, 0]
-    """
-    needed_first = sorted(mini_batch, key=lambda row: not computed[row])
-    needed = sum(computed[row] for row in mini_batch)
+    if args.beta > 0:
+        return mini_batch
+    has_gradient = (batch.advantages * batch.loss_mask != 0).any(1).tolist()
+    needed_first = sorted(mini_batch, key=lambda row: not has_gradient[row])
+    needed = sum(has_gradient[row] for row in mini_batch)
     return needed_first[: max(1, math.ceil(needed / num_ranks)) * num_ranks]
 
 
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
-    """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
+    """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
-    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
-    micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included,
-    and one at least. All ranks cut at the same places, since under FSDP2 they compute together: for
-    that a rank takes its n-th row to be as long as the longest of all ranks' n-th rows, longest[n].
-
-    Rows that the policy may skip are dropped (drop_rows). The loss_mask of those that stay is 0 in
-    the parts, so no metric counts them.
+    Rows are sorted by length, so that little of a micro-batch is padding, and are dealt to the
+    ranks in turn, like cards. All ranks cut at the same places, because under FSDP2 they compute
+    together.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -668,26 +691,35 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=15))
-    >>> [rows for rows, part in parts]
-    [[0, 2, 3], [1]]
     """
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
-    if batch.computed is not None:
-        batch = replace(batch, loss_mask=batch.loss_mask * batch.computed[:, None])
-        mini_batch = drop_rows(batch.computed.tolist(), mini_batch, num_ranks)
-    in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
-    own_rows = in_order[accelerator.process_index :: num_ranks]
-    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
-    cuts, most = [0], micro_batch_size
-    for i, length in enumerate(longest):
-        if args.micro_batch_tokens > 0:
-            most = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= most:
-            cuts.append(i)
-    cuts.append(len(own_rows))
-    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+    by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
+    own_rows = by_length[accelerator.process_index :: num_ranks]
+    # Of the ranks' n-th rows the last one dealt is the longest. All ranks take theirs as that long
+    longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
+    places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
+    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
     return [(rows, batch.cut(rows, length)) for rows, length in parts]
+
+
+def cut_places(lengths, max_rows, max_tokens):
+    """Return where rows of these lengths, in ascending order, are cut into micro-batches.
+
+    A micro-batch has at most max_rows rows. If max_tokens is above 0, it has instead as many rows
+    as stay within max_tokens, padding included, but at least one.
+
+    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=0)
+    [0, 2, 4]
+    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=15)
+    [0, 3, 4]
+    """
+    places = [0]
+    for i, length in enumerate(lengths):
+        if max_tokens > 0:
+            max_rows = max(1, max_tokens // length)
+        if i - places[-1] >= max_rows:
+            places.append(i)
+    return [*places, len(lengths)]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -741,7 +773,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
     Returns log-probabilities or values on every rank, and a policy's entropies: each
-    (episodes, length), 0 in rows that were not run.
+    (rows, length), 0 in rows that were not run.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
@@ -757,7 +789,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
-    """Collective. Log-probabilities by the reference policy: (episodes, length)."""
+    """Collective. Log-probabilities by the reference policy: (rows, length)."""
     all_rows = list(range(len(batch.lengths)))
     logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
@@ -774,11 +806,11 @@ class PolicyModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
+        """Log-probabilities of the response tokens and entropies: (rows, length), 0 elsewhere.
 
         mask: 1 where there is a response token.
         """
-        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
+        hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
@@ -799,32 +831,35 @@ def token_logprobs(logits, labels):
     return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
 
 
-class ValueModel(nn.Module):
-    """A one-label sequence classifier, whose head is read at every token: value or reward model.
+class RewardModel(nn.Module):
+    """A one-label sequence classifier, whose head is read at every token."""
 
-    A reward model's output at t rates the text up to and with token t. A value model's is the
-    reward still to come, as expected before token t is chosen: it is read at t - 1, like the
-    token's log-probability.
-    """
-
-    def __init__(self, model, args, is_value_model):
+    def __init__(self, model, args):
         super().__init__()
         self.model = model
         self.args = args
-        self.is_value_model = is_value_model
 
     def forward(self, input_ids, mask):
-        """Rewards; or values, 0 outside the mask of response tokens. (batch, length)"""
-        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
-        scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-        if not self.is_value_model:
-            return scores
-        # At t what was read at t - 1; what comes round to t = 0 is masked
-        return scores.roll(1, dims=1) * mask
+        """Scores of the texts up to and with each token: (rows, length)."""
+        hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+
+
+class ValueModel(RewardModel):
+    """A one-label sequence classifier, which predicts the reward that is still to come.
+
+    It does so before token t is chosen. So the value at t is read at t - 1, like the token's
+    log-probability.
+    """
+
+    def forward(self, input_ids, mask):
+        """Values, 0 outside the mask of response tokens: (rows, length)."""
+        # Moved right by one. The last one comes round to t = 0, where the mask is 0
+        return super().forward(input_ids, mask).roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids):
-    """What a model's head reads: (batch, length, hidden_size)."""
+    """What a model's head reads: (rows, length, hidden_size)."""
     return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
@@ -975,12 +1010,8 @@ class Args(Algorithm):
     """responses per forward pass of reference policy and reward model"""
     micro_batch_tokens: int = 0
     """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
-    num_epochs: int = 1
-    """passes over each batch"""
 
     # -- Optimization
-    learning_rate: float = 1e-6
-    """learning rate of the policy"""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "constant"
     """learning rate after its warm-up"""
     warm_up_steps: int = 0
@@ -991,8 +1022,6 @@ class Args(Algorithm):
     """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
     weight_decay: float = 0.0
     """AdamW's"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
 
     # -- Generation
     async_mode: bool = True
@@ -1003,8 +1032,6 @@ class Args(Algorithm):
     """another token that ends a response; "eos": the tokenizer's"""
     stop_token_id: int | None = None
     """another token that ends a response, as an id"""
-    temperature: float = 1.0
-    """of sampling, and of all log-probabilities"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
@@ -1023,10 +1050,6 @@ class Args(Algorithm):
     """reward <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
     """worth of that form"""
-    non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value instead"""
-    penalty_reward_value: float = 0.0
-    """with non_stop_penalty: score of a response without a stop token"""
     min_response_length: int = 0
     """with non_stop_penalty: shorter responses are penalized, too"""
 
@@ -1521,17 +1544,6 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     return Request(prompts, seeds, eval_prompts)
 
 
-def evaluation_is_due(steps, args):
-    """Whether the policy is evaluated after this number of training steps.
-
-    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
-    version 0, and later ones with the version before. The last step's metrics have the last one.
-    """
-    num_steps = args.num_training_steps
-    num_evals = min(args.num_evals, num_steps // 2)
-    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
-
-
 def draw_prompts(num_prompts, start, count, seed):
     """Indices of prompts number `start` to `start + count` of the run.
 
@@ -1620,7 +1632,8 @@ def load_classifier(accelerator, path, args, trained):
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    return place_model(accelerator, ValueModel(model, args, is_value_model=trained), args)
+    wrapper = ValueModel if trained else RewardModel
+    return place_model(accelerator, wrapper(model, args), args)
 
 
 def place_model(accelerator, model, args):
@@ -1975,7 +1988,7 @@ def gather_rollout(share, cpu_group):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
+    All are (rows, length). RuntimeError: the KL of vLLM's policy to the learner's is above
     0.015 (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
     it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
     finds it, and saves the batch. Returns the KL.
@@ -2474,23 +2487,28 @@ def read_score(result):
 # ------------------------------------------------------------------------------- metrics and files
 
 
-def update_metrics(accelerator, sums, args):
-    """Collective. Metrics of a step's updates, from each rank's sums."""
+def update_metrics(accelerator, sums, loss_tokens, args):
+    """Return the metrics of a step's updates, from each rank's sums. Collective.
+
+    loss_tokens: those of all updates, on all ranks. GRPO computes only a part of them.
+    """
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
-    loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
-    in_updates = totals.pop("val/update_tokens")  # with their prompts'
-    tokens = max(1, totals.pop("tokens"))
-    metrics = {name: total / tokens for name, total in totals.items()}
-    return metrics | {"objective/loss": loss, "val/update_tokens": in_updates}
+    metrics = {
+        "objective/loss": totals.pop("objective/loss") / args.updates_per_step,
+        "val/update_tokens": totals.pop("val/update_tokens"),  # with their prompts'
+    }
+    computed = totals.pop("tokens")
+    for name, total in totals.items():
+        # A token without a gradient adds 0 to these, so they are means over all loss tokens
+        is_of_all = name.startswith("loss/") or "clipfrac" in name
+        metrics[name] = total / max(1, loss_tokens if is_of_all else computed)
+    return metrics
 
 
 def batch_metrics(batch, args):
-    """Metrics of a step's batch, before its updates: tensors of one element.
-
-    Those of log-probabilities leave out what the policy skipped.
-    """
-    mask = batch.mask * batch.computed[:, None]
+    """Metrics of a step's batch, before its updates: tensors of one element."""
+    mask = batch.mask
     logprobs, sampler_logprobs = batch.logprobs * mask, batch.sampler_logprobs * mask
     # How far the sampler's log-probabilities are from the learner's
     mismatch = logprobs - sampler_logprobs
@@ -2500,8 +2518,7 @@ def batch_metrics(batch, args):
     ratios = log_ratios.exp()[mask.bool()]  # (tokens,)
     has_spread = batch.advantages.abs().amax(1).view(-1, args.number_samples_per_prompt).any(1)
     metrics = {
-        "objective/entropy": -logprobs.sum() / batch.computed.sum(),
-        "val/computed_responses": batch.computed.sum(),
+        "objective/entropy": -logprobs.sum(1).mean(),
         "val/zero_variance_groups": (~has_spread).sum(),
         "mismatch/logprob_diff_mean": masked_mean(mismatch.abs(), mask),
         "mismatch/logprob_diff_max": mismatch.abs().max(),
@@ -2516,7 +2533,7 @@ def batch_metrics(batch, args):
     if args.beta > 0:  # to look at alone: GRPO's reward has no KL, its loss has
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
-        non_score_reward = (-args.beta * kl).sum(1)  # (episodes,)
+        non_score_reward = (-args.beta * kl).sum(1)  # (rows,)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward.mean()
         metrics["objective/rlhf_reward"] = masked_mean(
@@ -2609,8 +2626,6 @@ def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir,
             for name, tensor in vars(batch).items():
                 if name not in NOT_LOGGED and tensor is not None and tensor.dim() == 2:
                     line[name] = [round(value, 4) for value in tensor[row][is_response].tolist()]
-            if not batch.computed[row]:  # zeros would look computed
-                line |= {"logprobs": None, "entropies": None}
         append_line(run_dir / "rollouts.jsonl", line)
     if not args.eval_dataset and evaluation_is_due(training_step - 1, args):
         log_samples(accelerator, samples)
@@ -2704,7 +2719,7 @@ RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
 # Options that a resume must not change. They define the models and the batches, and how the
 # responses in a checkpoint were sampled
 MUST_AGREE = (
-    *(each.name for each in fields(Algorithm)),
+    *(each.name for each in fields(Algorithm) if "learning_rate" not in each.name),
     "seed",
     "dtype",
     "model_name_or_path",
@@ -2715,9 +2730,7 @@ MUST_AGREE = (
     "episodes_per_step",
     "number_samples_per_prompt",
     "mini_batch_size",
-    "num_epochs",
     "num_updates",
-    "temperature",
     "num_evals",
     "eval_temperature",
 )

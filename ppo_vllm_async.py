@@ -20,17 +20,23 @@ Training step g, on every rank (a version of the policy is the number of complet
     7. updates                            verifiable rewards
     8. metrics, files; 9. in the last step: the model is saved, then the last evaluation
 
-Before step 1, weights 0 and prompts 1 go out. Step g takes batch g, then sends weights g - 1 (in
-step 1 the same again) and prompts g + 1, while no engine samples and no update runs: no lock is
-needed. So version g - 1 samples batch g + 1, on which step g + 1 trains version g: one step old
-(2410.18252). As in ppo_sync.py the ratio divides by the learner's own log-probabilities from before
-its updates, and truncated importance weights correct for the sampler. With --no-async_mode both go
-out after the updates: nothing is old.
+    step     gets batch    sampled by version    sends weights, prompts    trains version
+    start                                        0,     1
+    1        1             0                     0,     2                  0
+    2        2             0                     1,     3                  1
+    3        3             1                     2,     4                  2
+    g        g             g - 2                 g - 1, g + 1              g - 1
 
-A prompt and its response are a row, padded on the right. A tensor of tokens is (rows, length), and
-0 outside responses, except input_ids. Models must be causal: no token sees the padding after it, so
-there is no attention mask. They run without dropout. Every rank holds the whole batch; forward and
-backward passes are shared out.
+So from step 2 on, a batch is one step older than the policy that trains on it (2410.18252). No lock
+is needed, because weights and prompts go out while no engine samples and no update runs. As in
+ppo_sync.py the ratio divides by the learner's own log-probabilities from before its updates.
+Truncated importance weights correct for the older sampler. With --no-async_mode weights and prompts
+go out after the updates, so that nothing is old.
+
+A prompt with its response is a row, which is padded on the right. Tensors over tokens are (rows,
+length), and all but input_ids are 0 outside the response. Models must be causal, so that no token
+sees the padding after it, and there is no attention mask. They run without dropout. Every rank has
+the whole batch, and computes its share of the forward and backward passes.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
 old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
@@ -48,13 +54,14 @@ Deliberate simplifications:
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
     Its last token is terminal all the same: no value of what would follow is added.
 
-Other than in CleanRL's PPO an episode is a response with one score; the value model shares nothing
-with the policy; advantages are whitened over the whole batch; by default lambdas are 1 and values
-are not clipped; there is no entropy bonus. And what samples is another program: see tis_cap.
+Unlike in CleanRL's PPO, an episode is a response with one score, and the value model shares nothing
+with the policy. Advantages are whitened over the whole batch. By default lambdas are 1 and values
+are not clipped. There is no entropy bonus. And another program samples: see tis_cap.
 
 Where a change goes. A part of the score: score_responses. Rewards per token, advantages: step 6. A
-term of the loss: accumulate_gradients. A tensor that these need: a field of Batch, and step 4 or 5.
-What is logged: batch_metrics. docs/fork.md has worked examples.
+term of the loss: token_losses. A tensor that these need: a field of Batch, and step 4, 5 or 6. What
+is logged: token_losses, batch_metrics. What a resume must find again: `state`, or a model in
+`trained_models`. docs/fork.md has worked examples.
 
 Read on to the banner ("The algorithm ends here"), for about an hour; look up what follows it when
 you need it. Where this script differs from another, tests/promise/test_scripts_agree.py has the
@@ -86,7 +93,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -125,17 +132,19 @@ from transformers import (
 
 @dataclass
 class Algorithm:
-    """The options of advantages and losses. Args, below the banner, adds all others.
+    """The options that a reader of the loop needs. Args, below the banner, adds all others.
 
-    Among those are the sizes. local_x is one rank's share of x. In a step:
-        rollout_batch_size             prompts
-        number_samples_per_prompt      responses to each
-        episodes_per_step              the product: the responses, the rows of the batch
-        num_epochs                     times the rows are dealt to mini-batches, anew each time
-        mini_batch_size                rows of a mini-batch: of one update
-        updates_per_step               num_epochs * episodes_per_step / mini_batch_size
-        per_device_train_batch_size    rows of a pass of a rank: of a micro-batch
-    By default, on one rank: 256 prompts of one response: 4 updates of 64 rows, in passes of 8.
+    Flags give the sizes of one rank. The script computes from them, for all ranks:
+        rollout_batch_size    prompts of a step: local_rollout_batch_size times the ranks
+        episodes_per_step     responses of a step, which are the rows of its batch: as many prompts
+                              times number_samples_per_prompt
+        mini_batch_size       rows of one update: local_mini_batch_size times the ranks
+        updates_per_step      num_epochs * episodes_per_step / mini_batch_size
+    A micro-batch has the rows of one forward and backward pass of a rank, which are at most
+    per_device_train_batch_size.
+
+    By default a step has 256 prompts of one response on one rank, and makes 4 updates of 64 rows.
+    Both lambdas are 1, so that advantages are the sums of later rewards minus values.
     """
 
     beta: float = 0.001
@@ -143,7 +152,7 @@ class Algorithm:
     whiten_rewards: bool = False
     """to unit variance, keeping the mean"""
     cliprange: float = 0.2
-    """the ratio is clipped to 1 - this, and in PPO to 1 + this"""
+    """the ratio is clipped to [1 - this, 1 + this]"""
     cliprange_value: float = 0.0
     """values are clipped to within this of the old ones; 0: no clipping"""
     gamma: float = 1.0
@@ -154,6 +163,22 @@ class Algorithm:
     """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
     """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    num_epochs: int = 1
+    """how often each row of a batch is trained on"""
+    learning_rate: float = 1e-6
+    """learning rate of the policy"""
+    value_learning_rate: float = 1e-5
+    """learning rate of the value model"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm, for each model"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probabilities"""
+    non_stop_penalty: bool = False
+    """a response without a stop token scores penalty_reward_value instead"""
+    penalty_reward_value: float = -10.0
+    """with non_stop_penalty: score of a response without a stop token"""
+    value_warmup_steps: int = 0
+    """first steps, in which only the value model learns"""
 
 
 @dataclass
@@ -193,8 +218,8 @@ class Response:
 class Request:
     """What the learner asks of generation."""
 
-    prompts: list[Prompt]  # (episodes,): number_samples_per_prompt copies of each, side by side
-    seeds: list[int]  # (episodes,)
+    prompts: list[Prompt]  # (rows,): number_samples_per_prompt copies of each, side by side
+    seeds: list[int]  # (rows,)
     eval_prompts: list[Prompt]  # empty where no evaluation is due
 
 
@@ -216,18 +241,19 @@ class Batch:
     """
 
     # By collate
-    input_ids: Tensor  # (episodes, length)
-    lengths: Tensor  # (episodes,), int64, tokens of a row
-    mask: Tensor  # (episodes, length), 1.0 where there is a response token
-    loss_mask: Tensor  # (episodes, length), the mask, but 0.0 in rows without a score
-    scores: Tensor  # (episodes,), 0.0 where there is none
-    has_score: Tensor  # (episodes,), 1.0 or 0.0
-    sampler_logprobs: Tensor  # (episodes, length), by vLLM
-    # By steps 5 and 6: (episodes, length)
+    input_ids: Tensor  # (rows, length)
+    lengths: Tensor  # (rows,), int64, tokens of a row
+    mask: Tensor  # (rows, length), 1.0 where there is a response token
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows without a score
+    scores: Tensor  # (rows,), 0.0 where there is none
+    has_score: Tensor  # (rows,), 1.0 or 0.0
+    sampler_logprobs: Tensor  # (rows, length), by vLLM
+    # By steps 5 and 6: (rows, length)
     logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
     entropies: Tensor | None = None  # the policy's, before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
     values: Tensor | None = None  # by the value model before this step's updates
+    kl_rewards: Tensor | None = None  # the KL's part of the rewards. None with beta 0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None  # what the value model is to predict
@@ -256,6 +282,7 @@ def main(args):
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
     args.num_sources = len({prompt.data_source for prompt in prompts})
+    # What a resume needs besides the models. A fork may add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # those before a resume
 
@@ -309,11 +336,13 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps a checkpoint of the models after the previous step: now that this
-        # step's rollout is known, before it writes any file. A process's first step has nothing new
+        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them.
+        # It comes here because this rollout, whose weights may be gone, belongs to it, and because
+        # this step has not yet written a line into the files that a checkpoint copies. In the first
+        # step of a process there is nothing new to save
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
-            state["rollout"] = pack_rollout(rollout)  # the weights that sampled it may be gone
+            state["rollout"] = pack_rollout(rollout)
             with timed(metrics, "checkpoint"):
                 save_checkpoint(trained_models, run_dir, version, state, args)
 
@@ -329,8 +358,9 @@ def main(args):
         check_rewards(responses)
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes, before any update, in the micro-batches of the first epoch: so in the
-        # first update new log-probabilities equal these bit for bit, and ratios are 1
+        # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
+        # other padding would change the last bits. So in the first update all ratios are exactly 1
+        # (on a CPU)
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
@@ -339,14 +369,17 @@ def main(args):
             batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        if rollout.policy_version == version:  # in async mode that is batch 1 alone
+        # This ends the run if vLLM has not sampled with exactly these weights. In async mode it has
+        # done so for batch 1 alone
+        if rollout.policy_version == version:
             check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
         # 6. Rewards per token: the KL penalty on each, and the score on a response's last one
         rewards = torch.zeros_like(batch.mask)
         if args.beta > 0:
             kl = kl_penalty(batch.logprobs, batch.ref_logprobs, "kl1")
-            rewards -= args.beta * kl
+            batch.kl_rewards = -args.beta * kl
+            rewards += batch.kl_rewards
         rewards[range(len(responses)), batch.lengths - 1] += batch.scores
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, batch.loss_mask, shift_mean=False)
@@ -354,29 +387,30 @@ def main(args):
 
         # Advantages by lam, whitened over the rows that have a score; and returns by value_lam,
         # which the value model is to predict
-        advantages, batch.returns = compute_gae(
-            rewards, batch.values, batch.mask, args.gamma, args.lam
-        )
+        advantages, _ = compute_gae(rewards, batch.values, batch.mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, batch.loss_mask)
-        if args.value_lam != args.lam:
-            _, batch.returns = compute_gae(
-                rewards, batch.values, batch.mask, args.gamma, args.value_lam
-            )
+        _, batch.returns = compute_gae(
+            rewards, batch.values, batch.mask, args.gamma, args.value_lam
+        )
 
-        # 7. Updates. At first the value model may learn alone, to warm up; each model's schedule of
-        # learning rates starts with its first update
+        # 7. Updates. In the first value_warmup_steps steps the value model learns alone. A model's
+        # learning rate follows the number of its own updates
+        models = [(value_model, value_losses), (policy, token_losses)]
         trains_policy = training_step > args.value_warmup_steps
-        warmup_updates = args.num_updates - args.num_policy_updates
-        sums, grad_norms = Counter(), Counter()  # a Counter's update() adds
+        if not trains_policy:
+            models.pop()
+        updates_before_policy = args.num_updates - args.num_policy_updates
+        sums, grad_norms = defaultdict(int), defaultdict(int)
         lr = 0.0  # of the policy, in a step without an update of it
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
-                sums.update(
-                    accumulate_gradients(
-                        accelerator, policy, value_model, batch, mini_batch, trains_policy, args
-                    )
+                divisor = loss_divisor(batch.loss_mask[mini_batch])
+                new_sums = accumulate_gradients(
+                    accelerator, models, batch, mini_batch, divisor, args
                 )
+                for name, new_sum in new_sums.items():
+                    sums[name] += new_sum
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
                     continue  # else AdamW would move by its moments, without any data
@@ -388,7 +422,7 @@ def main(args):
                 grad_norms["optim/value_grad_norm"] += norm / args.updates_per_step
                 if trains_policy:
                     lr = args.learning_rate * lr_multiplier(
-                        update - warmup_updates, args.num_policy_updates, args
+                        update - updates_before_policy, args.num_policy_updates, args
                     )
                     norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                     grad_norms["optim/grad_norm"] += norm / args.updates_per_step
@@ -400,7 +434,8 @@ def main(args):
                 sync_and_request(training_step, training_step + 1)
 
         # 8. Metrics, and responses to look at
-        metrics |= update_metrics(accelerator, sums, args)
+        loss_tokens = args.num_epochs * batch.loss_mask.sum().item()
+        metrics |= update_metrics(accelerator, sums, loss_tokens, args)
         metrics |= batch_metrics(batch, args)
         metrics |= score_metrics("objective", responses, args)
         metrics |= run_metrics(training_step, responses, step_start, start_time, args)
@@ -419,6 +454,17 @@ def main(args):
 
     # ---- The end
     end_run(accelerator, run_dir, args)
+
+
+def evaluation_is_due(steps, args):
+    """Whether the policy is evaluated after this number of training steps.
+
+    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
+    version 0, and later ones with the version before. The last step's metrics have the last one.
+    """
+    num_steps = args.num_training_steps
+    num_evals = min(args.num_evals, num_steps // 2)
+    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
 
 
 # ------------------------------------------------------------------------------- KL and advantages
@@ -443,7 +489,7 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
 def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
 
-    All are (batch, length). The mask is one run of 1s in a row, whose last token is terminal;
+    All are (rows, length). The mask is one run of 1s in a row, whose last token is terminal;
     results are 0 outside.
 
     >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
@@ -492,62 +538,73 @@ def masked_mean(values, mask):
 # ------------------------------------------------------------------------------ losses and updates
 
 
-def accumulate_gradients(accelerator, policy, value_model, batch, mini_batch, trains_policy, args):
-    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
+def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
+    """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
-    mini_batch: rows of the batch. A loss is divided by the tokens in loss_mask of the whole
-    mini-batch, on all ranks: so the gradient does not depend on the cut (2503.14476, 3.3). Returns
-    one Counter, of this rank: sums over tokens, for metrics, and its part of the loss.
+    models: pairs of a model and the function that computes its losses. divisor: that of the whole
+    mini-batch, on all ranks, so that the gradient does not depend on how the rows are split up
+    (2503.14476, 3.3). Return a dictionary of this rank: sums over loss tokens, for metrics, and its
+    part of the loss.
     """
-    normalizer = max(1, int(batch.loss_mask[mini_batch].sum()))
-    micro_batches = cut_micro_batches(
-        accelerator, batch, mini_batch, args.per_device_train_batch_size, args
-    )
-    sums = Counter()
-    for _, part in micro_batches:
-        sums["tokens"] += part.loss_mask.sum(dtype=torch.float64)
+    sums = defaultdict(int)
+    size = args.per_device_train_batch_size
+    for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
+        mask = part.loss_mask
+        sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
-
-        # The value model. All that follows is (micro_batch, length)
-        values = value_model(part.input_ids, part.mask)
-        vf_loss, vf_clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
-        loss = (vf_loss * part.loss_mask).sum() / normalizer
-        loss.backward()
-        sums["objective/loss"] += loss.detach()
-        per_token = {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped}
-        add_sums(sums, per_token, part.loss_mask)
-        if not trains_policy:
-            continue
-
-        # The policy
-        new_logprobs, entropies = policy(part.input_ids, part.mask)
-        tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, part.loss_mask, args)
-        log_ratio = (new_logprobs - part.logprobs) * part.loss_mask  # of new to old
-        pg_loss, pg_clipped = policy_loss(
-            log_ratio,
-            part.advantages,
-            tis_weights,
-            cliprange=args.cliprange,
-            cliprange_higher=args.cliprange,  # DAPO's is higher
-        )
-        loss = (pg_loss * part.loss_mask).sum() / normalizer
-        loss.backward()
-        sums["objective/loss"] += loss.detach()
-        ratio = log_ratio.exp()
-        per_token = {
-            "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": log_ratio**2 / 2,
-            "policy/clipfrac_avg": pg_clipped,
-            "policy/entropy_avg": entropies,
-            "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # its mean is 1 under the old policy
-        }
-        add_sums(sums, per_token, part.loss_mask)
+        for model, losses_of in models:
+            outputs = model(part.input_ids, part.mask)
+            losses, per_token = losses_of(outputs, part, args)
+            loss = (losses * mask).sum() / divisor
+            loss.backward()
+            sums["objective/loss"] += loss.detach()
+            add_sums(sums, per_token, mask)
     return sums
 
 
+def token_losses(outputs, part, args):
+    """Return the policy's loss of each token, and what is logged of it: {metric: tensor}.
+
+        ratio  = new / old                      of the token's probabilities
+        weight = min(old / sampler, tis_cap)    see importance_weights
+        loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A) * weight
+
+    A is the token's advantage. outputs: the policy's new log-probabilities and entropies. part: a
+    Batch, which has the old ones. All tensors are (rows, length).
+    """
+    new_logprobs, entropies = outputs
+    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, part.loss_mask, args)
+    # The mask comes before exp, because 0 * inf would be NaN
+    log_ratio = (new_logprobs - part.logprobs) * part.loss_mask
+    losses, clipped = policy_loss(
+        log_ratio,
+        part.advantages,
+        tis_weights,
+        cliprange=args.cliprange,
+        cliprange_higher=args.cliprange,  # DAPO's is higher
+    )
+    ratio = log_ratio.exp()
+    return losses, {
+        "loss/policy_avg": losses,
+        "policy/approxkl_avg": log_ratio**2 / 2,
+        "policy/clipfrac_avg": clipped,
+        "policy/entropy_avg": entropies,
+        "val/ratio": ratio,
+        "val/ratio_var": (ratio - 1) ** 2,  # the mean of the ratio is 1 under the old policy
+    }
+
+
+def value_losses(values, part, args):
+    """Return the value model's loss of each token, and what is logged of it: {metric: tensor}.
+
+    values: the value model's new ones. part: a Batch, which has the old ones and the returns.
+    """
+    losses, clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
+    return losses, {"loss/value_avg": losses, "val/clipfrac_avg": clipped}
+
+
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (batch, length).
+    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (rows, length).
 
     The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
     older if it is asynchronous.
@@ -608,8 +665,16 @@ def add_sums(sums, per_token, mask):
         sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
 
+def loss_divisor(loss_mask):
+    """Return the divisor of a mini-batch's loss, which is the number of its loss tokens.
+
+    loss_mask: (rows, length).
+    """
+    return max(1, int(loss_mask.sum()))
+
+
 def deal_rows(training_step, args):
-    """The mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
+    """Return the mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
 
     In each epoch all rows of the batch are dealt anew.
     """
@@ -623,12 +688,11 @@ def deal_rows(training_step, args):
 
 
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
-    """This rank's share of a mini-batch, cut into micro-batches: (rows, a Batch of them) of each.
+    """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
-    Rows are sorted by length and dealt to the ranks in turn, like cards. A micro-batch has
-    micro_batch_size rows; or, with micro_batch_tokens, as many as stay within it, padding included,
-    and one at least. All ranks cut at the same places, since under FSDP2 they compute together: for
-    that a rank takes its n-th row to be as long as the longest of all ranks' n-th rows, longest[n].
+    Rows are sorted by length, so that little of a micro-batch is padding, and are dealt to the
+    ranks in turn, like cards. All ranks cut at the same places, because under FSDP2 they compute
+    together.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -636,23 +700,35 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=15))
-    >>> [rows for rows, part in parts]
-    [[0, 2, 3], [1]]
     """
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
-    in_order = sorted(mini_batch, key=lambda row: (lengths[row], row))
-    own_rows = in_order[accelerator.process_index :: num_ranks]
-    longest = [lengths[row] for row in in_order[num_ranks - 1 :: num_ranks]]
-    cuts, most = [0], micro_batch_size
-    for i, length in enumerate(longest):
-        if args.micro_batch_tokens > 0:
-            most = max(1, args.micro_batch_tokens // length)
-        if i - cuts[-1] >= most:
-            cuts.append(i)
-    cuts.append(len(own_rows))
-    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(cuts)]
+    by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
+    own_rows = by_length[accelerator.process_index :: num_ranks]
+    # Of the ranks' n-th rows the last one dealt is the longest. All ranks take theirs as that long
+    longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
+    places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
+    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
     return [(rows, batch.cut(rows, length)) for rows, length in parts]
+
+
+def cut_places(lengths, max_rows, max_tokens):
+    """Return where rows of these lengths, in ascending order, are cut into micro-batches.
+
+    A micro-batch has at most max_rows rows. If max_tokens is above 0, it has instead as many rows
+    as stay within max_tokens, padding included, but at least one.
+
+    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=0)
+    [0, 2, 4]
+    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=15)
+    [0, 3, 4]
+    """
+    places = [0]
+    for i, length in enumerate(lengths):
+        if max_tokens > 0:
+            max_rows = max(1, max_tokens // length)
+        if i - places[-1] >= max_rows:
+            places.append(i)
+    return [*places, len(lengths)]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -706,7 +782,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
     """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
 
     Returns log-probabilities or values on every rank, and a policy's entropies: each
-    (episodes, length), 0 in rows that were not run.
+    (rows, length), 0 in rows that were not run.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
@@ -722,7 +798,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
-    """Collective. Log-probabilities by the reference policy: (episodes, length)."""
+    """Collective. Log-probabilities by the reference policy: (rows, length)."""
     all_rows = list(range(len(batch.lengths)))
     logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
@@ -739,11 +815,11 @@ class PolicyModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (batch, length), 0 elsewhere.
+        """Log-probabilities of the response tokens and entropies: (rows, length), 0 elsewhere.
 
         mask: 1 where there is a response token.
         """
-        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
+        hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
@@ -764,32 +840,35 @@ def token_logprobs(logits, labels):
     return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropies
 
 
-class ValueModel(nn.Module):
-    """A one-label sequence classifier, whose head is read at every token: value or reward model.
+class RewardModel(nn.Module):
+    """A one-label sequence classifier, whose head is read at every token."""
 
-    A reward model's output at t rates the text up to and with token t. A value model's is the
-    reward still to come, as expected before token t is chosen: it is read at t - 1, like the
-    token's log-probability.
-    """
-
-    def __init__(self, model, args, is_value_model):
+    def __init__(self, model, args):
         super().__init__()
         self.model = model
         self.args = args
-        self.is_value_model = is_value_model
 
     def forward(self, input_ids, mask):
-        """Rewards; or values, 0 outside the mask of response tokens. (batch, length)"""
-        hidden = hidden_states(self.model, input_ids)  # (batch, length, hidden_size)
-        scores = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-        if not self.is_value_model:
-            return scores
-        # At t what was read at t - 1; what comes round to t = 0 is masked
-        return scores.roll(1, dims=1) * mask
+        """Scores of the texts up to and with each token: (rows, length)."""
+        hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+
+
+class ValueModel(RewardModel):
+    """A one-label sequence classifier, which predicts the reward that is still to come.
+
+    It does so before token t is chosen. So the value at t is read at t - 1, like the token's
+    log-probability.
+    """
+
+    def forward(self, input_ids, mask):
+        """Values, 0 outside the mask of response tokens: (rows, length)."""
+        # Moved right by one. The last one comes round to t = 0, where the mask is 0
+        return super().forward(input_ids, mask).roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids):
-    """What a model's head reads: (batch, length, hidden_size)."""
+    """What a model's head reads: (rows, length, hidden_size)."""
     return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
@@ -940,16 +1019,8 @@ class Args(Algorithm):
     """responses per forward pass of reference policy and reward model"""
     micro_batch_tokens: int = 0
     """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
-    num_epochs: int = 1
-    """passes over each batch"""
 
     # -- Optimization
-    learning_rate: float = 1e-6
-    """learning rate of the policy"""
-    value_learning_rate: float = 1e-5
-    """learning rate of the value model"""
-    value_warmup_steps: int = 0
-    """first steps, in which only the value model learns"""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """learning rate after its warm-up"""
     warm_up_steps: int = 0
@@ -960,8 +1031,6 @@ class Args(Algorithm):
     """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
     weight_decay: float = 0.0
     """AdamW's"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
 
     # -- Generation
     async_mode: bool = True
@@ -972,8 +1041,6 @@ class Args(Algorithm):
     """another token that ends a response; "eos": the tokenizer's"""
     stop_token_id: int | None = None
     """another token that ends a response, as an id"""
-    temperature: float = 1.0
-    """of sampling, and of all log-probabilities"""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
@@ -992,10 +1059,6 @@ class Args(Algorithm):
     """reward <think>...</think><answer>...</answer>"""
     r1_style_format_reward: float = 1.0
     """worth of that form"""
-    non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value instead"""
-    penalty_reward_value: float = -10.0
-    """with non_stop_penalty: score of a response without a stop token"""
     min_response_length: int = 0
     """with non_stop_penalty: shorter responses are penalized, too"""
 
@@ -1495,17 +1558,6 @@ def make_request(training_step, train_prompts, eval_prompts, args):
     return Request(prompts, seeds, eval_prompts)
 
 
-def evaluation_is_due(steps, args):
-    """Whether the policy is evaluated after this number of training steps.
-
-    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
-    version 0, and later ones with the version before. The last step's metrics have the last one.
-    """
-    num_steps = args.num_training_steps
-    num_evals = min(args.num_evals, num_steps // 2)
-    return steps in (*(i * num_steps // num_evals for i in range(num_evals)), num_steps)
-
-
 def draw_prompts(num_prompts, start, count, seed):
     """Indices of prompts number `start` to `start + count` of the run.
 
@@ -1600,7 +1652,8 @@ def load_classifier(accelerator, path, args, trained):
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    return place_model(accelerator, ValueModel(model, args, is_value_model=trained), args)
+    wrapper = ValueModel if trained else RewardModel
+    return place_model(accelerator, wrapper(model, args), args)
 
 
 def place_model(accelerator, model, args):
@@ -1955,7 +2008,7 @@ def gather_rollout(share, cpu_group):
 def check_sampler(logprobs, sampler_logprobs, mask, args):
     """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
 
-    All are (episodes, length). RuntimeError: the KL of vLLM's policy to the learner's is above
+    All are (rows, length). RuntimeError: the KL of vLLM's policy to the learner's is above
     0.015 (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
     it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
     finds it, and saves the batch. Returns the KL.
@@ -2454,15 +2507,23 @@ def read_score(result):
 # ------------------------------------------------------------------------------- metrics and files
 
 
-def update_metrics(accelerator, sums, args):
-    """Collective. Metrics of a step's updates, from each rank's sums."""
+def update_metrics(accelerator, sums, loss_tokens, args):
+    """Return the metrics of a step's updates, from each rank's sums. Collective.
+
+    loss_tokens: those of all updates, on all ranks. GRPO computes only a part of them.
+    """
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
-    loss = totals.pop("objective/loss") / args.updates_per_step  # what an update minimizes
-    in_updates = totals.pop("val/update_tokens")  # with their prompts'
-    tokens = max(1, totals.pop("tokens"))
-    metrics = {name: total / tokens for name, total in totals.items()}
-    return metrics | {"objective/loss": loss, "val/update_tokens": in_updates}
+    metrics = {
+        "objective/loss": totals.pop("objective/loss") / args.updates_per_step,
+        "val/update_tokens": totals.pop("val/update_tokens"),  # with their prompts'
+    }
+    computed = totals.pop("tokens")
+    for name, total in totals.items():
+        # A token without a gradient adds 0 to these, so they are means over all loss tokens
+        is_of_all = name.startswith("loss/") or "clipfrac" in name
+        metrics[name] = total / max(1, loss_tokens if is_of_all else computed)
+    return metrics
 
 
 def batch_metrics(batch, args):
@@ -2490,8 +2551,7 @@ def batch_metrics(batch, args):
         metrics["val/explained_variance"] = explained
     if args.beta > 0:
         ref_logprobs = batch.ref_logprobs * mask
-        kl = kl_penalty(logprobs, ref_logprobs, "kl1")
-        non_score_reward = (-args.beta * kl).sum(1)  # (episodes,)
+        non_score_reward = (batch.kl_rewards * mask).sum(1)  # (rows,)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward.mean()
         metrics["objective/rlhf_reward"] = masked_mean(
@@ -2677,7 +2737,7 @@ RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
 # Options that a resume must not change. They define the models and the batches, and how the
 # responses in a checkpoint were sampled
 MUST_AGREE = (
-    *(each.name for each in fields(Algorithm)),
+    *(each.name for each in fields(Algorithm) if "learning_rate" not in each.name),
     "seed",
     "dtype",
     "model_name_or_path",
@@ -2688,9 +2748,7 @@ MUST_AGREE = (
     "episodes_per_step",
     "number_samples_per_prompt",
     "mini_batch_size",
-    "num_epochs",
     "num_updates",
-    "temperature",
     "num_evals",
     "eval_temperature",
 )
