@@ -44,7 +44,6 @@ METRICS = {
     "val/sequence_lengths": "tokens of a response, with its stop token",
     "val/num_stop_token_ids": "number of responses that stopped",
     "val/zero_variance_groups": "number of groups whose scores are all equal",
-    "val/computed_responses": "number of responses that went through the policy",
     "val/update_tokens": "tokens, prompts' included, of the rows in the step's updates",
     "optim/grad_norm": "norm of the policy's gradient before clipping; mean over updates",
     "optim/value_grad_norm": "the same of the value model",

@@ -244,7 +244,7 @@ def as_ppo_args(args):
 
 
 def load_reward_model(args, pad_token_id):
-    """A ValueModel as PPO's reward model is one: its scores are (batch, length).
+    """Return a RewardModel, whose scores are (rows, length).
 
     A checkpoint may lack its head. The new one's standard deviation is 1/sqrt(hidden_size + 1)
     (2009.01325, p. 11).
@@ -256,7 +256,7 @@ def load_reward_model(args, pad_token_id):
     if not head.any():  # load_model's, where there is none
         torch.manual_seed(args.seed)
         head.copy_(torch.randn(head.shape) / math.sqrt(head.shape[1] + 1))
-    return ppo.ValueModel(model, args, is_value_model=False)
+    return ppo.RewardModel(model, args)
 
 
 def preference_loss(chosen, rejected, center_rewards_coefficient):

@@ -76,7 +76,8 @@ def load_models(run):
     for role, model in (trained | plan.frozen_weights(run)).items():
         loaded = load_model(run, copy.deepcopy(model.config), type(model), role in trained)
         if hasattr(model, "score"):
-            models[role] = script.ValueModel(loaded, args, is_value_model=role in trained)
+            wrapper = script.ValueModel if role in trained else script.RewardModel
+            models[role] = wrapper(loaded, args)
         else:
             models[role] = script.PolicyModel(loaded, args)
     return models

@@ -262,6 +262,7 @@ const quantities = {
   values: ["value"],
   returns: ["return"],
   rewards: ["reward"],
+  kl_rewards: ["reward by the KL penalty"],
   kl: ["KL to the reference (log-ratio)", (n, i) => minus(n.logprobs?.[i], n.ref_logprobs?.[i])],
 };
 let showStep = () => {};  // (number of a run, step, whether to stay where one is)

@@ -1,15 +1,13 @@
-"""What is GRPO's alone: its advantages, its KL, what it need not compute, and a run."""
+"""What is GRPO's alone: its advantages, its KL, what updates leave out, and runs."""
 
 import itertools
 import math
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import formulas, hooks, rollouts
-from helpers.files import read_json_lines
 from helpers.loops import EPISODES
 from helpers.rollouts import STOP, VOCAB, gradients, grpo_args, one_of_ranks, tiny_policy
 
@@ -69,11 +67,11 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     names = ("logprobs", "sampler_logprobs", "ref_logprobs")
     rows = {name: grpo.to_rows(one[0], mask) for name, one in zip(names, every, strict=True)}
     # Advantages of 0, so that the KL is all there is
-    rows |= {"mask": mask, "loss_mask": mask, "computed": mask.amax(1), "advantages": 0 * mask}
+    rows |= {"mask": mask, "loss_mask": mask, "advantages": 0 * mask}
     args = grpo_args(beta=1.0, kl_estimator=estimator, tis_cap=1e9)
     found = torch.zeros_like(expected)
     for token, logprob in enumerate(every[1][0]):
-        gradient, _ = gradients(accelerator, [policy], replace(batch, **rows), args, rows=[token])
+        gradient, _ = gradients(accelerator, [policy], replace(batch, **rows), args, mini_batch=[token])
         found += logprob.exp() * gradient
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -85,73 +83,84 @@ def test_row_is_computed_where_any_token_has_a_gradient():
     """By what the loss reads: a fork may change advantages, token by token, after their groups."""
     batch = rollouts.grpo_rollout(tiny_policy(), 0.0)
     batch.advantages = 0 * batch.mask
-    rows = [row.nonzero()[-1].item() for row in batch.mask]  # of each the last token
+    last = [row.nonzero()[-1].item() for row in batch.mask]  # tokens
     for row in (1, 2, 5):
-        batch.advantages[row, rows[row]] = -0.5
+        batch.advantages[row, last[row]] = -0.5
     batch.loss_mask[5] = 0
-    expected = torch.tensor([float(row in (1, 2)) for row in range(8)])
-    assert torch.equal(grpo.rows_to_compute(batch, grpo_args(beta=0.0)), expected)
-    assert grpo.rows_to_compute(batch, grpo_args(beta=0.1)).all()
+    without, with_kl = grpo_args(beta=0.0), grpo_args(beta=0.1)
+    mini_batch = [7, 2, 5, 1, 3]
+    assert grpo.rows_with_gradient(batch, mini_batch, 1, without) == [2, 1]
+    assert grpo.rows_with_gradient(batch, mini_batch, 1, with_kl) == mini_batch
     batch.advantages.zero_()
-    assert grpo.rows_to_compute(batch, grpo_args(beta=0.0)).all()
+    assert grpo.rows_with_gradient(batch, mini_batch, 1, without) == [7]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_responses_without_advantage_need_not_be_computed(aggregation, level, accelerator):
-    """The gradient is the same, and the metrics are over the others."""
+def test_gradient_and_losses_are_those_of_all_rows_where_some_are_left_out(aggregation, level):
+    """So are clips. All else is summed over the tokens that were computed."""
     policy = tiny_policy().double()
     args = grpo_args(beta=0.0, loss_aggregation=aggregation, importance_sampling_level=level)
     batch = rollouts.grpo_rollout(policy, 0.4)
     batch.advantages[[1, 2, 4, 7]] = 0
     batch.loss_mask[5] = 0
-    expected, of_all = gradients(accelerator, [policy], batch, args)
-    rows = [0, 3, 6]  # of several ranks some have other rows besides
-    _, sums = gradients(accelerator, [policy], batch, args, rows)
-    sums["objective/loss"] = of_all["objective/loss"]  # computed or not
-    assert sums["tokens"] == batch.mask[rows].sum()
-    batch.computed[[1, 2, 4, 5, 7]] = 0
-    rollouts.check_any_cut([policy], batch, args, expected, sums)
+    alone = one_of_ranks(0, 1)
+    expected, of_all = gradients(alone, [policy], batch, args)
+    _, sums = gradients(alone, [policy], batch, args, mini_batch=[0, 3, 6])
+    same = ("objective/loss", "loss/policy_avg", "policy/clipfrac_avg")
+    sums |= {name: of_all[name] for name in same}
+    assert of_all["policy/clipfrac_avg"] > 0 and sums["tokens"] < of_all["tokens"]
+    for count in (1, 2, 4):
+        shares = [
+            gradients(one_of_ranks(rank, count), [policy], batch, args, leaves_out=True)
+            for rank in range(count)
+        ]
+        found = sum(gradient for gradient, _ in shares)
+        assert (found - expected).norm() < 1e-10 * expected.norm()
+        for name in sums if count == 1 else same:  # of several ranks some have other rows besides
+            total = sum(of_rank[name] for _, of_rank in shares)
+            assert total == pytest.approx(sums[name], rel=1e-9, abs=1e-9), name
 
 
-def test_each_rank_has_as_many_rows_however_many_responses_are_computed():
+def test_each_rank_has_as_many_rows_however_many_are_left_out():
     """In a pass of its own a rank would wait for the others for ever."""
     mini_batch, draw = list(range(6, 18)), random.Random(0)
     batch = grpo.collate([rollouts.response_of(PROMPT, [6] * (i + 1)) for i in range(24)], "cpu")
-    args, ranks = grpo_args(micro_batch_tokens=0), [one_of_ranks(rank, 3) for rank in range(3)]
+    batch.loss_mask = batch.mask
+    args, ranks = grpo_args(beta=0.0), [one_of_ranks(rank, 3) for rank in range(3)]
     for count in range(13):
         needed = draw.sample(mini_batch, count)
-        batch.computed = torch.zeros(24)
-        batch.computed[[0, *needed]] = 1
-        cuts = [grpo.cut_micro_batches(rank, batch, mini_batch, 2, args) for rank in ranks]
-        assert len({str([len(rows) for rows, _ in cut]) for cut in cuts}) == 1
-        times = Counter(row for cut in cuts for rows, _ in cut for row in rows)
-        assert times.total() == len(times) == 3 * max(1, math.ceil(count / 3))
-        assert {*needed} <= {*times} <= {*mini_batch}
+        batch.advantages = 0 * batch.mask
+        batch.advantages[[0, *needed]] = 1
+        rows = grpo.rows_with_gradient(batch, mini_batch, len(ranks), args)
+        assert {*needed} <= {*rows} <= {*mini_batch}
+        assert len(rows) == len({*rows}) == 3 * max(1, math.ceil(count / 3))
+        cuts = [grpo.cut_micro_batches(rank, batch, rows, 2, args) for rank in ranks]
+        assert len({str([len(own) for own, _ in cut]) for cut in cuts}) == 1
+
+
+def test_metrics_are_those_of_a_beta_so_small_that_no_row_is_left_out(run_main):
+    """But for those of the new policy, which are of what was computed."""
+
+    def score(data_source, response, ground_truth):
+        return float(response.startswith(("6", "7")))  # the same for some groups
+
+    options = {"total_episodes": EPISODES, "num_epochs": 2, "cliprange": 0.01}
+    options |= {"cliprange_higher": 0.01, "non_stop_penalty": False}
+    runs = [run_main("grpo_vllm_async.py", score, beta=beta, **options) for beta in (0.0, 1e-12)]
+    counts = [sum(map(len, run.rows)) for run in runs]
+    assert 0 < counts[0] < counts[1] == 2 * EPISODES
+    (found,), (expected,) = (run.metrics for run in runs)
+    assert 0 < found["policy/clipfrac_avg"] < 1 and found["loss/policy_avg"]
+    of_computed = {"policy/entropy_avg", "policy/approxkl_avg", "val/ratio", "val/ratio_var"}
+    assert found["policy/approxkl_avg"] > 1.1 * expected["policy/approxkl_avg"] > 0
+    of_computed |= {"val/update_tokens"}
+    for name, value in found.items():
+        if name not in of_computed and not name.startswith(("time/", "perf/")):
+            assert value == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 # ------------------------------------------------------------- log-probabilities before any update
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 45}], ids=["by rows", "by tokens"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_first_update_gives_the_old_logprobs_of_a_pass_of_their_own(ranks, options):
-    """To the bit, as the ratio, which is 1. What its weights are made of are those, too."""
-    policy, args = tiny_policy(), grpo_args(per_device_train_batch_size=3, beta=0.0, **options)
-    batch = rollouts.in_float32(rollouts.grpo_rollout(policy, 0.4))
-    batch.computed[[2, 5]] = 0
-    size, rows = args.per_device_train_batch_size, list(range(8))
-    for rank in range(ranks):
-        accelerator = one_of_ranks(rank, ranks)
-        expected = grpo.forward_all(accelerator, policy, batch, [rows], size, args)
-        batch.logprobs = torch.zeros_like(batch.mask)  # not known yet
-        _, found = grpo.accumulate_gradients(accelerator, policy, batch, rows, True, args)
-        assert all(map(torch.Tensor.any, expected)) and torch.equal(found, torch.stack(expected))
-        first, first_sums = gradients(accelerator, [policy], batch, args, flag=True)
-        assert first_sums["val/ratio"] == first_sums["tokens"] > 0
-        batch.logprobs, _ = expected
-        again, sums = gradients(accelerator, [policy], batch, args)
-        assert first.any() and torch.equal(first, again) and first_sums == sums
 
 
 def test_passes_give_entropies_of_their_rows_on_every_rank():
@@ -173,14 +182,13 @@ def test_passes_give_entropies_of_their_rows_on_every_rank():
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_sampler_is_checked_after_the_passes_of_the_first_update(
+def test_passes_of_all_rows_and_the_check_of_the_sampler_come_before_any_update(
     updates, beta, run_main, monkeypatch
 ):
-    """Its first mini-batch has no other passes, and no step may come before."""
     events = []
 
     def note_passes(given):
-        events.append(f"{len(given['mini_batches'])} passes")
+        events.append(sum(map(len, given["mini_batches"])))
 
     def note_check(given):
         inside = given["mask"].bool()
@@ -194,18 +202,20 @@ def test_sampler_is_checked_after_the_passes_of_the_first_update(
     note_step = lambda given: events.append("step")  # noqa: E731
     hooks.before(torch.optim.AdamW, "step", note_step, put=monkeypatch.setattr)
     run = run_main("grpo_vllm_async.py", lambda *_: 1.0, **options)
-    passes = ["1 passes"] if beta else []  # by the reference policy
-    assert events == [f"{updates - 1} passes", *passes, "check", *["step"] * updates]
-    (line,) = run.metrics  # without an advantage all responses are computed
-    assert line["val/computed_responses"] == EPISODES and all(map(math.isfinite, line.values()))
+    passes = [EPISODES] * (2 if beta else 1)  # the second by the reference policy
+    assert events == [*passes, "check", *["step"] * updates]
+    (line,) = run.metrics
+    assert all(map(math.isfinite, line.values()))
     assert (line["optim/grad_norm"] == 0) == (beta == 0)
+    # Without an advantage one row is computed, so that the ranks have a gradient to sum up
+    assert [len(rows) for rows in run.rows] == [EPISODES // updates if beta else 1] * updates
 
 
 # ------------------------------------------------------------------------------------------ main()
 
 
 def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_main):
-    """Cut responses are in their group, but not in the loss; and metrics are of those computed."""
+    """Cut responses are in their group, but not in the loss; and metrics are of all responses."""
 
     def score(data_source, response, ground_truth):
         if response.startswith("6"):
@@ -216,30 +226,33 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
     options["importance_sampling_level"] = "sequence"
     run = run_main("grpo_vllm_async.py", score, **options)
     args = grpo_args(importance_sampling_level="sequence")
-    for batch, line in zip(run.batches, run.metrics, strict=True):
+    computed = [iter(run.rows[2 * step : 2 * step + 2]) for step in range(len(run.batches))]
+    for step, (batch, line) in enumerate(zip(run.batches, run.metrics, strict=True)):
         stopped = torch.tensor([float(response[-1] == STOP) for response in batch.responses])
         assert 0 < (stopped * batch.has_score).sum() < batch.has_score.sum() < EPISODES
         in_loss = batch.mask * (stopped * batch.has_score)[:, None]
         assert torch.equal(batch.loss_mask, in_loss)  # computed or not
         advantages = grpo.group_advantages(batch.scores, batch.has_score, 4, "standard")
         assert torch.equal(batch.advantages, advantages[:, None] * batch.mask)
-        computed = (batch.advantages * in_loss).any(1)
-        assert torch.equal(batch.computed, computed.float())
-        assert 0 < computed.sum() < EPISODES
+        has_gradient = (batch.advantages * in_loss).any(1)
+        assert 0 < has_gradient.sum() < EPISODES
+        for mini_batch in run.mini_batches[2 * step : 2 * step + 2]:
+            needed = [row for row in mini_batch if has_gradient[row]]
+            assert next(computed[step]) == (needed or mini_batch[:1])
 
-        inside = (batch.mask * batch.computed[:, None]).bool()
+        inside = batch.mask.bool()
         logprobs, of_sampler = batch.logprobs, batch.sampler_logprobs
+        assert logprobs[inside].all() and batch.entropies[inside].all()
         weights = grpo.importance_weights(logprobs, of_sampler, batch.mask, args)
-        assert not weights[~batch.mask.bool()].any()
+        assert not weights[~inside].any()
         ratios = [(logprobs - of_sampler)[i, row].double().exp() for i, row in enumerate(inside)]
-        means = [formulas.geometric_mean(x).expand(len(x)) for x in ratios if len(x)]
+        means = [formulas.geometric_mean(x).expand(len(x)) for x in ratios]
         means, log_ratio = torch.cat(means), torch.cat(ratios).log()
         found = weights[inside].double()
         torch.testing.assert_close(found, means.clamp(max=2.0), rtol=1e-3, atol=1e-6)
         expected = {
             "val/zero_variance_groups": (advantages.view(4, 4) == 0).all(1).sum(),
-            "val/computed_responses": computed.sum(),
-            "objective/entropy": -logprobs[inside].double().sum() / computed.sum(),
+            "objective/entropy": -logprobs[inside].double().sum() / EPISODES,
             "mismatch/logprob_diff_max": log_ratio.abs().max(),
             "mismatch/kl": (log_ratio.exp() - 1 - log_ratio).mean(),
             "mismatch/ess": means.sum() ** 2 / (means**2).sum() / len(means),
@@ -247,14 +260,3 @@ def test_gspo_leaves_out_what_failed_what_was_cut_and_what_has_no_advantage(run_
         }
         for name, value in expected.items():
             assert line[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-8), name
-    # Of what was not computed nothing is written down, and of all else what it is
-    lines = read_json_lines(run.run_dir / "rollouts.jsonl")
-    for i, line in enumerate(lines):
-        batch, row = run.batches[i // 8], i % 8
-        for name in ("logprobs", "entropies"):
-            known = getattr(batch, name)[row][batch.mask[row].bool()]
-            assert (line[name] is not None) == batch.computed[row]
-            if line[name]:
-                assert known.all()
-                torch.testing.assert_close(torch.tensor(line[name]), known, atol=6e-5, rtol=0)
-    assert 0 < sum(line["entropies"] is None for line in lines) < len(lines)

@@ -59,7 +59,7 @@ def tiny_classifier(kind):
     config = AutoConfig.for_model(kind)
     if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         classifier = tiny_model(kind, transformers.AutoModelForSequenceClassification)
-        return script.ValueModel(classifier, tiny_args(), is_value_model=True)
+        return script.ValueModel(classifier, tiny_args())
 
 
 @torch.no_grad()

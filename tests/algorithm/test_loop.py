@@ -429,7 +429,8 @@ def test_infinite_loss_stops_the_run_and_keeps_the_batch(name, run_main, tmp_pat
 def test_responses_of_every_step_can_be_read_token_by_token(rough_loop, tokenizer, run_main):
     samples = read_json_lines(rough_loop.run_dir / "rollouts.jsonl")
     tensors = {"sampler_logprobs", "logprobs", "entropies", "advantages"}
-    tensors |= {"values", "returns", "rewards"} if rough_loop.name in PPO else set()
+    of_ppo = {"values", "returns", "rewards", "kl_rewards"}
+    tensors |= of_ppo if rough_loop.name in PPO else set()
     for i, sample in enumerate(samples):
         step, row = divmod(i, 8)  # two groups of four
         batch = rough_loop.batches[step]

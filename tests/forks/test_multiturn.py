@@ -329,7 +329,6 @@ def test_gradient_is_that_of_sampled_tokens_alone(fork, options):
         ref_logprobs=torch.where(mask == 1, -3 + 0.1 * noise.double(), 1e3),
         sampler_logprobs=torch.where(mask == 1, -3.1, 1e3),
         advantages=torch.arange(-3.5, 4.5)[:, None].expand(mask.shape),
-        computed=torch.ones(8),
     )
     check_any_cut([policy], batch, args, *reference_gradient([policy], batch, args))
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib
 import io
+import itertools
 import queue
 import sys
 import threading
@@ -167,6 +168,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
         options["min_response_length"] = 0
     seen = SimpleNamespace(name=name, script=script, run_dir=Path(options["output_dir"], "run"))
     seen.batches, seen.mini_batches = [], []
+    seen.rows = []  # that each update has computed
     seen.rates = defaultdict(list)  # of the updates of each model
     seen.norms = defaultdict(list)  # of gradients, by model and step
     seen.decays = set()  # of weights
@@ -179,9 +181,14 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
     def note_request(given):
         stub.made[0].order.append(f"request {given['training_step']}")
 
+    def note_mini_batches(call, given):
+        epochs = call()
+        seen.mini_batches += itertools.chain(*epochs)
+        return epochs
+
     def note_update(given):
-        seen.mini_batches.append(given["mini_batch"])
-        if len(seen.mini_batches) == fails_at:
+        seen.rows.append(given["rows"])
+        if len(seen.rows) == fails_at:
             raise RuntimeError("the power is gone")
 
     def note_step(call, given):
@@ -210,6 +217,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
             reward_in_this_process(script, score, put)
         hooks.before(script, "batch_metrics", note_batch, put)
         hooks.before(script, "make_request", note_request, put)
+        hooks.around(script, "deal_rows", note_mini_batches, put)
         hooks.before(script, "accumulate_gradients", note_update, put)
         hooks.around(script, "apply_gradients", note_step, put)
         seen.stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

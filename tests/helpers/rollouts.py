@@ -74,11 +74,11 @@ def tiny_policy(seed=0, temperature=0.8):
 
 
 def tiny_value_model(seed=1):
-    return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=True)
+    return script.ValueModel(tiny_classifier(seed), tiny_args())
 
 
 def tiny_reward_model(seed=1):
-    return script.ValueModel(tiny_classifier(seed), tiny_args(), is_value_model=False)
+    return script.RewardModel(tiny_classifier(seed), tiny_args())
 
 
 def make_rollout():
@@ -112,11 +112,11 @@ def make_rollout():
 
 
 def grpo_rollout(policy, distance):
-    """One of GRPO's near a policy, with one advantage a response; all responses are computed."""
+    """One of GRPO's near a policy, with one advantage a response."""
     batch = near_policy(make_rollout(), policy, distance)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(8, 1, dtype=torch.float64, generator=generator) * batch.mask
-    parts = vars(batch) | {"advantages": advantages, "computed": torch.ones(8, dtype=torch.float64)}
+    parts = vars(batch) | {"advantages": advantages}
     return grpo.Batch(**{field.name: parts[field.name] for field in fields(grpo.Batch)})
 
 
@@ -187,24 +187,31 @@ def one_of_ranks(rank, world_size):
     )
 
 
-def gradients(accelerator, models, batch, args, rows=range(8), flag=None):
+def gradients(accelerator, models, batch, args, mini_batch=range(8), leaves_out=False):
     """One vector of all gradients of one optimizer batch, and the sums over its tokens.
 
-    models: the policy and PPO's value model. flag: PPO's trains_policy, or GRPO's is_first; None:
-    the policy trains, and not for the first time.
+    models: of the policy and PPO's value model those that train. leaves_out: rows_with_gradient
+    chooses rows, as in GRPO's main().
     """
     for model in models:
         model.zero_grad()
-    is_ppo = len(models) == 2
-    flag = is_ppo if flag is None else flag
-    accumulate = sys.modules[type(batch).__module__].accumulate_gradients  # a fork's is its own
-    sums = accumulate(accelerator, *models, batch, list(rows), flag, args)
-    if not is_ppo:
-        sums, _ = sums  # without the new log-probabilities
+    script, rows = sys.modules[type(batch).__module__], list(mini_batch)  # a fork's is its own
+    pairs = [(model, losses_of(script, model)) for model in models]
+    has_args = hasattr(script.Args, "loss_aggregation")
+    divisor = script.loss_divisor(batch.loss_mask[rows], *([args] if has_args else []))
+    if leaves_out:
+        rows = script.rows_with_gradient(batch, rows, accelerator.num_processes, args)
+    sums = script.accumulate_gradients(accelerator, pairs, batch, rows, divisor, args)
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])
     del sums["val/update_tokens"]  # ranks may need rows besides
     return vector, {name: value.item() for name, value in sums.items()}
+
+
+def losses_of(script, model):
+    """The function that computes a model's losses in main()."""
+    is_policy = type(model).__name__ == "PolicyModel"
+    return script.token_losses if is_policy else script.value_losses
 
 
 def check_any_cut(models, batch, args, expected, expected_sums, ways=8):
