@@ -284,6 +284,20 @@ def test_loss_is_the_mean_over_updates_of_what_each_minimizes(name, aggregation,
     assert max(map(abs, found)) > 1e-2
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_metrics_of_updates_are_means_over_all_of_several_epochs(name, run_main):
+    """Where no step moves a model, a mean over two epochs is that over one."""
+    options = {"total_episodes": EPISODES, "learning_rate": 0.0}
+    options |= {"value_learning_rate": 0.0} if name in PPO else {}
+    runs = [run_main(name, rough_score, num_epochs=count, **options) for count in (1, 2)]
+    (one,), (two,) = (run.metrics for run in runs)
+    names = {name for name in one if name.startswith(("loss/", "policy/", "val/"))}
+    names -= {"val/update_tokens"}
+    assert one["loss/policy_avg"] and two["val/update_tokens"] == 2 * one["val/update_tokens"]
+    for name in names:
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
 def text_of(tokenizer, token_ids):
     """Without the stop token; what the tokenizer does not know is a special token, and stays."""
     return tokenizer.decode([token_id for token_id in token_ids if token_id != STOP])
@@ -344,6 +358,32 @@ def test_without_kl_no_reference_policy_is_loaded(name, run_main, monkeypatch):
         last = range(EPISODES), batch.lengths - 1
         torch.testing.assert_close(batch.returns[last], batch.scores)
         assert batch.scores.any()
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_cost_of_the_kl_is_that_of_the_rewards_whatever_beta_has_become(
+    name, run_main, monkeypatch
+):
+    """A fork may learn beta, and change it after the step's rewards."""
+    script = importlib.import_module(name.removesuffix(".py"))
+
+    def change_beta(given):
+        given["args"] = copy.copy(given["args"])
+        given["args"].beta = 7.0
+
+    hooks.before(script, "batch_metrics", change_beta, monkeypatch.setattr)
+    run = run_main(name)
+    for batch, line in zip(run.batches, run.metrics, strict=True):
+        costs = -0.3 * (batch.logprobs - batch.ref_logprobs)
+        torch.testing.assert_close(batch.kl_rewards, costs)
+        scores = torch.zeros_like(costs)
+        scores[range(EPISODES), batch.lengths - 1] = batch.scores
+        torch.testing.assert_close(batch.rewards, costs + scores)
+        costs = costs.sum(1).mean().item()
+        assert line["objective/non_score_reward"] == pytest.approx(costs, rel=1e-4, abs=1e-7)
+        total = batch.scores.mean().item() + costs
+        assert line["objective/rlhf_reward"] == pytest.approx(total, rel=1e-4)
+    assert abs(costs) > 1e-3
 
 
 # --------------------------------------------------------------------------------------- schedules
@@ -463,7 +503,7 @@ def test_progress_is_printed_after_every_step(rough_loop):
 def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(
     rough_loop, run_main, tmp_path, monkeypatch
 ):
-    """Of a copied script, where they are missing, an upload alone is refused."""
+    """They are not called where they are missing, as beside a copied script."""
     steps = [("plot_runs.py", STEPS), ("inspect_run.py", STEPS)]
     assert rough_loop.programs == [("provenance.py", 0), *steps]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
@@ -471,5 +511,3 @@ def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(
     assert names == ["provenance.py", "plot_runs.py", "inspect_run.py", "push_to_hub.py"]
     monkeypatch.setattr(rough_loop.script, "PROGRAMS", tmp_path / "scripts")
     assert run_main(rough_loop.name, total_episodes=EPISODES).programs == []
-    with pytest.raises(ValueError, match="--push_to_hub needs"):
-        run_main(rough_loop.name, push_to_hub=True)

@@ -43,6 +43,19 @@ def test_advantages_are_those_of_the_definition(gamma, lam):
     torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
+def test_with_both_lambdas_1_advantages_are_the_sums_of_later_rewards_minus_values():
+    """As the defaults have it, so that a fork with Monte-Carlo returns is these flags."""
+    args = Args()
+    assert args.gamma == args.lam == args.value_lam == 1
+    mask = ragged_mask([7, 1, 4, 2])
+    torch.manual_seed(2)
+    rewards, values = mask * torch.randn(2, 4, 7, dtype=torch.float64)
+    later = rewards.flip(1).cumsum(1).flip(1)
+    advantages, returns = script.compute_gae(rewards, values, mask, args.gamma, args.lam)
+    torch.testing.assert_close(advantages, later - values)
+    torch.testing.assert_close(returns, later)
+
+
 def test_kl_estimators_are_those_of_the_paper():
     """Also of nearly equal policies, where kl3 could drown in rounding."""
     expected = {"kl1": [-3.0, 1e-4], "kl3": [math.exp(3) - 1 - 3, 5e-9]}

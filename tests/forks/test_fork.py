@@ -23,10 +23,12 @@ import fork as program
 import pytest
 import refit
 import torch
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops
+from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops, rollouts
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from helpers.runs import without_clock
+
+import grpo_vllm_async as grpo
 
 PAGE = (REPO / "docs" / "fork.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
@@ -57,15 +59,25 @@ def fork(heading, script=None, text=None):
 
 
 @pytest.fixture
-def run_fork(run_main, tmp_path, monkeypatch):
-    """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
+def write_fork(tmp_path, monkeypatch):
+    """write_fork("The data"): the name of a module, which a copy is."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(heading, script=None, score=None, **options):
-        name = f"fork_{uuid.uuid4().hex}.py"
-        (tmp_path / name).write_text(fork(heading, script))
+    def write(heading, script=None):
+        name = f"fork_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(fork(heading, script))
         importlib.invalidate_caches()
-        return run_main(name, score, **options)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def run_fork(run_main, write_fork):
+    """run_fork("The data", lam=0.9): what was seen of a copy's loop, with a stub of vLLM."""
+
+    def run(heading, script=None, score=None, **options):
+        return run_main(f"{write_fork(heading, script)}.py", score, **options)
 
     return run
 
@@ -74,14 +86,15 @@ def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scr
     """The tests below run the asynchronous one."""
     for heading in HEADINGS:
         changed = [name for name in SCRIPTS if fork(heading, name) != (REPO / name).read_text()]
-        of_groups = ("Leave one out", "Rewards that see the group")
-        assert changed == list(GRPO if heading in of_groups else SCRIPTS), heading
+        of_grpo = ("CISPO", "Leave one out", "Rewards that see the group")
+        assert changed == list(GRPO if heading in of_grpo else SCRIPTS), heading
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
 def test_every_change_fits_the_forks_too(heading, import_fork):
     for name in program.names_in(program.FORKS):
-        if (name, heading) != ("multiturn", "The reward"):  # as the page says
+        # As the page says
+        if (name, heading) not in [("multiturn", "The reward"), ("distill", "CISPO")]:
             ast.parse(fork(heading, *GRPO, Path(import_fork(name).__file__).read_text()))
 
 
@@ -106,6 +119,43 @@ def test_columns_of_ones_own_are_read(script, run_fork, tmp_path):
     seen = run_fork("The data", script, score=lambda *_: 1.0, dataset=data)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_clipped_ratio_of_cispo_is_a_constant_weight_of_the_log_probability(
+    aggregation, beta, write_fork
+):
+    """2506.13585, eq. 4: -sg(clip(ratio)) * A * log pi; clipped tokens have a gradient, too."""
+    module = importlib.import_module(write_fork("CISPO"))
+    options = rollouts.TINY | {"response_length": 20, "beta": beta, "cliprange": 1.0}
+    args = module.Args(**options, number_samples_per_prompt=4, loss_aggregation=aggregation)
+    policy = rollouts.tiny_policy().double()
+    batch = module.Batch(**vars(rollouts.grpo_rollout(policy, distance=0.4)))
+    batch.loss_mask[3] = 0
+    mask = batch.loss_mask
+    found, sums = rollouts.gradients(rollouts.one_of_ranks(0, 1), [policy], batch, args)
+
+    policy.zero_grad()
+    new, _ = policy(batch.input_ids, batch.mask)
+    ratio = (new.detach() - batch.logprobs).exp()
+    weights = ratio.clamp(max=1 + args.cliprange_higher)
+    tis = (batch.logprobs - batch.sampler_logprobs).exp().clamp(max=args.tis_cap)
+    losses = -weights * batch.advantages * new * tis
+    d = new - batch.ref_logprobs
+    losses = losses + beta * tis * (new - batch.logprobs).exp() * ((-d).exp() - 1 + d)
+    rows = mask.sum(1).clamp(min=1)
+    of_rows = (losses * mask).sum(1)
+    loss = (of_rows / rows).sum() / 7 if aggregation == "sequence" else of_rows.sum() / mask.sum()
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert (found - expected).norm() < 1e-10 * expected.norm()
+    clipped = (weights != ratio)[mask.bool()].sum()
+    assert 0 < clipped == sums["policy/clipfrac_avg"]
+    if not beta:  # the script's own loss is another one
+        own = grpo.Batch(**vars(batch))
+        other, _ = rollouts.gradients(rollouts.one_of_ranks(0, 1), [policy], own, args)
+        assert (other - expected).norm() > 0.01 * expected.norm()
 
 
 @each_script
@@ -135,7 +185,8 @@ def test_entropy_bonus_raises_the_entropy(script, beta, run_fork):
     unsure = [run.metrics[-1]["policy/unsure"] for run in runs]
     assert 0 <= unsure[1] < unsure[0] <= 1
     if beta == 0:  # a response of no advantage is as unsure as others
-        assert [run.batches[0].computed.all().item() for run in runs] == [True, True, False]
+        counts = [sum(map(len, run.rows)) for run in runs]
+        assert counts[2] < counts[0] == counts[1] == loops.STEPS * loops.EPISODES
 
 
 def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):

@@ -13,12 +13,11 @@ from helpers import PPO, REPO, SCRIPTS, TRAINER
 # What GRPO may have otherwise, and why. Anything else of the same name must not.
 ALLOWED = {
     "main": "the order of the steps is what the scripts are about; PPO's two have it alone",
-    "Batch": "GRPO has neither values nor returns, but responses that are not computed",
-    "accumulate_gradients": "GRPO's loss is another one",
+    "Batch": "GRPO has no values, returns or rewards of tokens",
     "batch_metrics": "GRPO has no value model to report on, but groups",
-    "cut_micro_batches": "GRPO leaves out responses that teach nothing",
     "fill_in": "GRPO has no warm-up of a value model, and refuses groups of one",
-    "log_rollouts": "GRPO has responses that are not computed",
+    "token_losses": "GRPO's loss is another one",
+    "loss_divisor": "GRPO has several means",
     "importance_weights": "GRPO may have one ratio for all tokens of a response",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
     "Args.number_samples_per_prompt": "GRPO needs a group",
