@@ -651,7 +651,7 @@ def loss_divisor(loss_mask, args):
 
 
 def deal_rows(training_step, args):
-    """The mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
+    """Return the mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
 
     In each epoch all rows of the batch are dealt anew.
     """

@@ -71,7 +71,9 @@ def test_kl_gradient_is_that_of_the_true_kl(old_seed, sampler_seed, estimator, a
     args = grpo_args(beta=1.0, kl_estimator=estimator, tis_cap=1e9)
     found = torch.zeros_like(expected)
     for token, logprob in enumerate(every[1][0]):
-        gradient, _ = gradients(accelerator, [policy], replace(batch, **rows), args, mini_batch=[token])
+        gradient, _ = gradients(
+            accelerator, [policy], replace(batch, **rows), args, mini_batch=[token]
+        )
         found += logprob.exp() * gradient
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "loss_divisor": "GRPO has several means",
     "importance_weights": "GRPO may have one ratio for all tokens of a response",
     "Args.beta": "in PPO the KL is in the reward, in GRPO in the loss",
+    "Args.cliprange": "GRPO has a flag of its own for the upper limit",
     "Args.number_samples_per_prompt": "GRPO needs a group",
     "Args.local_rollout_batch_size": "GRPO counts prompts, of which each has a group of responses",
     "Args.local_mini_batch_size": "GRPO's batch is eight times as large",
