@@ -26,16 +26,19 @@ Training step g, on every rank (a version of the policy is the number of complet
     3        3             1                     2,     4                  2
     g        g             g - 2                 g - 1, g + 1              g - 1
 
-So from step 2 on, a batch is one step older than the policy that trains on it (2410.18252). No lock
-is needed, because weights and prompts go out while no engine samples and no update runs. As in
-ppo_sync.py the ratio divides by the learner's own log-probabilities from before its updates.
-Truncated importance weights correct for the older sampler. With --no-async_mode weights and prompts
-go out after the updates, so that nothing is old.
+In the last step weights go out after the updates, for the last evaluation. So from step 2 on, a
+batch is one step older than the policy that trains on it (2410.18252). No lock is needed, because
+weights and prompts go out while no engine samples and no update runs. With --no-async_mode they go
+out after the updates, so that nothing is old.
+
+The ratio in the loss compares the learner with itself, as in ppo_sync.py: its probabilities in an
+update are divided by its own from before this step's updates. vLLM has sampled with earlier weights
+and other kernels. Truncated importance weights correct for that.
 
 A prompt with its response is a row, which is padded on the right. Tensors over tokens are (rows,
-length), and all but input_ids are 0 outside the response. Models must be causal, so that no token
-sees the padding after it, and there is no attention mask. They run without dropout. Every rank has
-the whole batch, and computes its share of the forward and backward passes.
+length). In a Batch all but input_ids are 0 outside the response. Models must be causal, so that no
+token sees the padding after it, and there is no attention mask. They run without dropout. Every
+rank has the whole batch, and computes its share of the forward and backward passes.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
 old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
@@ -47,27 +50,28 @@ Deliberate simplifications:
  2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
- 4. Few inputs are checked. A copied file has none of the checks of data, chat templates, models and
-    GPUs that `python scripts/preflight.py SCRIPT FLAGS` makes before a run, for what would
-    otherwise go wrong in silence, or late.
+ 4. This file checks few inputs. `python scripts/preflight.py SCRIPT FLAGS` checks data, chat
+    templates, models and GPUs before a run, because mistakes in them would otherwise show late or
+    never. A copy of this file is without those checks.
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
 
 There is no value model: an advantage is how much better a response scored than its group. The KL is
 a term of the loss, not of the reward. With beta 0 a response without an advantage has no gradient,
 so updates leave it out. docs/grpo.md has the formulas, and the variants (Dr. GRPO, DAPO, GSPO).
 
-Unlike in TRL, importance weights for the sampler are those of tokens and at most 2; TRL's are those
-of sequences, and 0 above 3. And vLLM works while the learner trains.
+Unlike TRL's by default, importance weights for the sampler are those of tokens and at most 2. TRL's
+are those of sequences, and 0 above 3.
 
-Where a change goes. A part of the score: score_responses. Advantages: group_advantages, step 6. A
-term of the loss: token_losses. A tensor that these need: a field of Batch, and step 4, 5 or 6. What
-is logged: token_losses, batch_metrics. What a resume must find again: `state`, or a model in
-`trained_models`. docs/fork.md has worked examples.
+Where a change goes. A part of the score goes into score_responses. Advantages are computed in step
+6, by group_advantages. A term of the loss goes into token_losses. A tensor that these need is a
+field of Batch, filled in step 4, 5 or 6. Metrics come from token_losses and batch_metrics. What a
+resume must find again is put into `state`, or it is a model in `trained_models`. docs/fork.md has
+worked examples.
 
-Read on to the banner ("The algorithm ends here"), for about an hour; look up what follows it when
-you need it. Where this script differs from another, tests/promise/test_scripts_agree.py has the
-reason.
-"Collective" in a docstring: every rank must call the function, in the same order.
+Read on to the banner ("The algorithm ends here"), for an hour or a little more. Look up what
+follows it when you need it. Where this script differs from another,
+tests/promise/test_scripts_agree.py has the reason.
+"Collective." in a docstring means that every rank must call the function, in the same order.
 arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; async 2410.18252.
 """
 
@@ -136,12 +140,12 @@ class Algorithm:
 
     Flags give the sizes of one rank. The script computes from them, for all ranks:
         rollout_batch_size    prompts of a step: local_rollout_batch_size times the ranks
-        episodes_per_step     responses of a step, which are the rows of its batch: as many prompts
-                              times number_samples_per_prompt
+        episodes_per_step     responses of a step, which are the rows of its batch:
+                              rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update: local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
-    A micro-batch has the rows of one forward and backward pass of a rank, which are at most
-    per_device_train_batch_size.
+    A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
+    rows or, with micro_batch_tokens, as many as fit that number of tokens.
 
     By default a step has 64 prompts of 8 responses on one rank, and makes 2 updates of 256 rows. If
     it made one, new and old log-probabilities would be equal, all ratios 1, and no clip would bind.
@@ -150,7 +154,7 @@ class Algorithm:
     beta: float = 0.0
     """weight of the KL term in the loss; 0: no reference policy"""
     kl_estimator: Literal["kl1", "kl3"] = "kl3"
-    """kl3 has the KL's gradient at each token, kl1 on average (2510.01555)"""
+    """kl3's gradient is the KL's at each token, kl1's only on average (2510.01555)"""
     cliprange: float = 0.2
     """the ratio's lower limit is 1 - this"""
     cliprange_higher: float = 0.2
@@ -158,19 +162,19 @@ class Algorithm:
     advantage_normalization: Literal["standard", "centered"] = "standard"
     """(score - mean) / std, or score - mean"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """of ratios and importance weights; sequence: GSPO (docs/scripts.md)"""
+    """level of ratios and importance weights; sequence: GSPO (docs/grpo.md)"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over tokens; sequence: over responses' means; constant: see loss_divisor"""
     mask_truncated_completions: bool = False
     """leave responses without a stop token out of the loss (DAPO); their group still counts them"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    """truncated importance sampling: cap of a token's weight old/sampler in the loss; 0: none"""
     num_epochs: int = 1
     """how often each row of a batch is trained on"""
     learning_rate: float = 1e-6
     """learning rate of the policy"""
     max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
+    """gradients of a model are clipped to this norm"""
     temperature: float = 1.0
     """of sampling, and of all log-probabilities"""
     non_stop_penalty: bool = False
@@ -223,7 +227,7 @@ class Request:
 
 @dataclass
 class Rollout:
-    """The responses to a Request, or one engine's share of them."""
+    """The responses to a Request: one engine's share, or all of them after gather_rollout."""
 
     policy_version: int  # of the policy that sampled
     responses: list[Response]
@@ -307,7 +311,8 @@ def main(args):
         sync_weights(engine, language_model, version, args)
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
-    if checkpoint_dir:  # of step N: with the rollout of step N + 1, whose weights are gone
+    if checkpoint_dir:
+        # A checkpoint of step N has the rollout of step N + 1, whose weights may be gone
         response_Q.put(load_rollout(state["rollout"]))
     else:
         sync_and_request(version=0, training_step=1)
@@ -319,9 +324,10 @@ def main(args):
         is_last = training_step == args.num_training_steps
         metrics = {}
 
-        # 1. The responses to this step's prompts. Now vLLM is idle: the current weights (in step 1
-        # the same again) and the next prompts go to it, and it generates while we train. A fork
-        # leaves this order alone: it is all that keeps weights from changing under way
+        # 1. The responses to this step's prompts. In async mode vLLM is idle now. So it gets the
+        # current weights (in step 1 it has them already) and the next prompts, and generates while
+        # we train. A fork must keep this order, because nothing else stops weights from changing
+        # while vLLM samples
         with timed(metrics, "wait_for_generation"):
             rollout = gather_rollout(response_Q.get(), cpu_group)
         if args.async_mode and not is_last:
@@ -347,12 +353,12 @@ def main(args):
 
         # 4. The batch: one row of each response, behind its prompt. And its mini-batches
         batch = collate(responses, accelerator.device)
-        check_rewards(responses)
+        check_rewards(responses)  # the run ends if the reward has failed on all of them
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
         # other padding would change the last bits. So in the first update all ratios are exactly 1
-        # (on a CPU, if no row is left out)
+        # (on a CPU, unless rows_with_gradient leaves rows out)
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
@@ -360,8 +366,8 @@ def main(args):
             )
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        # This ends the run if vLLM has not sampled with exactly these weights. In async mode it has
-        # done so for batch 1 alone
+        # Where vLLM has sampled with this version, its log-probabilities must agree with ours up to
+        # a small KL, or the run ends. In async mode this is known of batch 1 alone
         if rollout.policy_version == version:
             check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
@@ -381,26 +387,26 @@ def main(args):
         # 7. Updates
         models = [(policy, token_losses)]
         sums, grad_norms = defaultdict(int), defaultdict(int)
-        lr = 0.0  # in a step without an update
+        lr = 0.0  # of the policy, if it is not updated in this step
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 divisor = loss_divisor(batch.loss_mask[mini_batch], args)
-                # The divisor is that of all rows. What has no gradient need not be computed
+                # The divisor counts all rows, so leaving some out does not change the gradient
                 rows = rows_with_gradient(batch, mini_batch, accelerator.num_processes, args)
                 new_sums = accumulate_gradients(accelerator, models, batch, rows, divisor, args)
                 for name, new_sum in new_sums.items():
                     sums[name] += new_sum
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # else AdamW would move by its moments, without any data
-                # apply_gradients clips gradients, steps, and sets them to zero
+                    continue  # because AdamW would move by its moments, without any data
+                # apply_gradients sums gradients over ranks, clips them, and steps
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                 grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
         # With --no-async_mode weights and prompts go out only now, after the updates. In the last
-        # step they do so in either mode, for the last evaluation: without training prompts
+        # step they do so in either mode, and the request has the held-out prompts alone
         if is_last or not args.async_mode:
             with timed(metrics, "weight_sync"):
                 sync_and_request(training_step, training_step + 1)
@@ -431,8 +437,9 @@ def main(args):
 def evaluation_is_due(steps, args):
     """Whether the policy is evaluated after this number of training steps.
 
-    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
-    version 0, and later ones with the version before. The last step's metrics have the last one.
+    Evaluations are at least two steps apart, because the asynchronous scripts sample requests 1 and
+    2 with the same version. There an evaluation after s steps is answered by version s - 1 (if s is
+    0, by version 0). The last one is answered by the last version, in every script.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -445,9 +452,9 @@ def evaluation_is_due(steps, args):
 def kl_penalty(logprobs, ref_logprobs, estimator):
     """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
-    With d = logprobs - ref_logprobs: kl1 = d, kl3 = exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). In a reward only kl1 has the KL's gradient; near the
-    reference kl3 has almost none (2510.01555).
+    With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
+    (http://joschu.net/blog/kl-approx.html). A reward needs kl1, because kl3 in a reward has almost
+    no gradient near the reference (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -468,7 +475,7 @@ def masked_mean(values, mask):
 
 
 def group_advantages(scores, has_score, number_samples_per_prompt, normalization):
-    """How much better a response scored than its group (2402.03300): (rows,), like scores.
+    """Return how much better a response scored than its group (2402.03300): (rows,), like scores.
 
     The samples of a prompt stand side by side. "standard" divides by the group's unbiased
     deviation + 1e-8, "centered" does not (2503.20783). A group whose scores are all equal has
@@ -500,9 +507,9 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
     """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
     models: pairs of a model and the function that computes its losses. divisor: that of the whole
-    mini-batch, on all ranks, so that the gradient does not depend on how the rows are split up
-    (2503.14476, 3.3). Return a dictionary of this rank: sums over loss tokens, for metrics, and its
-    part of the loss.
+    mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
+    the gradient does not depend on how the rows are split up (2503.14476, 3.3). Return this rank's
+    sums for metrics, by name: over loss tokens, and of its parts of all losses.
     """
     sums = defaultdict(int)
     size = args.per_device_train_batch_size
@@ -569,12 +576,11 @@ def token_losses(outputs, part, args):
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (rows, length).
+    """Return the importance weight of each token, old/sampler and at most tis_cap: (rows, length).
 
-    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous.
-    --tis_cap 0: no correction, 1 for each token.
-    --importance_sampling_level sequence: old/sampler of a token is that geometric mean (GSPO).
+    It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
+    and, in async mode, older weights. With --importance_sampling_level sequence each token of a
+    response has the geometric mean over the response (GSPO). With --tis_cap 0 all weights are 1.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -631,10 +637,11 @@ def add_sums(sums, per_token, mask):
 
 
 def loss_divisor(loss_mask, args):
-    """What a mini-batch's loss is divided by, from its loss_mask, (rows, length).
+    """Return the divisor of a mini-batch's loss, which depends on loss_aggregation.
 
-    By loss_aggregation: "token": its tokens; "sequence": its responses; "constant": its responses
-    times response_length (2503.20783). A response out of the loss does not count.
+    loss_mask: (rows, length). "token" counts its tokens and "sequence" its responses. "constant" is
+    the number of responses times response_length (2503.20783). What is out of the loss is not
+    counted.
 
     >>> loss_mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     >>> loss_divisor(loss_mask, Args(loss_aggregation="token"))
@@ -653,7 +660,7 @@ def loss_divisor(loss_mask, args):
 def deal_rows(training_step, args):
     """Return the mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
 
-    In each epoch all rows of the batch are dealt anew.
+    In each epoch all rows of the batch are shuffled anew.
     """
     seed = stable_hash(args.seed, "minibatches", training_step)
     generator = torch.Generator().manual_seed(seed)
@@ -665,10 +672,11 @@ def deal_rows(training_step, args):
 
 
 def rows_with_gradient(batch, mini_batch, num_ranks, args):
-    """Return the rows of a mini-batch that an update must compute. This is for speed alone.
+    """Return the rows of a mini-batch that an update must compute, for speed.
 
     With beta 0 a row has no gradient if its advantage is 0, or if it is out of the loss. Each rank
-    needs equally many rows, and at least one, so some rows without a gradient may stay.
+    needs equally many rows, and at least one, so some rows without a gradient may stay. Metrics
+    such as val/ratio are means over what is computed (docs/grpo.md).
     """
     if args.beta > 0:
         return mini_batch
@@ -681,8 +689,8 @@ def rows_with_gradient(batch, mini_batch, num_ranks, args):
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
-    Rows are sorted by length, so that little of a micro-batch is padding, and are dealt to the
-    ranks in turn, like cards. All ranks cut at the same places, because under FSDP2 they compute
+    Rows are sorted by length, so that little of a micro-batch is padding. A rank takes every
+    num_ranks-th of them. All ranks cut at the same places, because under FSDP2 they compute
     together.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
@@ -695,7 +703,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # Of the ranks' n-th rows the last one dealt is the longest. All ranks take theirs as that long
+    # The last rank has the longest n-th row. All ranks pad theirs to that length, and cut alike
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
@@ -770,14 +778,14 @@ def lr_multiplier(update, num_updates, args):
 
 @torch.no_grad()
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
-    """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
+    """Run a model over mini-batches, which are lists of rows. Collective.
 
-    Returns log-probabilities or values on every rank, and a policy's entropies: each
-    (rows, length), 0 in rows that were not run.
+    Return log-probabilities, values or scores on every rank, and a policy's entropies. Each is
+    (rows, length), and 0 in rows that were not run.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
-        # Its rows are dealt to the ranks; each has equally many parts
+        # Each rank has equally many of its micro-batches
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's
@@ -815,8 +823,9 @@ class PolicyModel(nn.Module):
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # token_logprobs, below, of the head's logits over the temperature, some tokens at a time.
-        # Both carry a gradient; that of entropies is computed only if a loss has them
+        # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature, in
+        # chunks, because all logits together would need too much memory. Both results have
+        # gradients. Those of the entropies are computed only if a loss uses them
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -843,19 +852,6 @@ class RewardModel(nn.Module):
         """Scores of the texts up to and with each token: (rows, length)."""
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-
-
-class ValueModel(RewardModel):
-    """A one-label sequence classifier, which predicts the reward that is still to come.
-
-    It does so before token t is chosen. So the value at t is read at t - 1, like the token's
-    log-probability.
-    """
-
-    def forward(self, input_ids, mask):
-        """Values, 0 outside the mask of response tokens: (rows, length)."""
-        # Moved right by one. The last one comes round to t = 0, where the mask is 0
-        return super().forward(input_ids, mask).roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids):
@@ -913,9 +909,10 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    A score sums the reward model's (in an evaluation only without a ground truth), the verifiable
-    and the format reward; it is None if the verifiable reward failed. With non_stop_penalty an
-    incomplete response has the penalty for its score instead, even if its reward failed.
+    A score is the sum of the reward model's, the verifiable and the format reward. In an evaluation
+    the reward model's counts only where there is no ground truth. The score is None if the
+    verifiable reward failed. With non_stop_penalty, a response that was cut or is shorter than
+    min_response_length has the penalty for its score instead, even if its reward failed.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
@@ -950,7 +947,8 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 def generation_thread(engine, workers, tokenizer, prompts_Q, response_Q, args):
     """Answers each Request in prompts_Q with this rank's share of a Rollout, in response_Q.
 
-    It does nothing collective: from two threads, ranks would get into different orders.
+    It calls no collective function, because from two threads the ranks would call them in different
+    orders.
     """
     try:
         while True:
@@ -1622,18 +1620,17 @@ def load_reward_model(accelerator, args):
     """Collective. None: the run has none."""
     if not uses_reward_model(args):
         return None
-    return load_classifier(accelerator, args.reward_model_path, args, trained=False)
+    return load_classifier(accelerator, RewardModel, args.reward_model_path, args, trained=False)
 
 
-def load_classifier(accelerator, path, args, trained):
-    """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
+def load_classifier(accelerator, model_class, path, args, trained):
+    """Load a RewardModel or ValueModel with a float32 head. Collective.
 
-    In bfloat16 many scores would be equal.
+    With a bfloat16 head many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    wrapper = ValueModel if trained else RewardModel
-    return place_model(accelerator, wrapper(model, args), args)
+    return place_model(accelerator, model_class(model, args), args)
 
 
 def place_model(accelerator, model, args):

@@ -26,9 +26,9 @@ The learner waits while vLLM samples, and vLLM while the learner trains; ppo_vll
 work side by side.
 
 A prompt with its response is a row, which is padded on the right. Tensors over tokens are (rows,
-length), and all but input_ids are 0 outside the response. Models must be causal, so that no token
-sees the padding after it, and there is no attention mask. They run without dropout. Every rank has
-the whole batch, and computes its share of the forward and backward passes.
+length). In a Batch all but input_ids are 0 outside the response. Models must be causal, so that no
+token sees the padding after it, and there is no attention mask. They run without dropout. Every
+rank has the whole batch, and computes its share of the forward and backward passes.
 
 A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
 old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
@@ -40,25 +40,27 @@ Deliberate simplifications:
  2. One reward per response; one turn, no tools; rows are padded, not packed.
  3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
     from the newest checkpoint. A vLLM that hangs while it samples is waited for.
- 4. Few inputs are checked. A copied file has none of the checks of data, chat templates, models and
-    GPUs that `python scripts/preflight.py SCRIPT FLAGS` makes before a run, for what would
-    otherwise go wrong in silence, or late.
+ 4. This file checks few inputs. `python scripts/preflight.py SCRIPT FLAGS` checks data, chat
+    templates, models and GPUs before a run, because mistakes in them would otherwise show late or
+    never. A copy of this file is without those checks.
  5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
     Its last token is terminal all the same: no value of what would follow is added.
 
-Unlike in CleanRL's PPO, an episode is a response with one score, and the value model shares nothing
-with the policy. Advantages are whitened over the whole batch. By default lambdas are 1 and values
-are not clipped. There is no entropy bonus. And another program samples: see tis_cap.
+Unlike in CleanRL's PPO, an episode is a response with one score. The value model shares no weights
+with the policy. Advantages are whitened over all rows of the step that have a score. By default
+lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM samples, and its
+probabilities differ a little from the learner's, so the policy's loss has an importance weight.
 
-Where a change goes. A part of the score: score_responses. Rewards per token, advantages: step 6. A
-term of the loss: token_losses. A tensor that these need: a field of Batch, and step 4, 5 or 6. What
-is logged: token_losses, batch_metrics. What a resume must find again: `state`, or a model in
-`trained_models`. docs/fork.md has worked examples.
+Where a change goes. A part of the score goes into score_responses. Rewards per token and advantages
+are computed in step 6. A term of the policy's loss goes into token_losses, one of the value model's
+into value_losses. A tensor that these need is a field of Batch, filled in step 4, 5 or 6. Metrics
+come from the losses and from batch_metrics. What a resume must find again is put into `state`, or
+it is a model in `trained_models`. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"), for about an hour; look up what follows it when
-you need it. Where this script differs from another, tests/promise/test_scripts_agree.py has the
-reason.
-"Collective" in a docstring: every rank must call the function, in the same order.
+Read on to the banner ("The algorithm ends here"), for an hour or a little more. Look up what
+follows it when you need it. Where this script differs from another,
+tests/promise/test_scripts_agree.py has the reason.
+"Collective." in a docstring means that every rank must call the function, in the same order.
 arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's details 2403.17031.
 """
 
@@ -127,15 +129,16 @@ class Algorithm:
 
     Flags give the sizes of one rank. The script computes from them, for all ranks:
         rollout_batch_size    prompts of a step: local_rollout_batch_size times the ranks
-        episodes_per_step     responses of a step, which are the rows of its batch: as many prompts
-                              times number_samples_per_prompt
+        episodes_per_step     responses of a step, which are the rows of its batch:
+                              rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update: local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
-    A micro-batch has the rows of one forward and backward pass of a rank, which are at most
-    per_device_train_batch_size.
+    A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
+    rows or, with micro_batch_tokens, as many as fit that number of tokens.
 
     By default a step has 256 prompts of one response on one rank, and makes 4 updates of 64 rows.
-    Both lambdas are 1, so that advantages are the sums of later rewards minus values.
+    Gamma and both lambdas are 1, so that before whitening a token's advantage is the sum of the
+    rewards from this token on, minus its value.
     """
 
     beta: float = 0.001
@@ -153,7 +156,7 @@ class Algorithm:
     value_lam: float = 1.0
     """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
     tis_cap: float = 2.0
-    """cap of the importance weight learner/sampler in the policy's loss; 0: off"""
+    """truncated importance sampling: cap of a token's weight old/sampler in the loss; 0: none"""
     num_epochs: int = 1
     """how often each row of a batch is trained on"""
     learning_rate: float = 1e-6
@@ -161,7 +164,7 @@ class Algorithm:
     value_learning_rate: float = 1e-5
     """learning rate of the value model"""
     max_grad_norm: float = 1.0
-    """gradients are clipped to this norm, for each model"""
+    """gradients of a model are clipped to this norm"""
     temperature: float = 1.0
     """of sampling, and of all log-probabilities"""
     non_stop_penalty: bool = False
@@ -216,7 +219,7 @@ class Request:
 
 @dataclass
 class Rollout:
-    """The responses to a Request, or one engine's share of them."""
+    """The responses to a Request: one engine's share, or all of them after gather_rollout."""
 
     policy_version: int  # of the policy that sampled
     responses: list[Response]
@@ -311,9 +314,9 @@ def main(args):
             sync_weights(engine, language_model, version, args)
         rollout = generate(training_step)
 
-        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them. A
-        # checkpoint copies the run's files, so it comes before this step writes a line into them.
-        # In the first step of a process there is nothing new to save
+        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them.
+        # It comes before step 3, which may write into the run's files, because it copies them. In
+        # the first step of a process there is nothing new to save
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             with timed(metrics, "checkpoint"):
@@ -328,7 +331,7 @@ def main(args):
 
         # 4. The batch: one row of each response, behind its prompt. And its mini-batches
         batch = collate(responses, accelerator.device)
-        check_rewards(responses)
+        check_rewards(responses)  # the run ends if the reward has failed on all of them
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
@@ -342,7 +345,8 @@ def main(args):
             batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        # This ends the run if vLLM has not sampled with exactly these weights
+        # vLLM's log-probabilities must agree with ours up to a small KL. Otherwise the run ends,
+        # because vLLM has sampled with other weights
         check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
         # 6. Rewards per token: the KL penalty on each, and the score on a response's last one
@@ -364,15 +368,15 @@ def main(args):
             rewards, batch.values, batch.mask, args.gamma, args.value_lam
         )
 
-        # 7. Updates. In the first value_warmup_steps steps the value model learns alone. A model's
-        # learning rate follows the number of its own updates
-        models = [(value_model, value_losses), (policy, token_losses)]
+        # 7. Updates. In the first value_warmup_steps steps the value model learns alone. The
+        # policy's schedule of learning rates begins after them
+        models = [(value_model, value_losses)]
         trains_policy = training_step > args.value_warmup_steps
-        if not trains_policy:
-            models.pop()
+        if trains_policy:
+            models.append((policy, token_losses))
         updates_before_policy = args.num_updates - args.num_policy_updates
         sums, grad_norms = defaultdict(int), defaultdict(int)
-        lr = 0.0  # of the policy, in a step without an update of it
+        lr = 0.0  # of the policy, if it is not updated in this step
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
@@ -384,8 +388,8 @@ def main(args):
                     sums[name] += new_sum
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # else AdamW would move by its moments, without any data
-                # apply_gradients clips gradients, steps, and sets them to zero
+                    continue  # because AdamW would move by its moments, without any data
+                # apply_gradients sums gradients over ranks, clips them, and steps
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
@@ -425,8 +429,9 @@ def main(args):
 def evaluation_is_due(steps, args):
     """Whether the policy is evaluated after this number of training steps.
 
-    Evaluations are two steps apart at least: asynchronously requests 1 and 2 are both sampled with
-    version 0, and later ones with the version before. The last step's metrics have the last one.
+    Evaluations are at least two steps apart, because the asynchronous scripts sample requests 1 and
+    2 with the same version. There an evaluation after s steps is answered by version s - 1 (if s is
+    0, by version 0). The last one is answered by the last version, in every script.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -439,9 +444,9 @@ def evaluation_is_due(steps, args):
 def kl_penalty(logprobs, ref_logprobs, estimator):
     """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
-    With d = logprobs - ref_logprobs: kl1 = d, kl3 = exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). In a reward only kl1 has the KL's gradient; near the
-    reference kl3 has almost none (2510.01555).
+    With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
+    (http://joschu.net/blog/kl-approx.html). A reward needs kl1, because kl3 in a reward has almost
+    no gradient near the reference (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -508,9 +513,9 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
     """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
     models: pairs of a model and the function that computes its losses. divisor: that of the whole
-    mini-batch, on all ranks, so that the gradient does not depend on how the rows are split up
-    (2503.14476, 3.3). Return a dictionary of this rank: sums over loss tokens, for metrics, and its
-    part of the loss.
+    mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
+    the gradient does not depend on how the rows are split up (2503.14476, 3.3). Return this rank's
+    sums for metrics, by name: over loss tokens, and of its parts of all losses.
     """
     sums = defaultdict(int)
     size = args.per_device_train_batch_size
@@ -539,9 +544,10 @@ def token_losses(outputs, part, args):
     Batch, which has the old ones. All tensors are (rows, length).
     """
     new_logprobs, entropies = outputs
-    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, part.loss_mask, args)
+    mask = part.loss_mask
+    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
     # The mask comes before exp, because 0 * inf would be NaN
-    log_ratio = (new_logprobs - part.logprobs) * part.loss_mask
+    log_ratio = (new_logprobs - part.logprobs) * mask
     losses, clipped = policy_loss(
         log_ratio,
         part.advantages,
@@ -550,7 +556,7 @@ def token_losses(outputs, part, args):
         cliprange_higher=args.cliprange,  # DAPO's is higher
     )
     ratio = log_ratio.exp()
-    return losses, {
+    per_token = {
         "loss/policy_avg": losses,
         "policy/approxkl_avg": log_ratio**2 / 2,
         "policy/clipfrac_avg": clipped,
@@ -558,6 +564,7 @@ def token_losses(outputs, part, args):
         "val/ratio": ratio,
         "val/ratio_var": (ratio - 1) ** 2,  # the mean of the ratio is 1 under the old policy
     }
+    return losses, per_token
 
 
 def value_losses(values, part, args):
@@ -570,11 +577,10 @@ def value_losses(values, part, args):
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """How much a token counts in the policy's loss: old/sampler, at most tis_cap; (rows, length).
+    """Return the importance weight of each token, old/sampler and at most tis_cap: (rows, length).
 
-    The sampler has other kernels (https://fengyao.notion.site/off-policy-rl), and may be a step
-    older if it is asynchronous.
-    --tis_cap 0: no correction, 1 for each token.
+    It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
+    and, in the asynchronous script, older weights. With --tis_cap 0 all weights are 1.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -642,7 +648,7 @@ def loss_divisor(loss_mask):
 def deal_rows(training_step, args):
     """Return the mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
 
-    In each epoch all rows of the batch are dealt anew.
+    In each epoch all rows of the batch are shuffled anew.
     """
     seed = stable_hash(args.seed, "minibatches", training_step)
     generator = torch.Generator().manual_seed(seed)
@@ -656,8 +662,8 @@ def deal_rows(training_step, args):
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
-    Rows are sorted by length, so that little of a micro-batch is padding, and are dealt to the
-    ranks in turn, like cards. All ranks cut at the same places, because under FSDP2 they compute
+    Rows are sorted by length, so that little of a micro-batch is padding. A rank takes every
+    num_ranks-th of them. All ranks cut at the same places, because under FSDP2 they compute
     together.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
@@ -670,7 +676,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # Of the ranks' n-th rows the last one dealt is the longest. All ranks take theirs as that long
+    # The last rank has the longest n-th row. All ranks pad theirs to that length, and cut alike
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
@@ -745,14 +751,14 @@ def lr_multiplier(update, num_updates, args):
 
 @torch.no_grad()
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
-    """Collective. Runs a PolicyModel or a ValueModel over mini-batches, which are lists of rows.
+    """Run a model over mini-batches, which are lists of rows. Collective.
 
-    Returns log-probabilities or values on every rank, and a policy's entropies: each
-    (rows, length), 0 in rows that were not run.
+    Return log-probabilities, values or scores on every rank, and a policy's entropies. Each is
+    (rows, length), and 0 in rows that were not run.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
-        # Its rows are dealt to the ranks; each has equally many parts
+        # Each rank has equally many of its micro-batches
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's
@@ -790,8 +796,9 @@ class PolicyModel(nn.Module):
         # in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # token_logprobs, below, of the head's logits over the temperature, some tokens at a time.
-        # Both carry a gradient; that of entropies is computed only if a loss has them
+        # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature, in
+        # chunks, because all logits together would need too much memory. Both results have
+        # gradients. Those of the entropies are computed only if a loss uses them
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
@@ -888,9 +895,10 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    A score sums the reward model's (in an evaluation only without a ground truth), the verifiable
-    and the format reward; it is None if the verifiable reward failed. With non_stop_penalty an
-    incomplete response has the penalty for its score instead, even if its reward failed.
+    A score is the sum of the reward model's, the verifiable and the format reward. In an evaluation
+    the reward model's counts only where there is no ground truth. The score is None if the
+    verifiable reward failed. With non_stop_penalty, a response that was cut or is shorter than
+    min_response_length has the penalty for its score instead, even if its reward failed.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
@@ -1582,25 +1590,24 @@ def load_reference_policy(accelerator, policy, args):
 def load_value_model(accelerator, args):
     """Collective. Of value_model_path, else it starts as the reward model or the policy."""
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
-    return load_classifier(accelerator, path, args, trained=True)
+    return load_classifier(accelerator, ValueModel, path, args, trained=True)
 
 
 def load_reward_model(accelerator, args):
     """Collective. None: the run has none."""
     if not uses_reward_model(args):
         return None
-    return load_classifier(accelerator, args.reward_model_path, args, trained=False)
+    return load_classifier(accelerator, RewardModel, args.reward_model_path, args, trained=False)
 
 
-def load_classifier(accelerator, path, args, trained):
-    """Collective. A value model (trained) or a reward model (frozen), with a float32 head.
+def load_classifier(accelerator, model_class, path, args, trained):
+    """Load a RewardModel or ValueModel with a float32 head. Collective.
 
-    In bfloat16 many scores would be equal.
+    With a bfloat16 head many scores would be equal.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
-    wrapper = ValueModel if trained else RewardModel
-    return place_model(accelerator, wrapper(model, args), args)
+    return place_model(accelerator, model_class(model, args), args)
 
 
 def place_model(accelerator, model, args):

@@ -417,7 +417,9 @@ def answer_prompts(script, tokenizer, prompts, args, options):
     accelerator = script.Accelerator(mixed_precision="no")
     reward_model, path = None, args.reward_model_path
     if script.uses_reward_model(args):
-        reward_model = script.load_classifier(accelerator, path, args, trained=False)
+        reward_model = script.load_classifier(
+            accelerator, script.RewardModel, path, args, trained=False
+        )
     return script.score_responses(accelerator, reward_model, responses, args, is_eval=True)
 
 

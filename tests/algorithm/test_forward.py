@@ -35,7 +35,8 @@ def load_policy(path, trained=True, **changes):
 
 def load_classifier(path, trained=True, **changes):
     args = tiny_args(**changes)
-    return script.load_classifier(Accelerator(cpu=True), str(path), args, trained)
+    model_class = script.ValueModel if trained else script.RewardModel
+    return script.load_classifier(Accelerator(cpu=True), model_class, str(path), args, trained)
 
 
 def outputs_of(model):

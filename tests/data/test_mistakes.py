@@ -215,4 +215,4 @@ def test_model_that_lacks_a_tensor_is_refused(assets, tmp_path):
     with pytest.raises(ValueError, match=f"lacks {gone}"):
         script.load_model(script.AutoModelForCausalLM, str(folder), Args(), trained=False)
     with pytest.raises(ValueError, match=gone):
-        script.load_classifier(None, str(folder), Args(), trained=True)
+        script.load_classifier(None, script.ValueModel, str(folder), Args(), trained=True)

@@ -93,7 +93,9 @@ def test_every_linear_layer_but_the_head_has_an_adapter_and_the_rest_is_frozen(s
 
 def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_model, accelerator):
     args = args_for(saved_model, dtype="bfloat16")
-    value_model = script.load_classifier(accelerator, str(saved_model), args, trained=True)
+    value_model = script.load_classifier(
+        accelerator, script.ValueModel, str(saved_model), args, trained=True
+    )
     found = {name for name, p in value_model.named_parameters() if p.requires_grad}
     head = value_model.model.score.weight
     assert {name for name in found if "lora_" not in name} == {"model.score.weight"}
@@ -105,7 +107,9 @@ def test_value_model_has_a_frozen_base_and_a_head_that_is_trained_whole(saved_mo
     # A reward model is frozen, and has none
     tiny = AutoModelForSequenceClassification.from_pretrained(saved_model, num_labels=1)
     tiny.save_pretrained(saved_model)
-    judge = script.load_classifier(accelerator, str(saved_model), args, trained=False)
+    judge = script.load_classifier(
+        accelerator, script.RewardModel, str(saved_model), args, trained=False
+    )
     assert not any(p.requires_grad for p in judge.parameters()) and not adapter_of(judge)
 
 

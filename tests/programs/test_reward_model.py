@@ -188,7 +188,7 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     expected = whole.metrics[-1] | rm.evaluation_metrics(scores)
     assert whole.metrics[-1] == pytest.approx(expected, rel=1e-4)
     args = rollouts.tiny_args()
-    model = ppo.load_classifier(accelerator, path, args, trained=False)
+    model = ppo.load_classifier(accelerator, ppo.RewardModel, path, args, trained=False)
     responses = [
         rollouts.response_of(ppo.Prompt("", "", ids[:5], None, None, None), ids[5:])
         for ids in [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
