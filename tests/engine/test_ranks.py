@@ -29,8 +29,8 @@ class Engine(script.VLLM):
         self.index, self.count, self.policy_version = index, count, 4
         self.args = Args(stop_token_ids=(2,))
 
-    def submit(self, function, prompts, seeds, temperature, version, args):
-        assert function is script.sample_responses and version == 4
+    def submit(self, function, prompts, seeds, temperature, args):
+        assert function is script.sample_responses
         self.answer = [
             response_of(prompt, [prompt.token_ids[0], seed], [temperature, -0.5])
             for prompt, seed in zip(prompts, seeds, strict=True)

@@ -236,7 +236,7 @@ def test_preflight_asks_the_hub_who_is_logged_in(monkeypatch):
     for changes, login, words in ACCOUNTS:
         monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=[login]))
         args = SimpleNamespace(**ARGS | {"with_tracking": False} | changes)
-        run = SimpleNamespace(args=args, script=SimpleNamespace(__file__=str(REPO / "ppo_sync.py")))
+        run = SimpleNamespace(args=args, script=SimpleNamespace(PROGRAMS=REPO / "scripts"))
         mistake = ""
         try:
             preflight.check_accounts(run)
