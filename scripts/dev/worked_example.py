@@ -4,7 +4,7 @@
 
 Two responses to one prompt, of three and two tokens. What models would compute is given. The
 columns of the prompt, which are 0 in all tensors, are left out.
-docs/ppo.md has what this prints, and the formulas.
+docs/ppo.md has what this prints. It and docs/grpo.md have the formulas.
 """
 
 import sys
