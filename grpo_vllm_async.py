@@ -334,10 +334,9 @@ def main(args):
             with timed(metrics, "weight_sync"):
                 sync_and_request(version, training_step + 1)
 
-        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them.
-        # It comes here because this rollout, whose weights may be gone, belongs to it, and because
-        # this step has not yet written a line into the files that a checkpoint copies. In the first
-        # step of a process there is nothing new to save
+        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them,
+        # with this rollout, whose weights may be gone. It comes before this step writes a line into
+        # the files that it copies. In the first step of a process there is nothing new to save
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             state["rollout"] = pack_rollout(rollout)
@@ -394,9 +393,7 @@ def main(args):
                 divisor = loss_divisor(batch.loss_mask[mini_batch], args)
                 # The divisor counts all rows, so leaving some out does not change the gradient
                 rows = rows_with_gradient(batch, mini_batch, accelerator.num_processes, args)
-                new_sums = accumulate_gradients(accelerator, models, batch, rows, divisor, args)
-                for name, new_sum in new_sums.items():
-                    sums[name] += new_sum
+                accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
                     continue  # because AdamW would move by its moments, without any data
@@ -503,15 +500,15 @@ def group_advantages(scores, has_score, number_samples_per_prompt, normalization
 # ------------------------------------------------------------------------------ losses and updates
 
 
-def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
+def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
     """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
     models: pairs of a model and the function that computes its losses. divisor: that of the whole
     mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
-    the gradient does not depend on how the rows are split up (2503.14476, 3.3). Return this rank's
-    sums for metrics, by name: over loss tokens, and of its parts of all losses.
+    the gradient does not depend on how the rows are split up (2503.14476, 3.3). sums: a dictionary,
+    to which this rank's sums for metrics are added, by name: those over loss tokens, and of its
+    parts of all losses.
     """
-    sums = defaultdict(int)
     size = args.per_device_train_batch_size
     for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
         mask = part.loss_mask
@@ -524,7 +521,6 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
             loss.backward()
             sums["objective/loss"] += loss.detach()
             add_sums(sums, per_token, mask)
-    return sums
 
 
 def token_losses(outputs, part, args):

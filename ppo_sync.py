@@ -349,43 +349,27 @@ def main(args):
         # because vLLM has sampled with other weights
         check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
-        # 6. Rewards per token: the KL penalty on each, and the score on a response's last one
-        rewards = torch.zeros_like(batch.mask)
-        if args.beta > 0:
-            kl = kl_penalty(batch.logprobs, batch.ref_logprobs, "kl1")
-            batch.kl_rewards = -args.beta * kl
-            rewards += batch.kl_rewards
-        rewards[range(len(responses)), batch.lengths - 1] += batch.scores
-        if args.whiten_rewards:
-            rewards = masked_whiten(rewards, batch.loss_mask, shift_mean=False)
-        batch.rewards = rewards
-
-        # Advantages by lam, whitened over the rows that have a score; and returns by value_lam,
-        # which the value model is to predict
-        advantages, _ = compute_gae(rewards, batch.values, batch.mask, args.gamma, args.lam)
+        # 6. Rewards per token. Advantages by lam, whitened over the rows that have a score. Returns
+        # by value_lam, which the value model is to predict
+        batch.kl_rewards, batch.rewards = token_rewards(batch, args)
+        rewards, values = batch.rewards, batch.values
+        advantages, _ = compute_gae(rewards, values, batch.mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, batch.loss_mask)
-        _, batch.returns = compute_gae(
-            rewards, batch.values, batch.mask, args.gamma, args.value_lam
-        )
+        _, batch.returns = compute_gae(rewards, values, batch.mask, args.gamma, args.value_lam)
 
-        # 7. Updates. In the first value_warmup_steps steps the value model learns alone. The
-        # policy's schedule of learning rates begins after them
+        # 7. Updates. In the first value_warmup_steps steps the value model learns alone
         models = [(value_model, value_losses)]
         trains_policy = training_step > args.value_warmup_steps
         if trains_policy:
             models.append((policy, token_losses))
-        updates_before_policy = args.num_updates - args.num_policy_updates
+        updates_before_policy = args.num_updates - args.num_policy_updates  # of the value model
         sums, grad_norms = defaultdict(int), defaultdict(int)
         lr = 0.0  # of the policy, if it is not updated in this step
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 divisor = loss_divisor(batch.loss_mask[mini_batch])
-                new_sums = accumulate_gradients(
-                    accelerator, models, batch, mini_batch, divisor, args
-                )
-                for name, new_sum in new_sums.items():
-                    sums[name] += new_sum
+                accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
                     continue  # because AdamW would move by its moments, without any data
@@ -457,6 +441,22 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     return torch.expm1(-d) + d
 
 
+def token_rewards(batch, args):
+    """Return the KL's part of each token's reward, or None with beta 0; and the whole reward.
+
+    The score of a response is the reward of its last token. Both results are (rows, length).
+    """
+    kl_rewards, rewards = None, torch.zeros_like(batch.mask)
+    if args.beta > 0:
+        kl = kl_penalty(batch.logprobs, batch.ref_logprobs, "kl1")
+        kl_rewards = -args.beta * kl
+        rewards += kl_rewards
+    rewards[range(len(batch.lengths)), batch.lengths - 1] += batch.scores
+    if args.whiten_rewards:
+        rewards = masked_whiten(rewards, batch.loss_mask, shift_mean=False)
+    return kl_rewards, rewards
+
+
 def compute_gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
 
@@ -509,15 +509,15 @@ def masked_mean(values, mask):
 # ------------------------------------------------------------------------------ losses and updates
 
 
-def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
+def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
     """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
 
     models: pairs of a model and the function that computes its losses. divisor: that of the whole
     mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
-    the gradient does not depend on how the rows are split up (2503.14476, 3.3). Return this rank's
-    sums for metrics, by name: over loss tokens, and of its parts of all losses.
+    the gradient does not depend on how the rows are split up (2503.14476, 3.3). sums: a dictionary,
+    to which this rank's sums for metrics are added, by name: those over loss tokens, and of its
+    parts of all losses.
     """
-    sums = defaultdict(int)
     size = args.per_device_train_batch_size
     for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
         mask = part.loss_mask
@@ -530,7 +530,6 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, args):
             loss.backward()
             sums["objective/loss"] += loss.detach()
             add_sums(sums, per_token, mask)
-    return sums
 
 
 def token_losses(outputs, part, args):

@@ -86,7 +86,7 @@ def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scr
     """The tests below run the asynchronous one."""
     for heading in HEADINGS:
         changed = [name for name in SCRIPTS if fork(heading, name) != (REPO / name).read_text()]
-        of_grpo = ("CISPO", "Leave one out", "Rewards that see the group")
+        of_grpo = ("CISPO", "Leave one out", "Rewards that see the group", "Rows that are not run")
         assert changed == list(GRPO if heading in of_grpo else SCRIPTS), heading
 
 
@@ -156,6 +156,21 @@ def test_clipped_ratio_of_cispo_is_a_constant_weight_of_the_log_probability(
         own = grpo.Batch(**vars(batch))
         other, _ = rollouts.gradients(rollouts.one_of_ranks(0, 1), [policy], own, args)
         assert (other - expected).norm() > 0.01 * expected.norm()
+
+
+def test_rows_that_are_not_run_change_no_update(run_fork, run_main):
+    def score(data_source, response, ground_truth):
+        return 0.5 + 0.5 * (response > "5")
+
+    options = {"beta": 0.0, "non_stop_penalty": False}
+    whole = run_main(*GRPO, score, **options)
+    some = run_fork("Rows that are not run", score=score, **options)
+    batch = some.batches[1]
+    was_run = (batch.logprobs != batch.sampler_logprobs).any(1)
+    assert 0 < was_run.float().mean() < 1
+    for line, expected in zip(some.metrics, whole.metrics, strict=True):
+        for name in ("objective/loss", "optim/grad_norm", "policy/clipfrac_avg"):
+            assert line[name] == pytest.approx(expected[name], abs=1e-5), name
 
 
 @each_script

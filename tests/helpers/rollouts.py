@@ -3,6 +3,7 @@
 import contextlib
 import random
 import sys
+from collections import defaultdict
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -201,7 +202,8 @@ def gradients(accelerator, models, batch, args, mini_batch=range(8), leaves_out=
     divisor = script.loss_divisor(batch.loss_mask[rows], *([args] if has_args else []))
     if leaves_out:
         rows = script.rows_with_gradient(batch, rows, accelerator.num_processes, args)
-    sums = script.accumulate_gradients(accelerator, pairs, batch, rows, divisor, args)
+    sums = defaultdict(int)
+    script.accumulate_gradients(accelerator, pairs, batch, rows, divisor, sums, args)
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])
     del sums["val/update_tokens"]  # ranks may need rows besides
