@@ -241,7 +241,7 @@ def load_script(run_dir):
 
     if signatures(script) != signatures(ours):
         script, trouble = ours, "asks vLLM otherwise"
-    if saved.get("lora_rank") and not hasattr(script.Args, "lora_rank"):
+    if saved.get("lora_rank") and "lora_rank" not in script.Args.__dataclass_fields__:
         script, trouble = import_fork("lora"), "is not here as it was"
     if trouble:
         place = f"{script.__file__} takes its place"

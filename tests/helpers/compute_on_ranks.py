@@ -243,7 +243,7 @@ def runs(accelerator, path):
             script.main(tyro.cli(script.Args))
         saved = load_file(run_dir / "model" / "model.safetensors")
         sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine
-        if hasattr(script.Args, "lora_rank"):
+        if "lora_rank" in script.Args.__dataclass_fields__:
             saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
             prefix, default = "base_model.model.", ".default"
             sent = {prefix + name.replace(default, ""): weight for name, weight in sent.items()}

@@ -64,7 +64,7 @@ def make_stub(script):
             self.index, self.count = 0, 1
             self.args, self.max_length, self.policy_version = args, max_length, None
             model = AutoModelForCausalLM.from_config(config).eval()
-            self.is_lora = hasattr(args, "lora_rank")
+            self.is_lora = bool(getattr(args, "lora_rank", 0))  # the preflight sets it to 0
             if self.is_lora:  # vLLM loads the checkpoint then
                 path = args.model_name_or_path
                 model = script.load_model(AutoModelForCausalLM, path, args, trained=True)

@@ -125,7 +125,7 @@ def check_flags(launch, folder):
             known += [LAUNCH_OPTIONS[option], value]
     script = preflight.load_script(folder / name if (folder / name).exists() else REPO / name)
     # On a GPU adapters need bfloat16, which the debug commands have not
-    num_gpus = 0 if hasattr(script.Args, "lora_rank") and "float32" in flags else 16
+    num_gpus = 0 if "lora_rank" in script.Args.__dataclass_fields__ and "float32" in flags else 16
     known += ["--num_gpus", str(num_gpus)]
     launch = tyro.cli(preflight.Options, args=known, use_underscores=True)
     args = tyro.cli(script.Args, args=flags, use_underscores=True)
