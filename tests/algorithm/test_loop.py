@@ -503,11 +503,11 @@ def test_progress_is_printed_after_every_step(rough_loop):
 def test_programs_beside_a_script_are_called_once_at_the_start_and_at_the_end(
     rough_loop, run_main, tmp_path, monkeypatch
 ):
-    """They are not called where they are missing, as beside a copied script."""
+    """A copied script, where they are missing, goes without; the preflight refuses its upload."""
     steps = [("plot_runs.py", STEPS), ("inspect_run.py", STEPS)]
     assert rough_loop.programs == [("provenance.py", 0), *steps]
     uploading = run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES)
     names = [name for name, _ in uploading.programs]
     assert names == ["provenance.py", "plot_runs.py", "inspect_run.py", "push_to_hub.py"]
     monkeypatch.setattr(rough_loop.script, "PROGRAMS", tmp_path / "scripts")
-    assert run_main(rough_loop.name, total_episodes=EPISODES).programs == []
+    assert run_main(rough_loop.name, push_to_hub=True, total_episodes=EPISODES).programs == []
