@@ -8,13 +8,13 @@ import pytest
 from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
-    "ppo_sync.py": 14_690,
-    "ppo_vllm_async.py": 14_970,
-    "grpo_vllm_async.py": 14_900,
+    "ppo_sync.py": 14_700,
+    "ppo_vllm_async.py": 14_980,
+    "grpo_vllm_async.py": 14_840,
 }
 
 # What stands around the scripts: lines of programs, lines of tests, words of the pages
-SURROUNDINGS = {"scripts/**/*.py": 10_060, "tests/**/*.py": 14_040, "README.md and docs": 23_000}
+SURROUNDINGS = {"scripts/**/*.py": 10_010, "tests/**/*.py": 14_060, "README.md and docs": 24_000}
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
 PART_ONE = {"ppo_sync.py": 4_450, "ppo_vllm_async.py": 4_700, "grpo_vllm_async.py": 4_650}
