@@ -134,7 +134,8 @@ class Algorithm:
         mini_batch_size       rows of one update: local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
     A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
-    rows or, with micro_batch_tokens, as many as fit that number of tokens.
+    rows (local_rollout_forward_batch_size for the reference policy and the reward model). If
+    micro_batch_tokens is above 0, it has instead as many rows as fit that number of tokens.
 
     By default a step has 256 prompts of one response on one rank, and makes 4 updates of 64 rows.
     Gamma and both lambdas are 1, so that before whitening a token's advantage is the sum of the
@@ -370,9 +371,9 @@ def main(args):
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 divisor = loss_divisor(batch.loss_mask[mini_batch])
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
-                if not batch.loss_mask[mini_batch].any():
+                if not batch.loss_mask[mini_batch].any():  # AdamW would move by its moments alone
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # because AdamW would move by its moments, without any data
+                    continue
                 # apply_gradients sums gradients over ranks, clips them, and steps
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -413,9 +414,10 @@ def main(args):
 def evaluation_is_due(steps, args):
     """Whether the policy is evaluated after this number of training steps.
 
-    Evaluations are at least two steps apart, because the asynchronous scripts sample requests 1 and
-    2 with the same version. There an evaluation after s steps is answered by version s - 1 (if s is
-    0, by version 0). The last one is answered by the last version, in every script.
+    ppo_sync.py answers an evaluation after s steps by version s. The asynchronous scripts answer it
+    by version s - 1, and after 0 steps by version 0. So evaluations are at least two steps apart,
+    because after 0 steps and after 1 they would be the same. The last one is answered by the last
+    version, in every script.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -429,8 +431,8 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """KL(policy || reference), estimated at each sampled token; logprobs' shape.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). A reward needs kl1, because kl3 in a reward has almost
-    no gradient near the reference (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. With kl3 the reward would
+    hardly pull towards the reference near it, because there kl3 is about d^2 / 2 (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -514,9 +516,9 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 
     models: pairs of a model and the function that computes its losses. divisor: that of the whole
     mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
-    the gradient does not depend on how the rows are split up (2503.14476, 3.3). sums: a dictionary,
-    to which this rank's sums for metrics are added, by name: those over loss tokens, and of its
-    parts of all losses.
+    the gradient does not depend on how the rows are split up. sums: {metric: sum}, to which this
+    rank adds its sums over loss tokens, the tokens of its rows (val/update_tokens), and its part of
+    the losses of all models (objective/loss).
     """
     size = args.per_device_train_batch_size
     for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
@@ -579,7 +581,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """Return the importance weight of each token, old/sampler and at most tis_cap: (rows, length).
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in the asynchronous script, older weights. With --tis_cap 0 all weights are 1.
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -618,8 +620,8 @@ def value_loss(values, old_values, returns, cliprange_value):
 
     Values are clipped to within cliprange_value (0: not) of the old ones.
 
-    >>> value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
-    (tensor([0.5000]), tensor([False]))
+    >>> value_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
+    (tensor([0.5000]), tensor([True]))
     """
     plain_loss = (values - returns) ** 2 / 2
     if cliprange_value == 0:
@@ -675,7 +677,8 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # The last rank has the longest n-th row. All ranks pad theirs to that length, and cut alike
+    # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted. So
+    # all ranks cut by the lengths of the last one's, and pad to them
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
@@ -705,10 +708,11 @@ def cut_places(lengths, max_rows, max_tokens):
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     """Sum the gradients over ranks, clip them, and step the optimizer. Collective.
 
-    The optimizer updates float32 masters of the weights (see make_optimizer). The weights are then
-    set to their masters, rounded to args.dtype, so that the learner computes with the same weights
-    as vLLM. Return the norm before clipping, a tensor. If it is not finite, save the batch and
-    raise FloatingPointError. The norm is the same on all ranks, so all of them raise.
+    Each trained weight has a float32 master, whose gradient is the sum over the backward passes
+    (see make_optimizer). The optimizer updates the masters. round_masters then sets each weight to
+    its master, rounded to args.dtype, because the learner must compute with the same weights as
+    vLLM. Return the norm before clipping, a tensor. If it is not finite, save the batch and raise
+    FloatingPointError. The norm is the same on all ranks, so all of them raise.
     """
     masters = optimizer.param_groups[0]["params"]
     sum_over_ranks(accelerator, [master.grad for master in masters])
@@ -894,9 +898,9 @@ def to_rows(values, mask):
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
     """Collective. Copies of the responses with their scores.
 
-    A score is the sum of the reward model's, the verifiable and the format reward. In an evaluation
-    the reward model's counts only where there is no ground truth. The score is None if the
-    verifiable reward failed. With non_stop_penalty, a response that was cut or is shorter than
+    A score is the weighted sum of the reward model's, the verifiable and the format reward. In an
+    evaluation the reward model's counts only where there is no ground truth. The score is None if
+    the verifiable reward failed. With non_stop_penalty, a response that was cut or is shorter than
     min_response_length has the penalty for its score instead, even if its reward failed.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
@@ -930,7 +934,10 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 
 
 def generate_rollout(engine, workers, tokenizer, request, args):
-    """This rank's share of the responses to a Request, with verifiable rewards: a Rollout."""
+    """Sample this rank's share of a Request, and grade it: a Rollout.
+
+    Each rank has the whole Request, of which its engine takes its share of the prompts.
+    """
     times = {}
     with timed(times, "generation"):
         responses = engine.sample(request.prompts, request.seeds, args.temperature)
