@@ -26,10 +26,10 @@ Training step g, on every rank (a version of the policy is the number of complet
     3        3             1                     2,     4                  2
     g        g             g - 2                 g - 1, g + 1              g - 1
 
-In the last step weights go out after the updates, for the last evaluation. So from step 2 on, a
-batch is one step older than the policy that trains on it (2410.18252). No lock is needed, because
-weights and prompts go out while no engine samples and no update runs. With --no-async_mode they go
-out after the updates, so that nothing is old.
+From step 2 on, a batch is therefore one step older than the policy that trains on it (2410.18252).
+In the last step weights go out after the updates, for the last evaluation. No lock is needed,
+because weights and prompts go out while no engine samples and no update runs. With --no-async_mode
+they go out after the updates of every step, so that every batch is on-policy.
 
 The ratio in the loss compares the learner with itself, as in ppo_sync.py: its probabilities in an
 update are divided by its own from before this step's updates. vLLM has sampled with earlier weights
@@ -63,10 +63,11 @@ Unlike TRL's by default, importance weights for the sampler are those of tokens 
 are those of sequences, and 0 above 3.
 
 Where a change goes. A part of the score goes into score_responses. Advantages are computed in step
-6, by group_advantages. A term of the loss goes into token_losses. A tensor that these need is a
-field of Batch, filled in step 4, 5 or 6. Metrics come from token_losses and batch_metrics. What a
-resume must find again is put into `state`, or it is a model in `trained_models`. docs/fork.md has
-worked examples.
+6, by group_advantages. A term of the loss goes into token_losses. If it gives rows without an
+advantage a gradient, rows_with_gradient must keep them. A tensor that these need is a field of
+Batch, filled in step 4, 5 or 6. Metrics come from token_losses and batch_metrics. What a resume
+must find again is put into `state`, or it is a model in `trained_models`. docs/fork.md has worked
+examples.
 
 Read on to the banner ("The algorithm ends here"), for an hour or a little more. Look up what
 follows it when you need it. Where this script differs from another,
@@ -149,7 +150,8 @@ class Algorithm:
     micro_batch_tokens is above 0, it has instead as many rows as fit that number of tokens.
 
     By default a step has 64 prompts of 8 responses on one rank, and makes 2 updates of 256 rows. If
-    it made one, new and old log-probabilities would be equal, all ratios 1, and no clip would bind.
+    it made one, new and old log-probabilities would be equal up to rounding, and no clip would
+    bind.
     """
 
     beta: float = 0.0
@@ -395,9 +397,9 @@ def main(args):
                 # The divisor counts all rows, so leaving some out does not change the gradient
                 rows = rows_with_gradient(batch, mini_batch, accelerator.num_processes, args)
                 accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args)
-                if not batch.loss_mask[mini_batch].any():  # AdamW would move by its moments alone
+                if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue
+                    continue  # because AdamW would move the weights by its moments alone
                 # apply_gradients sums gradients over ranks, clips them, and steps
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -534,8 +536,12 @@ def token_losses(outputs, part, args):
                  + beta * kl * new / old * weight
 
     A is the response's advantage. GSPO's ratio and weight are geometric means over the response
-    (sequence_mean). outputs: the policy's new log-probabilities and entropies. part: a Batch, which
-    has the old ones. All tensors are (rows, length).
+    (sequence_mean). With --loss_aggregation sequence a loss is divided by the tokens of its
+    response. Where A is 0 and beta is 0, what is named loss/* or clipfrac must be 0 (see
+    update_metrics).
+
+    outputs: the policy's new log-probabilities and entropies. part: a Batch, which has the old
+    ones. All tensors are (rows, length).
     """
     new_logprobs, entropies = outputs
     mask = part.loss_mask
@@ -757,7 +763,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
 
 def lr_multiplier(update, num_updates, args):
-    """The share of the base learning rate in a model's n-th update, n from 0; the share is never 0.
+    """Return the factor on the learning rate in a model's n-th update, counted from 0; never 0.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -1637,7 +1643,7 @@ def load_classifier(accelerator, model_class, path, args, trained):
 
 
 def place_model(accelerator, model, args):
-    """Move a PolicyModel or ValueModel to this rank's device. Collective.
+    """Move a PolicyModel, RewardModel or ValueModel to this rank's device. Collective.
 
     Under FSDP2 each rank holds a part of each parameter. Otherwise each rank holds a whole copy.
     The copies start equal, because all ranks load the same files.
@@ -2026,8 +2032,8 @@ def vllm_settings(gpus, folder, max_length, args):
     """Return the environment of an engine's process, and the arguments of vLLM's LLM.
 
     Here are the settings without which numbers would change or an engine would not start, and a
-    few that keep it quiet. The engine starts with random weights, so that a tensor that a weight
-    sync leaves out shows.
+    few that keep it quiet and private. The engine starts with random weights, so that a tensor that
+    a weight sync leaves out shows.
     """
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -2035,6 +2041,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
@@ -2530,7 +2537,7 @@ def batch_metrics(batch, args):
     }
     if batch.has_score.any():
         metrics["objective/scores_std"] = batch.scores[batch.has_score.bool()].std(correction=0)
-    if args.beta > 0:  # to look at alone: GRPO's reward has no KL, its loss has
+    if args.beta > 0:  # to look at alone, because GRPO's loss has the KL and its reward has not
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
         non_score_reward = (-args.beta * kl).sum(1)  # (rows,)
@@ -2817,8 +2824,8 @@ def checkpoint_parts(trained_models, folder):
 
 
 def pack_rollout(rollout):
-    """Return a rollout as a text, since a checkpoint's state is written as JSON."""
-    return pickle.dumps(rollout).hex()
+    """Return a rollout as a text, since a checkpoint's state is written as JSON, by rank 0."""
+    return pickle.dumps(rollout).hex() if is_rank_0() else ""
 
 
 def load_rollout(text):

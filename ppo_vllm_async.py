@@ -27,10 +27,10 @@ Training step g, on every rank (a version of the policy is the number of complet
     3        3             1                     2,     4                  2
     g        g             g - 2                 g - 1, g + 1              g - 1
 
-In the last step weights go out after the updates, for the last evaluation. So from step 2 on, a
-batch is one step older than the policy that trains on it (2410.18252). No lock is needed, because
-weights and prompts go out while no engine samples and no update runs. With --no-async_mode they go
-out after the updates, so that nothing is old.
+From step 2 on, a batch is therefore one step older than the policy that trains on it (2410.18252).
+In the last step weights go out after the updates, for the last evaluation. No lock is needed,
+because weights and prompts go out while no engine samples and no update runs. With --no-async_mode
+they go out after the updates of every step, so that every batch is on-policy.
 
 The ratio in the loss compares the learner with itself, as in ppo_sync.py: its probabilities in an
 update are divided by its own from before this step's updates. vLLM has sampled with earlier weights
@@ -403,9 +403,9 @@ def main(args):
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
                 divisor = loss_divisor(batch.loss_mask[mini_batch])
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
-                if not batch.loss_mask[mini_batch].any():  # AdamW would move by its moments alone
+                if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue
+                    continue  # because AdamW would move the weights by its moments alone
                 # apply_gradients sums gradients over ranks, clips them, and steps
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -770,7 +770,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
 
 def lr_multiplier(update, num_updates, args):
-    """The share of the base learning rate in a model's n-th update, n from 0; the share is never 0.
+    """Return the factor on the learning rate in a model's n-th update, counted from 0; never 0.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -1674,7 +1674,7 @@ def load_classifier(accelerator, model_class, path, args, trained):
 
 
 def place_model(accelerator, model, args):
-    """Move a PolicyModel or ValueModel to this rank's device. Collective.
+    """Move a PolicyModel, RewardModel or ValueModel to this rank's device. Collective.
 
     Under FSDP2 each rank holds a part of each parameter. Otherwise each rank holds a whole copy.
     The copies start equal, because all ranks load the same files.
@@ -2063,8 +2063,8 @@ def vllm_settings(gpus, folder, max_length, args):
     """Return the environment of an engine's process, and the arguments of vLLM's LLM.
 
     Here are the settings without which numbers would change or an engine would not start, and a
-    few that keep it quiet. The engine starts with random weights, so that a tensor that a weight
-    sync leaves out shows.
+    few that keep it quiet and private. The engine starts with random weights, so that a tensor that
+    a weight sync leaves out shows.
     """
     # The learners' RANK, MASTER_PORT, ... are not for the engine
     launcher = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -2072,6 +2072,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         **{name: os.environ[name] for name in os.environ if not re.fullmatch(launcher, name)},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is ours already
@@ -2568,7 +2569,7 @@ def batch_metrics(batch, args):
         metrics["val/explained_variance"] = explained
     if args.beta > 0:
         ref_logprobs = batch.ref_logprobs * mask
-        non_score_reward = (batch.kl_rewards * mask).sum(1)  # (rows,)
+        non_score_reward = batch.kl_rewards.sum(1)  # (rows,)
         metrics["objective/kl"] = (logprobs - ref_logprobs).sum(1).mean()
         metrics["objective/non_score_reward"] = non_score_reward.mean()
         metrics["objective/rlhf_reward"] = masked_mean(
@@ -2852,8 +2853,8 @@ def checkpoint_parts(trained_models, folder):
 
 
 def pack_rollout(rollout):
-    """Return a rollout as a text, since a checkpoint's state is written as JSON."""
-    return pickle.dumps(rollout).hex()
+    """Return a rollout as a text, since a checkpoint's state is written as JSON, by rank 0."""
+    return pickle.dumps(rollout).hex() if is_rank_0() else ""
 
 
 def load_rollout(text):

@@ -66,7 +66,7 @@ def refuse_old(output):
 def write_fork(name, output, is_bug=False, script=None):
     """Writes a fork, or a script with a bug, to a file, which must not exist yet.
 
-    script: None: the one that the diff is against.
+    script: the one to fork. By default it is the one that the diff was made from.
     """
     refuse_old(output)
     text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"], script=script)

@@ -126,9 +126,9 @@ def notes_on_pairs(path, rows):
 def check_template(run, path, rows):
     """Raise a Mistake if the chat template writes the same whatever a message says.
 
-    That happens if it does not know a role. One row is tried of each kind, and a kind is the roles
-    of the messages, with the types of their contents, and whether they say anything. An older
-    answer and a tool's may be left out.
+    That happens if it does not know a role. Try one row of each kind. Rows are of one kind if their
+    messages have the same roles and types of content, and the same ones are empty. An older answer
+    and a tool's may be left out.
     """
     kinds = {}
     for index, row in enumerate(rows):

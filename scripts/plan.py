@@ -443,7 +443,7 @@ def what_fits(run):
         {"micro_batch_tokens": run.max_length()},
         {"dtype": "bfloat16"},
         *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
-        # A fork of the script has it; asked for it, the preflight says how that is written
+        # Only a fork has this flag. Given to a script, the preflight names the command for a fork
         *([{"lora_rank": 16}] if f"{run.script.__name__}.py" in SCRIPTS else []),
         {"beta": 0},
     ]

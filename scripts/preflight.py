@@ -113,7 +113,7 @@ class Options:
 
 
 # Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
-# is without (docs/fork.md, "What can be deleted"). And values that are the same as to lack them
+# is without (docs/fork.md, "What can be deleted"). With these values it is as if they were missing
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
 ABSENT["resume_from_checkpoint"] = None
