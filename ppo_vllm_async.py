@@ -2071,6 +2071,7 @@ def vllm_settings(gpus, folder, max_length, args):
     environment = {
         # Defaults, which the user's environment overrides
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

@@ -64,7 +64,7 @@ def signals_as_before():
 
 
 LONG = ["ends", "runs", "inflight", "adapters", "engine", "ranks", "fsdp2", "multiturn", "refill"]
-LONG += ["preflight", "rewards", "resume", "failures", "gpu_check", "lag", "launch"]
+LONG += ["preflight", "rewards", "resume", "failures", "gpu_check", "launch"]
 
 
 def pytest_collection_modifyitems(items):
