@@ -229,8 +229,7 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     shutil.copytree(whole.run_dir, tmp_path / "again/run")
     shutil.rmtree(tmp_path / "again/run/checkpoints/step_4")
     saved = json.loads((tmp_path / "again/run/checkpoints/step_2/state.json").read_text())
-    for name in ("Prompt", "Response", "Rollout"):  # what a script that is run pickles
-        monkeypatch.setattr(sys.modules["__main__"], name, getattr(module, name), raising=False)
+    monkeypatch.setitem(sys.modules, "grpo_copy", module)  # whose classes the run has pickled
     under_way = module.load_under_way(saved)
     halves = {seed: each for seed, each in under_way.items() if not each.finished}
     assert halves.keys() == third
