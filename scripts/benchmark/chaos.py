@@ -219,7 +219,7 @@ def try_ending(name, launcher, ending, peace, choice, while_saving, folder):
         return when, [*problems, f"begun again: status {again.launcher.returncode}: {text[-2000:]}"]
     results = again.results()
     problems += [f"{file} differs" for file in expected if results.get(file) != expected[file]]
-    is_resumed = re.search(rf"^Resumed after step {newest};", text, re.MULTILINE)
+    is_resumed = re.search(rf"^Resumed from the checkpoint of step {newest};", text, re.MULTILINE)
     if newest and not is_resumed:
         problems.append(f"it did not resume step {newest}")
     return when, problems
