@@ -662,9 +662,9 @@ def loss_divisor(loss_mask, args):
 
 
 def deal_rows(training_step, args):
-    """Return the mini-batches of a step's epochs, on all ranks alike: [epoch][mini_batch] -> rows.
+    """Return the mini-batches of a step's epochs, equal on all ranks: [epoch][mini_batch] -> rows.
 
-    In each epoch all rows of the batch are shuffled anew.
+    In each epoch all rows of the batch are shuffled again.
     """
     seed = stable_hash(args.seed, "minibatches", training_step)
     generator = torch.Generator().manual_seed(seed)

@@ -124,7 +124,7 @@ def notes_on_pairs(path, rows):
 
 
 def check_template(run, path, rows):
-    """Raise a Mistake if the chat template writes the same whatever a message says.
+    """Raise a Mistake if the chat template does not depend on what a message says.
 
     That happens if it does not know a role. Try one row of each kind. Rows are of one kind if their
     messages have the same roles and types of content, and the same ones are empty. An older answer

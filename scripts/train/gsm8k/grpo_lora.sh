@@ -5,7 +5,7 @@
 #   bash scripts/train/gsm8k/grpo_lora.sh           one GPU
 #   GPUS=8 bash scripts/train/gsm8k/grpo_lora.sh    eight: the same batches and steps, shared out (1, 2, 4, 8 or more; they divide 64)
 #   MODEL=path/to/model DATA=path/to/rows           a folder with the model, a folder with the dataset's rows: no hub
-# What trains is the fork lora (docs/adapters.md), grpo_lora.py, which is written anew, unless it was changed by hand.
+# What trains is the fork lora (docs/adapters.md), grpo_lora.py, which is written again each time, unless you have changed it.
 # Further flags go to it.
 #
 # Needs, by scripts/preflight.py:
