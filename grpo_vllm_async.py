@@ -78,6 +78,7 @@ arXiv: GRPO 2402.03300; DAPO 2503.14476; Dr. GRPO 2503.20783; GSPO 2507.18071; a
 
 import contextlib
 import ctypes
+import glob
 import hashlib
 import importlib.util
 import inspect
@@ -98,7 +99,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -118,7 +119,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast_object_list,
     clear_environment,
-    patch_environment,
 )
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
@@ -282,7 +282,6 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args.num_sources = len({prompt.data_source for prompt in prompts})
     # What a resume needs besides the models. A fork may add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # those before a resume
@@ -937,13 +936,11 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
         if args.non_stop_penalty and not is_complete:  # also if the reward failed
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
-
-    failed = [response for response in responses if response.failure]
-    if failed and is_rank_0():
-        print(
-            f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.origin}: {failed[0].failure}"
-        )
+        if response.failure:
+            # Each type of error once; metrics count them all
+            kind = response.failure.splitlines()[-1].partition(":")[0]
+            origin = response.prompt.origin
+            warn_once(f"the reward failed on {origin}: {response.failure}", kind)
     return with_scores
 
 
@@ -1165,13 +1162,6 @@ class Args(Algorithm):
     """of the run"""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
     """ids that end a response"""
-    num_sources: FilledIn[int] = 0
-    """data sources of all prompts"""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, str):  # no shell expands a quoted ~
-                setattr(self, name, os.path.expanduser(value))
 
 
 # ------------------------------------------------------------------------------------------ set-up
@@ -1189,6 +1179,12 @@ def start_ranks(args):
     # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
     # issue 196678), and prepares itself for each shape
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # Under FSDP2 this would give zeros to all ranks but the first of a node
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    # accelerate would take the tasks of Slurm or MPI for ranks, which only a launcher starts
+    if "LOCAL_RANK" not in os.environ:
+        for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+            os.environ.pop(name, None)
     timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
@@ -1196,15 +1192,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
-    is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.is_fsdp2:
-        is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    if is_refused:
-        raise ValueError(
-            "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
-            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
-        )
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1212,15 +1199,6 @@ def start_ranks(args):
 
 def fill_in(args, world_size):
     """A copy with the fields of run time. ValueError: arguments do not fit together."""
-    if not (
-        args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
-    ):
-        raise ValueError(
-            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
-            "--reward_model_path whose --reward_model_multiplier is above 0"
-        )
-    if args.min_response_length and not args.non_stop_penalty:
-        raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
 
@@ -1240,16 +1218,11 @@ def fill_in(args, world_size):
     args.num_updates = args.num_training_steps * args.updates_per_step
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
-    if args.warm_up_steps >= args.num_updates:
-        raise ValueError(
-            f"--warm_up_steps ({args.warm_up_steps}) must be below the number of updates "
-            f"({args.num_updates}); see --total_episodes"
-        )
     if args.number_samples_per_prompt < 2:
         raise ValueError("--number_samples_per_prompt: a group needs at least 2 samples")
     num_engines = count_engines(args)
     if not args.reward_workers:
-        args.reward_workers = min(8, os.cpu_count() // num_engines or 1)
+        args.reward_workers = min(8, count_cores() // num_engines or 1)
     if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
@@ -1279,20 +1252,13 @@ def find_run(args):
     """Return the run's folder, and the checkpoint to resume from (None if there is none).
 
     With "latest" a run without a checkpoint starts again from step 1. Raise ValueError if the
-    folder holds another run, or a finished run without checkpoints, or is not that of run_name.
+    folder holds another run, or a finished run without checkpoints.
     """
     if args.resume_from_checkpoint == "latest" and not args.run_name:
         raise ValueError("--resume_from_checkpoint latest needs a --run_name")
     if args.resume_from_checkpoint not in (None, "latest"):
         checkpoint_dir = Path(os.path.abspath(args.resume_from_checkpoint))
-        run_dir = checkpoint_dir.parents[1]
-        named = Path(args.output_dir, args.run_name or ".")
-        if args.run_name and named.resolve() != run_dir.resolve():
-            raise ValueError(
-                f"{checkpoint_dir} is no checkpoint of the run {named}, such as "
-                f"{named}/checkpoints/step_100"
-            )
-        return run_dir, checkpoint_dir
+        return checkpoint_dir.parents[1], checkpoint_dir
     # Random letters, because two runs can start in the same second
     start = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.urandom(3).hex()}"
     run_dir = Path(args.output_dir, args.run_name or f"{args.exp_name}__{args.seed}__{start}")
@@ -1361,8 +1327,7 @@ def find_stop_tokens(args, tokenizer, model):
     stop_ids |= set(eos if isinstance(eos, list) else [eos])
     if args.stop_token:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        # inf: not in the vocabulary, and refused below
-        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
+        stop_ids.add(tokenizer.get_vocab()[stop_token])
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
@@ -1394,30 +1359,38 @@ def load_datasets(tokenizer, args):
 
 
 def load_prompts(path, config, split, tokenizer, args, is_eval):
-    """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
-    rows = load_rows(path, config, split)
+    """Return the prompts of a dataset, and say how many are left out.
+
+    Raise ValueError if a row cannot be used, or if no prompt is left.
+    """
     prompts = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(load_rows(path, config, split)):
         with naming_row(path, index):
-            prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
-        if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
-            prompts.append(prompt)
-    if not prompts:
-        raise ValueError(
-            f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
-        )
+            prompts.append(read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval))
+    asked = [prompt for prompt in prompts if prompt.token_ids]
+    kept = [prompt for prompt in asked if len(prompt.token_ids) <= args.max_prompt_token_length]
+    counts = (
+        f"{path}: {len(kept)} prompts; {len(prompts) - len(asked)} are empty, and "
+        f"{len(asked) - len(kept)} are longer than --max_prompt_token_length"
+    )
+    if not kept:
+        raise ValueError(counts)
     if is_rank_0():
-        print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
-    return prompts
+        print(counts)
+    return kept
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
-    """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
+    """Return a row of a dataset as a Prompt.
 
     Its columns are verl's, `prompt` (a string, or messages), `data_source`, `reward_model: {style,
-    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`.
+    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`. Raise
+    ValueError if it has no prompt, or lacks what its reward needs.
     """
+    row = plain_values(row)
     content = row.get("messages") or row.get("prompt")
+    if content is None:
+        raise ValueError(f"it has neither `messages` nor `prompt`, but {', '.join(row)}")
     data_source = row.get("data_source") or row.get("dataset")
     ground_truth = row.get("ground_truth")
     rule = row.get("reward_model") or {}
@@ -1432,7 +1405,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
-    # For templates it is the run's first day: a resume must make the same prompts
+    # For templates it is the run's first day, because a resume must make the same prompts
     variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     text, token_ids = tokenize_prompt(content, row, tokenizer, variables)
     return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
@@ -1442,63 +1415,81 @@ def tokenize_prompt(prompt, row, tokenizer, variables=None):
     """Return the text of a prompt and its token ids, or "" and [] if nothing is asked.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs` (or their JSON), and further variables. An answer that ends them is left
-    out. Raise ValueError if there is no prompt.
+    `chat_template_kwargs`, and further variables. An answer that ends them is left out.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"] if prompt.strip() else []
-    messages = drop_nulls(prompt)
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ValueError("it has no prompt")
+    messages = prompt[:-1] if prompt and prompt[-1]["role"] == "assistant" else prompt
     asked = [message.get("content") or "" for message in messages if message["role"] == "user"]
-    if not all(str(content).strip() for content in asked):
+    if not messages or not all(str(content).strip() for content in asked):
         return "", []
     text = tokenizer.apply_chat_template(
         messages,
-        tools=drop_nulls(read_json(row.get("tools"))),
+        tools=row.get("tools"),
         tokenize=False,
         add_generation_prompt=True,
-        **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
+        **(variables or {}) | (row.get("chat_template_kwargs") or {}),
     )
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def load_rows(path, config, split):
-    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
+# Columns, and keys inside them, that are objects. They may come as JSON text
+OBJECTS = {"tools", "arguments", "chat_template_kwargs", "reward_model", "extra_info"}
 
-    ValueError: of a file a split is asked that is no default; or a folder has files of several
-    formats, of which datasets would read one.
+
+def plain_values(value, name=None):
+    """Return a row, or the value of a name in it, without null entries and JSON text.
+
+    Arrow adds null entries, because it gives all rows the same keys.
+
+    >>> plain_values({"tools": '[{"name": "add"}]', "prompt": [{"content": "[]", "role": None}]})
+    {'tools': [{'name': 'add'}], 'prompt': [{'content': '[]'}]}
     """
-    is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
-    is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
-    if not is_default and (is_saved or Path(path).is_file()):
-        raise ValueError(f"{path} has no splits, such as {split}; leave it out, or give a folder")
-    formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
-    is_described = is_saved or Path(path, "README.md").exists()
-    if len(formats) > 1 and not is_described:
-        raise ValueError(
-            f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
-            f"or name the files in a README.md, as on the hub"
-        )
-    if path.endswith(".jsonl"):
-        # datasets would make "01" beside 2 a 1
-        rows = []
-        with open(path, "rb") as file:
-            for line in file:
-                with naming_row(path, len(rows)):
-                    rows.append(json.loads(line))
-        return rows
+    if name in OBJECTS and isinstance(value, str):
+        value = json.loads(value or "null")
+    if isinstance(value, list):
+        return [plain_values(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain_values(item, key) for key, item in value.items() if item is not None}
+    return value
+
+
+def load_rows(path, config, split):
+    """Return the rows of a .jsonl or .parquet file, of a folder, or of a dataset on the hub.
+
+    Of a folder (or, with a config, of the folder with this name in it) all such files are read, in
+    sorted order. If the name of one has "train" or "test" in it, then only those are read that have
+    the split's name in theirs, such as train.jsonl and train/0.parquet.
+    """
+    if not os.path.exists(path):
+        return datasets.load_dataset(path, config, split=split).to_list()
+    if os.path.isfile(path):
+        return read_file(path)
+    folder = os.path.join(path, config or "")
+    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
+        return datasets.load_from_disk(folder).to_list()
+    names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
+    names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
+    if any("train" in name or "test" in name for name in names):
+        names = [name for name in names if split in name]
+    rows = []
+    for name in names:
+        rows += read_file(os.path.join(folder, name))
+    return rows
+
+
+def read_file(path):
+    """Return the rows of a .parquet file, or of a file with one JSON object a line."""
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    if is_saved:
-        return datasets.load_from_disk(path).to_list()
-    with tempfile.TemporaryDirectory() as cache:
-        # datasets knows a folder by its name: it would take the rows of another one, or older ones
-        cache_dir = cache if Path(path).is_dir() else None
-        return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
+    # Python's own reader, because that of `datasets` would make 1 of "01" beside 2
+    rows = []
+    with open(path, "rb") as file:
+        for line in file:
+            with naming_row(path, len(rows)):
+                rows.append(json.loads(line))
+    return rows
 
 
 @contextlib.contextmanager
@@ -1509,24 +1500,6 @@ def naming_row(path, index):
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{path}, row {index}: {kind}{error}") from error
-
-
-def read_json(value):
-    """A value; of a text, what it says as JSON (nothing: None)."""
-    return json.loads(value or "null") if isinstance(value, str) else value
-
-
-def drop_nulls(value):
-    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
-
-    >>> drop_nulls([{"role": "user", "tool_calls": None}])
-    [{'role': 'user'}]
-    """
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
 
 
 def uses_reward_model(args):
@@ -1845,7 +1818,9 @@ class VLLM:
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
-            options["max_num_seqs"] = responses_at_once(args.episodes_per_step // self.count)
+            # vLLM's default, or fewer, because its plan of the memory leaves out its sampler's
+            most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
+            options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
@@ -2017,17 +1992,6 @@ def end_if_failed(call):
         end_at_once(call.exception())
 
 
-def responses_at_once(share):
-    """The most that vLLM samples at once on a GPU: no more than its default, or a step's share.
-
-    The memory of its sampler grows with them, which its plan of the GPU's memory leaves out. 128 at
-    least, for evaluations.
-    """
-    device = torch.cuda.get_device_properties()
-    is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
-    return min(1024 if is_large else 256, max(128, share))
-
-
 def vllm_settings(gpus, folder, max_length, args):
     """Return the environment of an engine's process, and the arguments of vLLM's LLM.
 
@@ -2072,7 +2036,7 @@ def vllm_settings(gpus, folder, max_length, args):
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
+        environment["OMP_NUM_THREADS"] = str(count_cores() // (2 * args.local_world_size) or 1)
     # For vLLM 0.32: another version may need none of these. FlashInfer's sampler is for top-k and
     # top-p, which we do not use, and its import may fail
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -2343,10 +2307,8 @@ def start_reward_workers(args):
     # The fork server imports these slow modules once, and workers inherit them
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     workers = queue.Queue()
-    # The current folder can contain a random.py, which Python must not import for its own
-    with patch_environment(PYTHONSAFEPATH="1"):
-        for _ in range(args.reward_workers):
-            workers.put(start_reward_worker(args))
+    for _ in range(args.reward_workers):
+        workers.put(start_reward_worker(args))
     return workers
 
 
@@ -2412,8 +2374,7 @@ def start_reward_process(reward_fn, file):
             f"the file of {reward_fn} has changed since the run began, and the other workers have "
             f"the old one; restore it, or stop and resume the run to use the new one"
         )
-    os.environ.pop("PYTHONSAFEPATH", None)  # it was only for the fork server
-    reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
+    load_reward_fn(reward_fn)
 
 
 @cache
@@ -2455,7 +2416,7 @@ def call_reward_fn(reward_fn, response):
 def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
     """Return those of these arguments that a reward function takes, by name.
 
-    solution_str is verl's name for the response. Raise ValueError if the function takes neither.
+    solution_str is verl's name for the response.
 
     >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
     {'solution_str': '#### 4', 'ground_truth': '4'}
@@ -2467,12 +2428,7 @@ def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info)
         "ground_truth": ground_truth,
         "extra_info": extra_info,
     }
-    signature = inspect.signature(reward_fn)
-    parameters = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return values
-    if not {"solution_str", "response"} & parameters.keys():
-        raise ValueError(f"it takes {signature}, and neither solution_str nor response")
+    parameters = inspect.signature(reward_fn).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
 
@@ -2592,7 +2548,7 @@ def score_metrics(prefix, responses, args):
         for name, value in parts.items():
             if value is not None:
                 collected[f"{prefix}/{name}"].append(value)
-                if len(sources) > 1 and args.num_sources <= 50:
+                if 1 < len(sources) <= 50:
                     collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
     return {name: sum(values) / len(values) for name, values in collected.items()}
 
@@ -2625,7 +2581,7 @@ def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir,
     count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
     samples = [describe(response, rollout.policy_version) for response in responses[:count]]
     every = math.ceil(args.num_training_steps / 200)
-    has_tokens = (training_step - 1) % every == 0 or training_step == args.num_training_steps
+    has_tokens = (training_step - 1) % every == 0
     for row, sample in enumerate(samples):
         line = sample | {"training_step": training_step}
         if has_tokens:
@@ -2672,6 +2628,9 @@ def report_prompt_lengths(accelerator, prompts, run_dir):
         tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
 
 
+step_seconds = deque(maxlen=10)  # of this process's last steps
+
+
 def write_metrics(accelerator, metrics, run_dir, args):
     """Writes a step's metrics to metrics.jsonl and the trackers, and shows some."""
     metrics = {name: float(value) for name, value in metrics.items()}
@@ -2680,11 +2639,16 @@ def write_metrics(accelerator, metrics, run_dir, args):
     if not is_rank_0():
         return
     step, num_steps = metrics["training_step"], args.num_training_steps
-    left = timedelta(seconds=round(metrics["time/from_scratch"] / step * (num_steps - step)))
-    print(f"step {step:.0f} of {num_steps}, {left} left  ", end="")
+    step_seconds.append(metrics["time/training"])
+    left = sum(step_seconds) / len(step_seconds) * (num_steps - step)
+    # The first step of a process is slow, and says little of the others
+    left = f", {timedelta(seconds=round(left))} left" if len(step_seconds) > 1 else ""
+    print(f"step {step:.0f} of {num_steps}{left}  ", end="")
     for name in ("objective/scores", "eval/scores"):
         if name in metrics:
             print(f"{name}: {metrics[name]:.4g}  ", end="")
+    if failures := metrics["objective/reward_failures"]:
+        print(f"rewards failed: {failures:.0%}  ", end="")
     print(flush=True)
 
 
@@ -2701,21 +2665,23 @@ def run_program(name, run_dir, *options):
 
 
 def save_model(accelerator, model, tokenizer, path, args):
-    """Collective. Writes a model and its tokenizer in Hugging Face format.
+    """Write a model and its tokenizer in Hugging Face format. Collective.
 
-    The generation config is the model's, with the run's end tokens.
+    Its generation config makes others sample as the run did, and not by the base model's top-k or
+    repetition penalty.
     """
     weights = accelerator.get_state_dict(model)  # gathered under FSDP2
     if not is_rank_0():
         return
-    generation_config = model.generation_config
-    generation_config.eos_token_id = list(args.stop_token_ids)
-    # transformers refuses to save some that models come with (a temperature without do_sample): it
-    # saves a default, and we write this file
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=list(args.stop_token_ids),
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=args.temperature,
+        top_k=0,  # none
+    )
     model.save_pretrained(path, state_dict=weights)
     tokenizer.save_pretrained(path)
-    generation_config.to_json_file(path / "generation_config.json")
 
 
 # -------------------------------------------------------------------------- checkpoints and resume
@@ -2853,12 +2819,9 @@ def step_of(checkpoint_dir):
 
 
 def remove_checkpoints(checkpoints):
-    """Remove checkpoints. Each is first renamed, so that no half of one looks complete."""
+    """Remove checkpoints. Each is renamed before, so that no half of one looks complete."""
     for path in checkpoints:
-        unfinished = path.with_name("unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        path.rename(unfinished)
-        shutil.rmtree(unfinished)
+        shutil.rmtree(path.rename(path.with_name("unfinished")))
 
 
 def rewind_run(run_dir, checkpoint_dir):
@@ -2877,14 +2840,24 @@ def rewind_run(run_dir, checkpoint_dir):
 # ----------------------------------------------------------------------------------------- helpers
 
 
+def count_cores():
+    """Return the number of cores that this process may use, which a cluster can restrict."""
+    return len(os.sched_getaffinity(0))
+
+
 def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-@cache
-def warn_once(text):
-    if is_rank_0():
+warned = set()  # kinds of warnings
+
+
+def warn_once(text, kind=None):
+    """Print a warning, unless one of this kind was printed. The kind is its text if not given."""
+    kind = kind or text
+    if kind not in warned and is_rank_0():
         print(f"Warning: {text}")
+    warned.add(kind)
 
 
 def stable_hash(*parts):

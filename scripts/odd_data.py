@@ -132,7 +132,7 @@ def check_template(run, path, rows):
     """
     kinds = {}
     for index, row in enumerate(rows):
-        if messages := run.script.drop_nulls(messages_of(row)):
+        if messages := run.script.plain_values(messages_of(row)):
             contents = [message.get("content") for message in messages]
             roles = [message["role"] for message in messages]
             kind = *roles, *map(type, contents), *map(bool, contents)
@@ -173,7 +173,9 @@ def notes_on_messages(run, path, rows):
         # Parts, such as {"type": "text", "text": ...}
         if any(isinstance(content, list) for content in contents):
             text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
-            if any(str(content) in text for content in run.script.drop_nulls(contents) if content):
+            if any(
+                str(content) in text for content in run.script.plain_values(contents) if content
+            ):
                 raise Mistake(
                     f"{path}, row {index}: a content is a list of parts, and the chat template "
                     f"writes it as such, brackets and all; write the text itself"

@@ -851,7 +851,7 @@ def check_run_folder(run):
             args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
 
 
-MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "num_sources"}
+MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint"}
 
 
 def check_checkpoint(run):
