@@ -1785,8 +1785,8 @@ class ChunkedHead(torch.autograd.Function):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
         scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
-        # A logit x that is capped and then scaled by s becomes s * cap * tanh(x / cap). That is s *
-        # x with the cap s * cap
+        # Scaling a capped logit by s gives s * cap * tanh(x / cap), which is s * x with the cap s *
+        # cap
         soft_cap = getattr(config, "final_logit_softcapping", None)
         if soft_cap:
             soft_cap *= scale
@@ -1832,7 +1832,7 @@ class ChunkedHead(torch.autograd.Function):
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
                 factors = -logprobs_grad[part, None]
-                if entropies_grad is not None:  # the entropy H has -p (log p + H)
+                if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
                     factors = factors - entropies_grad[part, None] * (
                         torch.log_softmax(logits, dim=-1) + entropies[part, None]
                     )
@@ -2876,8 +2876,8 @@ def load_checkpoint(trained_models, checkpoint_dir):
 def save_checkpoint(trained_models, run_dir, step, state, args):
     """Write checkpoints/step_N with models, optimizers, `state` and the run's files.
 
-    It is written as `unfinished`, and renamed when it is complete. Only the newest keep_last_n
-    checkpoints are kept.
+    It is written as `unfinished`, and renamed when it is complete. Checkpoints older than the
+    newest keep_last_n are removed. With 0 all are kept.
 
     Every rank must call this, in the same order.
     """
@@ -3036,8 +3036,8 @@ def die_with_script(folder=""):
     a shell in that group, which waits for the script's end. Three simpler ways would fail. The
     kernel's death signal would not reach a reward worker, because its parent is the fork server,
     which outlives the script. A thread could wait for ever for Python's lock, which a reward can
-    hold. A shell that is our child could be waited for by a reward that waits for all its children,
-    so it runs in the background of another shell, which ends.
+    hold. A reward that waits for all its children would also wait for a shell that is one of them,
+    so the shell runs in the background of another shell, which ends.
     """
     os.setsid()  # a Ctrl-C is meant for the script only
     watch = ["sh", "-c", END_WITH_SCRIPT, folder]

@@ -333,8 +333,8 @@ def main(args):
         prompts_Q.put(make_request(training_step, train_prompts, eval_prompts, args))
 
     if checkpoint_dir:
-        # A checkpoint of step N has the rollout of step N + 1, since its weights may no longer
-        # exist
+        # A checkpoint of step N has the rollout of step N + 1, because the weights that generated
+        # it may no longer exist
         response_Q.put(load_rollout(state["rollout"]))
     else:
         sync_and_request(version=0, training_step=1)
@@ -357,8 +357,8 @@ def main(args):
                 sync_and_request(version, training_step + 1)
 
         # 2. Every save_freq steps, save the models as the previous step left them, and this
-        # rollout, since its weights may no longer exist. Save before this step writes to the files
-        # that a checkpoint copies. In the first step of a process there is nothing new to save
+        # rollout, because the weights that generated it may be gone. Save before this step writes
+        # to the files that a checkpoint copies. A process has nothing new to save in its first step
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             state["rollout"] = pack_rollout(rollout)
@@ -1845,8 +1845,8 @@ class ChunkedHead(torch.autograd.Function):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
         scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
-        # A logit x that is capped and then scaled by s becomes s * cap * tanh(x / cap). That is s *
-        # x with the cap s * cap
+        # Scaling a capped logit by s gives s * cap * tanh(x / cap), which is s * x with the cap s *
+        # cap
         soft_cap = getattr(config, "final_logit_softcapping", None)
         if soft_cap:
             soft_cap *= scale
@@ -1892,7 +1892,7 @@ class ChunkedHead(torch.autograd.Function):
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
                 factors = -logprobs_grad[part, None]
-                if entropies_grad is not None:  # the entropy H has -p (log p + H)
+                if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
                     factors = factors - entropies_grad[part, None] * (
                         torch.log_softmax(logits, dim=-1) + entropies[part, None]
                     )
@@ -2936,8 +2936,8 @@ def load_checkpoint(trained_models, checkpoint_dir):
 def save_checkpoint(trained_models, run_dir, step, state, args):
     """Write checkpoints/step_N with models, optimizers, `state` and the run's files.
 
-    It is written as `unfinished`, and renamed when it is complete. Only the newest keep_last_n
-    checkpoints are kept.
+    It is written as `unfinished`, and renamed when it is complete. Checkpoints older than the
+    newest keep_last_n are removed. With 0 all are kept.
 
     Every rank must call this, in the same order.
     """
@@ -3110,8 +3110,8 @@ def die_with_script(folder=""):
     a shell in that group, which waits for the script's end. Three simpler ways would fail. The
     kernel's death signal would not reach a reward worker, because its parent is the fork server,
     which outlives the script. A thread could wait for ever for Python's lock, which a reward can
-    hold. A shell that is our child could be waited for by a reward that waits for all its children,
-    so it runs in the background of another shell, which ends.
+    hold. A reward that waits for all its children would also wait for a shell that is one of them,
+    so the shell runs in the background of another shell, which ends.
     """
     os.setsid()  # a Ctrl-C is meant for the script only
     watch = ["sh", "-c", END_WITH_SCRIPT, folder]
