@@ -97,33 +97,6 @@ def test_row_is_computed_where_any_token_has_a_gradient():
     assert grpo.rows_with_gradient(batch, mini_batch, 1, without) == [7]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_gradient_and_losses_are_those_of_all_rows_where_some_are_left_out(aggregation, level):
-    """So are clips. All else is summed over the tokens that were computed."""
-    policy = tiny_policy().double()
-    args = grpo_args(beta=0.0, loss_aggregation=aggregation, importance_sampling_level=level)
-    batch = rollouts.grpo_rollout(policy, 0.4)
-    batch.advantages[[1, 2, 4, 7]] = 0
-    batch.loss_mask[5] = 0
-    alone = one_of_ranks(0, 1)
-    expected, of_all = gradients(alone, [policy], batch, args)
-    _, sums = gradients(alone, [policy], batch, args, mini_batch=[0, 3, 6])
-    same = ("objective/loss", "loss/policy_avg", "policy/clipfrac_avg")
-    sums |= {name: of_all[name] for name in same}
-    assert of_all["policy/clipfrac_avg"] > 0 and sums["tokens"] < of_all["tokens"]
-    for count in (1, 2, 4):
-        shares = [
-            gradients(one_of_ranks(rank, count), [policy], batch, args, leaves_out=True)
-            for rank in range(count)
-        ]
-        found = sum(gradient for gradient, _ in shares)
-        assert (found - expected).norm() < 1e-10 * expected.norm()
-        for name in sums if count == 1 else same:  # of several ranks some have other rows besides
-            total = sum(of_rank[name] for _, of_rank in shares)
-            assert total == pytest.approx(sums[name], rel=1e-9, abs=1e-9), name
-
-
 def test_each_rank_has_as_many_rows_however_many_are_left_out():
     """In a pass of its own a rank would wait for the others for ever."""
     mini_batch, draw = list(range(6, 18)), random.Random(0)
