@@ -85,7 +85,6 @@ ONE_SAMPLE = {"number_samples_per_prompt": 1, "local_rollout_batch_size": 16}
 FOR_NOTHING = [
     ("ppo_vllm_async.py", {"value_warmup_steps": 3}, r"--value_warmup_steps"),
     ("ppo_vllm_async.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
-    ("ppo_sync.py", {"value_warmup_steps": 2, "warm_up_steps": 2}, ONLY_WARM_UP),
     ("grpo_vllm_async.py", {"warm_up_steps": 6}, ONLY_WARM_UP),
     ("grpo_vllm_async.py", ONE_SAMPLE, "--number_samples_per_prompt"),
 ]

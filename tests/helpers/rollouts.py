@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 import grpo_vllm_async as grpo
 import ppo_vllm_async as script
@@ -72,6 +77,13 @@ def grpo_args(**changes):
 
 def tiny_policy(seed=0, temperature=0.8):
     return script.PolicyModel(tiny_language_model(seed), tiny_args(temperature=temperature))
+
+
+def load_policy(path, trained=True, **changes):
+    """As main() does."""
+    args = tiny_args(**changes)
+    model = script.load_model(AutoModelForCausalLM, str(path), args, trained)
+    return script.PolicyModel(model, args)
 
 
 def tiny_value_model(seed=1):

@@ -11,7 +11,6 @@ from unittest import mock
 import plot_runs
 import pytest
 from accelerate import Accelerator
-from helpers import SCRIPTS
 from helpers.files import read_json_lines, swap_tokens, write_rows
 from transformers import AutoTokenizer
 
@@ -39,12 +38,11 @@ def tracker(monkeypatch):
     return tracker
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_trackers_get_lengths_and_samples(name, tracker, run_main, tmp_path):
+def test_trackers_get_lengths_and_samples(tracker, run_main, tmp_path):
     of_row = {"data_source": "debug/sorting", "ground_truth": "1"}
     rows = [of_row | {"prompt": "1" * (1 + i % 7) + "="} for i in range(64)]
     data = write_rows(tmp_path / "prompts.jsonl", rows)
-    run = run_main(name, dataset=data, num_evals=1, beta=0.1)
+    run = run_main("ppo_sync.py", dataset=data, num_evals=1, beta=0.1)
     (logged,) = tracker.log.call_args_list
     histogram = logged.args[0]["prompt_lengths"]
     lengths = json.loads((run.run_dir / "prompt_lengths.json").read_text())
@@ -87,13 +85,12 @@ def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
         load("padded", policy=tmp_path / "more")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 def test_run_is_evaluated_by_the_rule_also_where_it_trains_by_a_reward_model(
-    name, tracker, run_main, reward_model, few_prompts
+    tracker, run_main, reward_model, few_prompts
 ):
     options = {"apply_verifiable_reward": False, "reward_model_path": reward_model}
     options |= {"eval_dataset": few_prompts / "test.parquet", "num_evals": 1}
-    run = run_main(name, non_stop_penalty=False, **options)
+    run = run_main("ppo_sync.py", non_stop_penalty=False, **options)
     samples = read_json_lines(run.run_dir / "samples.jsonl")
     for sample in samples:
         assert sample["score"] == float(sample["response"].strip() == sample["ground_truth"])
