@@ -172,7 +172,7 @@ def test_each_layer_is_a_unit_in_the_dtype_of_the_flag_and_a_float32_head_is_ano
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["one", *SHARED])
+@pytest.mark.parametrize("how", SHARED)
 def test_policy_in_bfloat16_is_its_reference_at_equal_weights(how, together):
     """The KL penalty of the first step is 0, on the first rank's rows."""
     distance, logprobs = getattr(together, how)["distance"]

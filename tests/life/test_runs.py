@@ -145,12 +145,9 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
 # --------------------------------------------------------------------------- several runs compared
 
 
-def test_forked_run_gives_the_bits_of_the_real_command(run, launched):
+def test_forked_run_gives_the_bits_of_the_real_command(ppo_run, launched):
     """Else what other tests find in forked runs would not be what a user has."""
-    of_sync = {"learning_rate": 5e-4, "save_freq": None}
-    changes = {"ppo_sync.py": of_sync, "grpo_vllm_async.py": OF_GRPO}
-    again = launched(run.script, **changes.get(run.script, {}))
-    check_equal_to_the_bit(run, again, STEPS)
+    check_equal_to_the_bit(ppo_run, launched("ppo_vllm_async.py"), STEPS)
 
 
 @pytest.mark.parametrize("async_mode", [False, True])
