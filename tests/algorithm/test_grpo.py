@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import formulas, hooks, rollouts
+from helpers import formulas, rollouts
 from helpers.loops import EPISODES
 from helpers.rollouts import STOP, VOCAB, gradients, grpo_args, one_of_ranks, tiny_policy
 
@@ -153,37 +153,6 @@ def test_passes_give_entropies_of_their_rows_on_every_rank():
         assert share.any(2).any(0).sum() == 2  # rows
         expected -= share
     torch.testing.assert_close(expected, torch.zeros_like(expected))
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("updates", [1, 2])
-def test_passes_of_all_rows_and_the_check_of_the_sampler_come_before_any_update(
-    updates, beta, run_main, monkeypatch
-):
-    events = []
-
-    def note_passes(given):
-        events.append(sum(map(len, given["mini_batches"])))
-
-    def note_check(given):
-        inside = given["mask"].bool()
-        assert (given["logprobs"][inside] < 0).all()
-        events.append("check")
-
-    for name, note in {"forward_all": note_passes, "check_sampler": note_check}.items():
-        hooks.before(grpo, name, note, put=monkeypatch.setattr)
-    options = {"total_episodes": EPISODES, "local_mini_batch_size": EPISODES // updates}
-    options |= {"beta": beta, "non_stop_penalty": False}
-    note_step = lambda given: events.append("step")  # noqa: E731
-    hooks.before(torch.optim.AdamW, "step", note_step, put=monkeypatch.setattr)
-    run = run_main("grpo_vllm_async.py", lambda *_: 1.0, **options)
-    passes = [EPISODES] * (2 if beta else 1)  # the second by the reference policy
-    assert events == [*passes, "check", *["step"] * updates]
-    (line,) = run.metrics
-    assert all(map(math.isfinite, line.values()))
-    assert (line["optim/grad_norm"] == 0) == (beta == 0)
-    # Without an advantage one row is computed, so that the ranks have a gradient to sum up
-    assert [len(rows) for rows in run.rows] == [EPISODES // updates if beta else 1] * updates
 
 
 # ------------------------------------------------------------------------------------------ main()

@@ -65,16 +65,6 @@ def test_masters_sum_up_gradients_in_float32():
     assert layer.weight.master.grad.item() == pytest.approx(10, rel=2e-3)
 
 
-def test_policy_and_reference_are_equal_at_equal_weights(folder):
-    """The KL penalty of a first step is 0, with gradient checkpointing or without."""
-    batch = rollouts.in_float32(make_rollout())
-    reference, _ = load_policy(folder, trained=False, **BFLOAT16)(batch.input_ids, batch.mask)
-    for is_on in (True, False):
-        policy = load_policy(folder, gradient_checkpointing=is_on, **BFLOAT16)
-        logprobs, _ = policy(batch.input_ids, batch.mask)
-        assert logprobs.requires_grad and torch.equal(logprobs, reference)
-
-
 class Operations(TorchDispatchMode):
     """Count what is computed or copied; a view is neither."""
 
