@@ -312,15 +312,6 @@ def test_fork_of_each_script_is_one_diff(name, tmp_path):
         subprocess.run([ruff, *words, "--no-cache", tmp_path], check=True)
 
 
-def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
-    diff = (program.FORKS / "inflight.diff").read_text()
-    (tmp_path / "inflight.diff").write_text(diff.replace(" class Response:", " class Answer:"))
-    monkeypatch.setattr(program, "FORKS", tmp_path)
-    with pytest.raises(SystemExit, match="does not fit grpo_vllm_async"):
-        program.write_fork("inflight", tmp_path / "fork.py")
-    assert not (tmp_path / "fork.py").exists()
-
-
 def test_deliberate_bug_is_written_by_its_flag_alone(tmp_path):
     path = tmp_path / "copy.py"
     for words in (["stale_weights", path], ["--bug", "inflight", path], ["inflight"], [path]):
