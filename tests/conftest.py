@@ -17,7 +17,7 @@ Which folder.
     life         how a run starts, resumes and ends; what machines lack
     programs     scripts/, each in a file of its own; recipes and the commands of the docs
     forks        scripts/forks, scripts/failures, and the changes of docs/fork.md
-    promise      the seeds' list, one text in three scripts, budgets, docs
+    promise      what two documents name, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
 Comparisons that are equal to the bit are made with commit 384dc96: scripts/dev/bits.py 384dc96.
 

@@ -10,7 +10,15 @@ import torch
 from accelerate import Accelerator
 from helpers import GRPO, SCRIPTS, rollouts
 from helpers.loops import EPISODES
-from helpers.rollouts import VOCAB, gradients, make_rollout, one_of_ranks, tiny_args, tiny_policy
+from helpers.rollouts import (
+    VOCAB,
+    gradients,
+    load_policy,
+    make_rollout,
+    one_of_ranks,
+    tiny_args,
+    tiny_policy,
+)
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,13 +32,6 @@ from transformers import (
 )
 
 import ppo_vllm_async as script
-
-
-def load_policy(path, trained=True, **changes):
-    """As main() does."""
-    args = tiny_args(**changes)
-    model = script.load_model(AutoModelForCausalLM, str(path), args, trained)
-    return script.PolicyModel(model, args)
 
 
 def load_classifier(path, trained=True, **changes):

@@ -75,19 +75,3 @@ def test_batch_with_nothing_to_train_on_gives_a_finite_zero(algorithm):
         vector, sums = gradients(rank, models, batch, args)
         assert (vector == 0).all() and all(map(math.isfinite, sums.values()))
         assert sums["tokens"] == sums["loss/policy_avg"] == sums.get("loss/value_avg", 0) == 0
-
-
-@pytest.mark.parametrize("size", [8, 3])
-def test_policy_that_does_not_train_costs_nothing(size, accelerator):
-    """The value model's warm-up: the same gradient to the bit, and none of the policy."""
-    models = _, value_model = models_of("ppo", torch.float32)
-    batch, args = rollouts.make_rollout(), tiny_args(per_device_train_batch_size=size)
-    batch = rollouts.in_float32(batch)
-    _, with_policy = gradients(accelerator, models, batch, args)
-    expected = torch.cat([p.grad.flatten() for p in value_model.parameters()])
-    found, sums = gradients(accelerator, [value_model], batch, args)
-    assert expected.norm() > 0.1 and torch.equal(found, expected)
-    value_loss = sums.pop("objective/loss") * sums["tokens"]
-    assert value_loss == pytest.approx(sums["loss/value_avg"], rel=1e-5)
-    assert sums == {name: with_policy[name] for name in sums}
-    assert sums.keys() == {"loss/value_avg", "val/clipfrac_avg", "tokens"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import formulas, hooks, rollouts
+from helpers import formulas, rollouts
 from helpers.loops import EPISODES
 from helpers.rollouts import STOP, VOCAB, gradients, grpo_args, one_of_ranks, tiny_policy
 
@@ -97,33 +97,6 @@ def test_row_is_computed_where_any_token_has_a_gradient():
     assert grpo.rows_with_gradient(batch, mini_batch, 1, without) == [7]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_gradient_and_losses_are_those_of_all_rows_where_some_are_left_out(aggregation, level):
-    """So are clips. All else is summed over the tokens that were computed."""
-    policy = tiny_policy().double()
-    args = grpo_args(beta=0.0, loss_aggregation=aggregation, importance_sampling_level=level)
-    batch = rollouts.grpo_rollout(policy, 0.4)
-    batch.advantages[[1, 2, 4, 7]] = 0
-    batch.loss_mask[5] = 0
-    alone = one_of_ranks(0, 1)
-    expected, of_all = gradients(alone, [policy], batch, args)
-    _, sums = gradients(alone, [policy], batch, args, mini_batch=[0, 3, 6])
-    same = ("objective/loss", "loss/policy_avg", "policy/clipfrac_avg")
-    sums |= {name: of_all[name] for name in same}
-    assert of_all["policy/clipfrac_avg"] > 0 and sums["tokens"] < of_all["tokens"]
-    for count in (1, 2, 4):
-        shares = [
-            gradients(one_of_ranks(rank, count), [policy], batch, args, leaves_out=True)
-            for rank in range(count)
-        ]
-        found = sum(gradient for gradient, _ in shares)
-        assert (found - expected).norm() < 1e-10 * expected.norm()
-        for name in sums if count == 1 else same:  # of several ranks some have other rows besides
-            total = sum(of_rank[name] for _, of_rank in shares)
-            assert total == pytest.approx(sums[name], rel=1e-9, abs=1e-9), name
-
-
 def test_each_rank_has_as_many_rows_however_many_are_left_out():
     """In a pass of its own a rank would wait for the others for ever."""
     mini_batch, draw = list(range(6, 18)), random.Random(0)
@@ -180,37 +153,6 @@ def test_passes_give_entropies_of_their_rows_on_every_rank():
         assert share.any(2).any(0).sum() == 2  # rows
         expected -= share
     torch.testing.assert_close(expected, torch.zeros_like(expected))
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("updates", [1, 2])
-def test_passes_of_all_rows_and_the_check_of_the_sampler_come_before_any_update(
-    updates, beta, run_main, monkeypatch
-):
-    events = []
-
-    def note_passes(given):
-        events.append(sum(map(len, given["mini_batches"])))
-
-    def note_check(given):
-        inside = given["mask"].bool()
-        assert (given["logprobs"][inside] < 0).all()
-        events.append("check")
-
-    for name, note in {"forward_all": note_passes, "check_sampler": note_check}.items():
-        hooks.before(grpo, name, note, put=monkeypatch.setattr)
-    options = {"total_episodes": EPISODES, "local_mini_batch_size": EPISODES // updates}
-    options |= {"beta": beta, "non_stop_penalty": False}
-    note_step = lambda given: events.append("step")  # noqa: E731
-    hooks.before(torch.optim.AdamW, "step", note_step, put=monkeypatch.setattr)
-    run = run_main("grpo_vllm_async.py", lambda *_: 1.0, **options)
-    passes = [EPISODES] * (2 if beta else 1)  # the second by the reference policy
-    assert events == [*passes, "check", *["step"] * updates]
-    (line,) = run.metrics
-    assert all(map(math.isfinite, line.values()))
-    assert (line["optim/grad_norm"] == 0) == (beta == 0)
-    # Without an advantage one row is computed, so that the ranks have a gradient to sum up
-    assert [len(rows) for rows in run.rows] == [EPISODES // updates if beta else 1] * updates
 
 
 # ------------------------------------------------------------------------------------------ main()

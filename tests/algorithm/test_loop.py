@@ -151,10 +151,10 @@ def test_every_step_and_epoch_has_minibatches_of_its_own(rough_loop, run_main):
         assert all(batch.prompt_ids[i] == batch.prompt_ids[i - i % 4] for i in range(EPISODES))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_another_seed_draws_other_prompts_responses_and_minibatches(name, run_loop, run_main):
+def test_another_seed_draws_other_prompts_responses_and_minibatches(run_loop, run_main):
     """If two seeds shared random numbers, their runs would agree more than independent runs do."""
-    one, other = run_loop(name, rough=False), run_main(name, seed=2, total_episodes=EPISODES)
+    one = run_loop(PPO[0], rough=False)
+    other = run_main(PPO[0], seed=2, total_episodes=EPISODES)
     assert set(one.vllm.seeds).isdisjoint(other.vllm.seeds)
     assert one.batches[0].prompt_ids != other.batches[0].prompt_ids
     assert one.mini_batches[0] != [*itertools.chain(*other.mini_batches)]
@@ -303,15 +303,6 @@ def text_of(tokenizer, token_ids):
     return tokenizer.decode([token_id for token_id in token_ids if token_id != STOP])
 
 
-def test_response_whose_reward_failed_has_no_score(rough_loop, tokenizer):
-    for batch in rough_loop.batches:
-        texts = [text_of(tokenizer, ids) for ids in batch.responses]
-        expected = scores_by_rough_score(texts)
-        assert batch.has_score.tolist() == [score is not None for score in expected]
-        assert batch.scores.tolist() == pytest.approx([score or 0.0 for score in expected])
-        assert 0 < batch.has_score.sum() < EPISODES
-
-
 @pytest.mark.parametrize("own_value_model", [False, True])
 @pytest.mark.parametrize("name", PPO)
 def test_reward_model_scores_times_its_multiplier_and_starts_the_value_model(
@@ -415,16 +406,11 @@ def test_schedule_of_each_model_runs_over_its_own_updates_and_a_policy_may_rest(
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_batch_whose_every_reward_failed_ends_the_run(name, run_main):
     """As where a judge has died; also where responses that were cut have a score, the penalty."""
+    calls = itertools.count()
+    run = run_main(name, lambda *_: 1 / (next(calls) < EPISODES), non_stop_penalty=True)
     failed = r"(?s)the reward failed on all responses: .*ZeroDivision"
-    for non_stop_penalty in (True, False):
-        calls = itertools.count()
-        run = run_main(
-            name,
-            lambda *_: 1 / (next(calls) < EPISODES),  # noqa: B023
-            non_stop_penalty=non_stop_penalty,
-        )
-        assert re.match(failed, str(run.error)) and len(run.metrics) == 1
-        assert not (run.run_dir / "model").exists()
+    assert re.match(failed, str(run.error)) and len(run.metrics) == 1
+    assert not (run.run_dir / "model").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

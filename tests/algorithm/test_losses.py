@@ -4,56 +4,21 @@ import math
 
 import pytest
 import torch
-from helpers.formulas import gae_by_definition
 
 import ppo_vllm_async as script
-from ppo_vllm_async import Args, masked_whiten
+from ppo_vllm_async import Args
 
 
-def ragged_mask(sizes):
-    return (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).double()
-
-
-def test_whitening_is_of_the_tokens_alone_and_unbiased():
-    torch.manual_seed(0)
-    mask = ragged_mask([5, 1, 3, 0])
-    tokens = torch.randn(9, dtype=torch.float64) * 3 + 7
-    values = torch.full((4, 5), 1e6, dtype=torch.float64)
-    values[mask.bool()] = tokens
-    whitened = masked_whiten(values, mask)
-    expected = (tokens - tokens.mean()) / tokens.std(correction=1)
-    torch.testing.assert_close(whitened[mask.bool()], expected, rtol=1e-7, atol=1e-7)
-    assert (whitened[~mask.bool()] == 0).all()
-    for values, mask in (([5.0, 9.0], [1.0, 0.0]), ([3.0, 3.0], [1.0, 1.0])):  # without spread
-        whitened = masked_whiten(torch.tensor(values), torch.tensor(mask))
+def test_values_without_spread_are_whitened_to_zeros():
+    for values, mask in (([5.0, 9.0], [1.0, 0.0]), ([3.0, 3.0], [1.0, 1.0])):
+        whitened = script.masked_whiten(torch.tensor(values), torch.tensor(mask))
         assert whitened.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.97, 0.0)])
-def test_advantages_are_those_of_the_definition(gamma, lam):
-    torch.manual_seed(1)
-    sizes = [7, 1, 4, 2]
-    mask = ragged_mask(sizes)
-    rewards, values = torch.randn(2, 4, 7, dtype=torch.float64)  # rubbish in the padding
-    advantages, returns = script.compute_gae(rewards, values, mask, gamma, lam)
-    for row, size in enumerate(sizes):
-        expected = gae_by_definition(rewards[row, :size], values[row, :size], gamma, lam)
-        torch.testing.assert_close(advantages[row, :size], expected)
-    assert (advantages[~mask.bool()] == 0).all()
-    torch.testing.assert_close(returns, (advantages + values) * mask)
-
-
-def test_with_both_lambdas_1_advantages_are_the_sums_of_later_rewards_minus_values():
-    """As the defaults have it, so that a fork with Monte-Carlo returns is these flags."""
+def test_returns_are_sums_of_later_rewards_by_default():
+    """So that a fork with Monte-Carlo returns is these flags."""
     args = Args()
     assert args.gamma == args.lam == args.value_lam == 1
-    mask = ragged_mask([7, 1, 4, 2])
-    torch.manual_seed(2)
-    rewards, values = mask * torch.randn(2, 4, 7, dtype=torch.float64)
-    later = rewards.flip(1).cumsum(1).flip(1)
-    advantages, returns = script.compute_gae(rewards, values, mask, args.gamma, args.lam)
-    torch.testing.assert_close(advantages, later - values)
-    torch.testing.assert_close(returns, later)
 
 
 def test_kl_estimators_are_those_of_the_paper():
@@ -64,20 +29,13 @@ def test_kl_estimators_are_those_of_the_paper():
         assert found.tolist() == pytest.approx(values, rel=1e-2), estimator
 
 
-@pytest.mark.parametrize(("warm_up", "updates"), [(0, 5), (1, 12), (4, 12), (10, 10**4)])
-def test_learning_rate_of_every_update(warm_up, updates):
-    formulas = {
-        "linear": lambda x: 1 - x,
-        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
-        "constant": lambda x: 1,
-    }
-    done = [(u - warm_up) / (updates - warm_up) for u in range(warm_up, updates)]
-    for schedule, formula in formulas.items():
-        # Another model of the run may have more updates
-        args = Args(lr_scheduler_type=schedule, warm_up_steps=warm_up, num_updates=40)
-        rates = [script.lr_multiplier(update, updates, args) for update in range(updates)]
-        expected = [(u + 1) / warm_up for u in range(warm_up)] + [formula(x) for x in done]
-        assert rates == pytest.approx(expected) and min(rates) > 0
+def test_learning_rate_falls_by_a_cosine_or_stays():
+    args = Args(warm_up_steps=2, lr_scheduler_type="cosine")
+    rates = [script.lr_multiplier(update, 6, args) for update in range(6)]
+    half = 2**-0.5
+    assert rates == pytest.approx([0.5, 1, 1, (1 + half) / 2, 0.5, (1 - half) / 2])
+    args.lr_scheduler_type = "constant"
+    assert script.lr_multiplier(5, 6, args) == 1
 
 
 @pytest.mark.parametrize(("value_warmup_steps", "warm_up_steps"), [(0, 20), (5, 10)])

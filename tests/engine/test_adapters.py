@@ -22,8 +22,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import ppo_vllm_async
-
 script = fork.import_fork("lora", "ppo_vllm_async.py")
 FORKS = [*LORA]
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -300,26 +298,6 @@ def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(syst
     monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_alpha=10))
     with pytest.raises(RuntimeError, match=LOST):
         script.check_adapter(*check)
-
-
-@pytest.mark.slow
-def test_merged_model_has_the_adapters_log_probabilities_in_vllm(
-    system, accelerator, assets, tmp_path, monkeypatch
-):
-    make_noise(system.model, 11)
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    script.save_model(accelerator, system.model, tokenizer, tmp_path / "model", system.args)
-    args, plain = vllm_args(model_name_or_path=str(tmp_path / "model")), ppo_vllm_async
-    merged = load(tmp_path / "model", args, trained=False)
-    for name in ("process_groups", "folders"):
-        monkeypatch.setattr(plain, name, getattr(script, name))
-    vllm = plain.VLLM((0, 1, ()), merged.config, MAX_LENGTH, args)
-    vllm.sync_weights(plain.gather_weights(merged, args), 0)
-    # The learner has the adapter, this engine the merged weights
-    served = SimpleNamespace(model=system.model, args=system.args, vllm=vllm)
-    assert is_close(served)
-    make_noise(system.model, 12)
-    assert differences(served).mean() > 0.1
 
 
 @pytest.mark.slow

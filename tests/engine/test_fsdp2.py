@@ -20,7 +20,6 @@ from helpers import ASYNC, GRPO, LORA, REPO, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
 from helpers.processes import CPU, environment
-from helpers.runs import without_clock
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -130,32 +129,17 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
 def together(accelerator, options_of, zygote, tmp_path_factory):
     """What one process ("one") and two ranks ("ddp", "fsdp2") found: compute_on_ranks.py.
 
-    In folder are their runs, see run_of: of "three" steps in float64; of "four" with a checkpoint
-    after two; and those that go "on" from there.
+    In folder are their runs, see run_of: of three steps in float64.
     """
     folder, found = tmp_path_factory.mktemp("together"), SimpleNamespace()
     for name, script in LORA.items():
         fork.write_fork("lora", folder / name, script=script)
 
-    def entry(how, kind, name):
-        ranks = 1 if how == "one" else 2
-        options = options_of(name, ranks, folder / f"{how} {kind} {name}")
-        copied = None
-        if kind != "three":
-            options |= {"total_episodes": 4 * 32, "save_freq": 2}
-            if "ppo" in name:  # the value model learns alone until then
-                options["value_warmup_steps"] = 2
-        if kind == "on":
-            copied = folder / f"fsdp2 four {name}" / "run"
-            options["resume_from_checkpoint"] = "latest"
-        return name, options, kind == "three", copied
-
     found.alone = {"saved": step_and_save(accelerator, folder / "checkpoint_alone")}
-    kinds = {"ddp": ("three",), "fsdp2": ("three", "four", "on"), "one": ("three", "on")}
-    for how in kinds:
-        entries = [entry(how, kind, name) for kind in kinds[how] for name in NAMES]
-        (folder / f"{how}.json").write_text(json.dumps(entries, default=str))
+    for how in ("ddp", "fsdp2", "one"):
         ranks = 1 if how == "one" else 2
+        runs = [(name, options_of(name, ranks, folder / f"{how} {name}")) for name in NAMES]
+        (folder / f"{how}.json").write_text(json.dumps(runs, default=str))
         process = zygote.start([str(PROGRAM), str(folder), how], environment(CPU), folder, ranks)
         assert process.wait(900) == 0, (folder / "stderr").read_text()[-5000:]
         setattr(found, how, torch.load(folder / f"{how}.pt", weights_only=False))
@@ -163,8 +147,8 @@ def together(accelerator, options_of, zygote, tmp_path_factory):
     return found
 
 
-def run_of(together, how, kind, name):
-    run_dir = together.folder / f"{how} {kind} {name}" / "run"
+def run_of(together, how, name):
+    run_dir = together.folder / f"{how} {name}" / "run"
     return SimpleNamespace(run_dir=run_dir, metrics=read_json_lines(run_dir / "metrics.jsonl"))
 
 
@@ -186,7 +170,7 @@ def test_each_layer_is_a_unit_in_the_dtype_of_the_flag_and_a_float32_head_is_ano
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["one", *SHARED])
+@pytest.mark.parametrize("how", SHARED)
 def test_policy_in_bfloat16_is_its_reference_at_equal_weights(how, together):
     """The KL penalty of the first step is 0, on the first rank's rows."""
     distance, logprobs = getattr(together, how)["distance"]
@@ -209,21 +193,6 @@ def test_checkpoint_is_read_under_any_number_of_ranks(ways, together):
     torch.testing.assert_close(found, saved, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_four_steps_are_two_and_two_and_one_process_goes_on_alike(name, together):
-    run, resumed = (run_of(together, "fsdp2", kind, name) for kind in ("four", "on"))
-    lines = [list(map(without_clock, one.metrics)) for one in (run, resumed)]
-    assert len(lines[0]) == 4 and lines[0] == lines[1]
-    for path in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (run.run_dir / path).read_bytes() == (resumed.run_dir / path).read_bytes()
-    # It was gone on with: the first lines are those that were copied, with their times
-    assert run.metrics[1] == resumed.metrics[1] and run.metrics[2] != resumed.metrics[2]
-    alone = run_of(together, "one", "on", name)
-    assert len(alone.metrics) == 4
-    check_metrics(name, alone.metrics[2], run.metrics[2])
-
-
 # -------------------------------------------------------------------------------------- whole runs
 
 
@@ -233,7 +202,7 @@ def test_four_steps_are_two_and_two_and_one_process_goes_on_alike(name, together
 def test_metrics_and_weights_of_three_steps_are_those_of_one_process(
     name, how, together, options_of
 ):
-    run, alone = (run_of(together, one, "three", name) for one in (how, "one"))
+    run, alone = (run_of(together, one, name) for one in (how, "one"))
     for line, expected in zip(run.metrics, alone.metrics, strict=True):
         check_metrics(name, line, expected)
     began_with = options_of(name, 1)["model_name_or_path"]

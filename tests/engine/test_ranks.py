@@ -1,6 +1,6 @@
 """Several ranks and engines: which are where, who answers what, and that the outcome is one.
 
-The runs are with stub_vllm; test_runs.py has two ranks with the real one.
+The runs are with stub_vllm; test_refill.py and test_inflight.py have two ranks with the real one.
 """
 
 import copy

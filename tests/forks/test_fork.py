@@ -83,7 +83,7 @@ def run_fork(run_main, write_fork):
 
 
 def test_every_change_has_diffs_for_grpo_and_what_ppo_has_is_for_both_of_its_scripts():
-    """The tests below run the asynchronous one."""
+    """Where a diff is in main() or a loss, the tests below run both of the asynchronous ones."""
     for heading in HEADINGS:
         changed = [name for name in SCRIPTS if fork(heading, name) != (REPO / name).read_text()]
         of_grpo = ("CISPO", "Leave one out", "Rewards that see the group", "Rows that are not run")
@@ -98,13 +98,12 @@ def test_every_change_fits_the_forks_too(heading, import_fork):
             ast.parse(fork(heading, *GRPO, Path(import_fork(name).__file__).read_text()))
 
 
-@each_script
-def test_rule_and_length_penalty_are_in_the_scores(script, run_fork, tmp_path):
+def test_rule_and_length_penalty_are_in_the_scores(run_fork, tmp_path):
     row = {"prompt": "54321=", "data_source": "my digits"}
     row["reward_model"] = {"style": "rule", "ground_truth": "12345"}
     options = {"non_stop_penalty": False, "length_penalty": 0.25}
     options["dataset"] = write_rows(tmp_path / "train.parquet", [row] * 64)
-    seen = run_fork("The reward", script, **options)
+    seen = run_fork("The reward", **options)
     score = seen.script.compute_score
     assert (score("my digits", "12345", "12345"), score("my digits", "12999", "12345")) == (1, 0.4)
     for line in seen.metrics:
@@ -112,11 +111,10 @@ def test_rule_and_length_penalty_are_in_the_scores(script, run_fork, tmp_path):
         assert line["objective/scores"] == pytest.approx(expected)
 
 
-@each_script
-def test_columns_of_ones_own_are_read(script, run_fork, tmp_path):
+def test_columns_of_ones_own_are_read(run_fork, tmp_path):
     rows = [{"question": f"{number:02}432=", "answer": "1234"} for number in range(64)]
     data = write_rows(tmp_path / "train.parquet", rows)
-    seen = run_fork("The data", script, score=lambda *_: 1.0, dataset=data)
+    seen = run_fork("The data", score=lambda *_: 1.0, dataset=data)
     assert len(seen.metrics) == loops.STEPS
     assert "432=" in (seen.run_dir / "rollouts.jsonl").read_text()
 
@@ -312,15 +310,6 @@ def test_fork_of_each_script_is_one_diff(name, tmp_path):
     ruff = Path(sys.executable).with_name("ruff")
     for words in (["check"], ["format", "--check"]):
         subprocess.run([ruff, *words, "--no-cache", tmp_path], check=True)
-
-
-def test_fork_that_does_not_fit_its_script_any_more_says_so(tmp_path, monkeypatch):
-    diff = (program.FORKS / "inflight.diff").read_text()
-    (tmp_path / "inflight.diff").write_text(diff.replace(" class Response:", " class Answer:"))
-    monkeypatch.setattr(program, "FORKS", tmp_path)
-    with pytest.raises(SystemExit, match="does not fit grpo_vllm_async"):
-        program.write_fork("inflight", tmp_path / "fork.py")
-    assert not (tmp_path / "fork.py").exists()
 
 
 def test_deliberate_bug_is_written_by_its_flag_alone(tmp_path):

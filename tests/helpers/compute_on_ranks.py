@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import traceback
@@ -224,22 +223,19 @@ def main_in_float64(script):
 
 
 def runs(accelerator, path):
-    """Those of a file with [name, options, whether in float64, the run that is gone on with].
+    """Those of a file with [name, options], in float64.
 
     Returns what in the last weights that vLLM got is not as in the saved model, of each.
     """
     not_sent = []
     subprocess.run = lambda *_, **__: None  # no pictures
     PartialState.destroy_process_group = lambda *_: None  # there is a next run
-    for name, options, double, copied in json.loads(path.read_text()):
+    for name, options in json.loads(path.read_text()):
         run_dir, script = Path(options["output_dir"], "run"), importlib.import_module(name[:-3])
-        if copied and accelerator.is_main_process:
-            shutil.copytree(copied, run_dir)
-        accelerator.wait_for_everyone()
         sys.argv = [name, *flags_of(options)]
         off = {"check_sampler": lambda *_, **__: 0.0}
         stub = mock.patch.multiple(script, VLLM=StubVLLM, **off)
-        with stub, main_in_float64(script) if double else contextlib.nullcontext():
+        with stub, main_in_float64(script):
             script.main(tyro.cli(script.Args))
         saved = load_file(run_dir / "model" / "model.safetensors")
         sent = StubVLLM.made[-1].weights  # of rank 0, which has an engine

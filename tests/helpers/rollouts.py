@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 import grpo_vllm_async as grpo
 import ppo_vllm_async as script
@@ -72,6 +77,13 @@ def grpo_args(**changes):
 
 def tiny_policy(seed=0, temperature=0.8):
     return script.PolicyModel(tiny_language_model(seed), tiny_args(temperature=temperature))
+
+
+def load_policy(path, trained=True, **changes):
+    """As main() does."""
+    args = tiny_args(**changes)
+    model = script.load_model(AutoModelForCausalLM, str(path), args, trained)
+    return script.PolicyModel(model, args)
 
 
 def tiny_value_model(seed=1):
@@ -188,11 +200,10 @@ def one_of_ranks(rank, world_size):
     )
 
 
-def gradients(accelerator, models, batch, args, mini_batch=range(8), leaves_out=False):
+def gradients(accelerator, models, batch, args, mini_batch=range(8)):
     """One vector of all gradients of one optimizer batch, and the sums over its tokens.
 
-    models: of the policy and PPO's value model those that train. leaves_out: rows_with_gradient
-    chooses rows, as in GRPO's main().
+    models: of the policy and PPO's value model those that train.
     """
     for model in models:
         model.zero_grad()
@@ -200,8 +211,6 @@ def gradients(accelerator, models, batch, args, mini_batch=range(8), leaves_out=
     pairs = [(model, losses_of(script, model)) for model in models]
     has_args = hasattr(script.Args, "loss_aggregation")
     divisor = script.loss_divisor(batch.loss_mask[rows], *([args] if has_args else []))
-    if leaves_out:
-        rows = script.rows_with_gradient(batch, rows, accelerator.num_processes, args)
     sums = defaultdict(int)
     script.accumulate_gradients(accelerator, pairs, batch, rows, divisor, sums, args)
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]

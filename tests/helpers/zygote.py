@@ -15,7 +15,6 @@ import json
 import multiprocessing as mp
 import multiprocessing.forkserver
 import multiprocessing.popen_fork
-import multiprocessing.popen_forkserver
 import os
 import runpy
 import select
@@ -105,17 +104,16 @@ class EngineProcess(mp.context.ForkServerProcess):
 
     server = mp.forkserver.ForkServer()
 
-    @staticmethod
-    def _Popen(process):
-        server = EngineProcess.server
-        server.set_forkserver_preload(["vllm.entrypoints.llm", "ppo_vllm_async"])
+    def __init__(self, target, args):
+        super().__init__(target=born_with, args=(dict(os.environ), target, args))
+
+    def start(self):
+        self.server.set_forkserver_preload(["vllm.entrypoints.llm", "ppo_vllm_async"])
         with mock.patch.dict(os.environ, AT_IMPORT):
-            server.ensure_running()
-        process._args = (dict(os.environ), process._target, process._args)
-        process._target = born_with
-        connect = server.connect_to_new_process
+            self.server.ensure_running()
+        connect = self.server.connect_to_new_process
         with mock.patch.object(mp.forkserver, "connect_to_new_process", connect):
-            return mp.popen_forkserver.Popen(process)
+            super().start()
 
 
 class EngineContext(mp.context.ForkServerContext):

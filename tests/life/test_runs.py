@@ -16,7 +16,7 @@ from helpers import ASYNC, SCRIPTS
 from helpers.endings import new_mark, processes_with
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import CPU, ONE_RANK, folders_of_vllm
+from helpers.processes import ONE_RANK, folders_of_vllm
 from helpers.runs import (
     VLLM_OPTIONS,
     batch_of,
@@ -145,35 +145,9 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
 # --------------------------------------------------------------------------- several runs compared
 
 
-def test_forked_run_gives_the_bits_of_the_real_command(run, launched):
+def test_forked_run_gives_the_bits_of_the_real_command(ppo_run, launched):
     """Else what other tests find in forked runs would not be what a user has."""
-    of_sync = {"learning_rate": 5e-4, "save_freq": None}
-    changes = {"ppo_sync.py": of_sync, "grpo_vllm_async.py": OF_GRPO}
-    again = launched(run.script, **changes.get(run.script, {}))
-    check_equal_to_the_bit(run, again, STEPS)
-
-
-# What a sampler's rounding or a padded width moves
-NOT_COMPARED = ("time/", "perf/", "mismatch/")
-
-
-def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
-    options = VLLM_OPTIONS | {"eval_dataset": small_eval, "num_evals": 1, "total_episodes": 64}
-    options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
-    options |= {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 16}
-    run = run_script("ppo_sync.py", tmp_path, ranks=2, env=CPU, **options)
-    assert run.returncode == 0, run.output
-    assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2
-    one, two = batch_of(vllm_run, 1), batch_of(run, 1)
-    assert one["sequences"] == two["sequences"]
-    assert torch.equal(one["scores"], two["scores"])
-    for name, value in vllm_run.metrics[0].items():
-        if not name.startswith(NOT_COMPARED):
-            assert run.metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    # Of a gradient next to nothing AdamW takes the sign, which rounding decides
-    one, two = (weights_of_versions(each)[1] for each in (vllm_run, run))
-    differences = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
-    assert (differences < 1e-6).double().mean() > 0.99
+    check_equal_to_the_bit(ppo_run, launched("ppo_vllm_async.py"), STEPS)
 
 
 @pytest.mark.parametrize("async_mode", [False, True])
