@@ -145,9 +145,9 @@ class Algorithm:
                               rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update: local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
-    A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
-    rows (local_rollout_forward_batch_size for the reference policy and the reward model). If
-    micro_batch_tokens is above 0, it has instead as many rows as fit that number of tokens.
+    A micro-batch is the rows that a rank runs at once, in each pass of each model. It has as many
+    rows as fit micro_batch_tokens, but at least one. If per_device_train_batch_size is above 0, it
+    has at most that many.
 
     By default a step has 256 prompts of one response on one rank, and makes 4 updates of 64 rows.
     Gamma and both lambdas are 1, so that before whitening a token's advantage is the sum of the
@@ -369,12 +369,11 @@ def main(args):
         # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
         # other padding would change the last bits. So in the first update all ratios are exactly 1
         # (on a CPU)
-        size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
-                accelerator, policy, batch, epochs[0], size, args
+                accelerator, policy, batch, epochs[0], args
             )
-            batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
+            batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         # Where vLLM has sampled with this version, its log-probabilities must agree with ours up to
@@ -557,8 +556,7 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
     rank adds its sums over loss tokens, the tokens of its rows (val/update_tokens), and its part of
     the losses of all models (objective/loss).
     """
-    size = args.per_device_train_batch_size
-    for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
+    for _, part in cut_micro_batches(accelerator, batch, rows, args):
         mask = part.loss_mask
         sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
@@ -697,7 +695,7 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+def cut_micro_batches(accelerator, batch, mini_batch, args):
     """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
     Rows are sorted by length, so that little of a micro-batch is padding. A rank takes every
@@ -707,9 +705,9 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
     >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
     >>> [(rows, part.mask.shape) for rows, part in parts]
-    [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
+    [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
@@ -717,27 +715,27 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted. So
     # all ranks cut by the lengths of the last one's, and pad to them
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
+    places = cut_places(longest, args)
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
     return [(rows, batch.cut(rows, length)) for rows, length in parts]
 
 
-def cut_places(lengths, max_rows, max_tokens):
+def cut_places(lengths, args):
     """Return where rows of these lengths, in ascending order, are cut into micro-batches.
 
-    A micro-batch has at most max_rows rows. If max_tokens is above 0, it has instead as many rows
-    as stay within max_tokens, padding included, but at least one.
+    The tokens of a micro-batch include its padding. A row that is longer than the limit is a
+    micro-batch of its own.
 
-    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=0)
-    [0, 2, 4]
-    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=15)
-    [0, 3, 4]
+    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
+    [0, 3, 4, 5]
+    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15, per_device_train_batch_size=2))
+    [0, 2, 3, 4, 5]
     """
+    max_rows = args.per_device_train_batch_size or len(lengths)
     places = [0]
     for i, length in enumerate(lengths):
-        if max_tokens > 0:
-            max_rows = max(1, max_tokens // length)
-        if i - places[-1] >= max_rows:
+        rows = min(max_rows, args.micro_batch_tokens // length)
+        if i - places[-1] >= max(1, rows):
             places.append(i)
     return [*places, len(lengths)]
 
@@ -790,7 +788,7 @@ def lr_multiplier(update, num_updates, args):
 
 
 @torch.no_grad()
-def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
+def forward_all(accelerator, model, batch, mini_batches, args):
     """Run a model over mini-batches, which are lists of rows. Collective.
 
     Return log-probabilities, values or scores on every rank, and a policy's entropies. Each is
@@ -799,7 +797,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
         # Each rank has equally many of its micro-batches
-        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's
                 outputs, part_entropies = outputs
@@ -812,9 +810,7 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (rows, length)."""
     all_rows = list(range(len(batch.lengths)))
-    logprobs, _ = forward_all(
-        accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
-    )
+    logprobs, _ = forward_all(accelerator, ref_policy, batch, [all_rows], args)
     return logprobs
 
 
@@ -1031,12 +1027,10 @@ class Args(Algorithm):
     """prompts per training step and rank"""
     local_mini_batch_size: int = 64
     """responses per optimizer update and rank"""
-    per_device_train_batch_size: int = 8
-    """responses per forward and backward pass of a rank: a micro-batch"""
-    local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of reference policy and reward model"""
-    micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
+    micro_batch_tokens: int = 16_384
+    """most tokens of a micro-batch, padding included; a longer row is run by itself"""
+    per_device_train_batch_size: int = 0
+    """most responses of a micro-batch; 0: as many as micro_batch_tokens allows"""
 
     # -- Optimization
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -2313,9 +2307,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     to_score += to_score[:1] * (-len(to_score) % accelerator.num_processes)
     batch = collate(to_score, accelerator.device)
     all_rows = list(range(len(to_score)))
-    values, _ = forward_all(
-        accelerator, reward_model, batch, [all_rows], args.local_rollout_forward_batch_size, args
-    )
+    values, _ = forward_all(accelerator, reward_model, batch, [all_rows], args)
     scores = dict(zip(distinct, values[all_rows, batch.lengths - 1].tolist(), strict=False))
     return [scores[tuple(response.row)] for response in responses]
 

@@ -128,6 +128,23 @@ def token_in_layer(run, model):
     return states + attention + inner * 4 * size  # gate, its activation, up, and their product
 
 
+def micro_batch(run, is_trained=True):
+    """Return the rows of the largest micro-batch, and the flag that bounds them.
+
+    Rows are the longest, but there may be a fraction of one, because shorter rows fill the budget.
+    """
+    args, rows_flag = run.args, "per_device_train_batch_size"
+    if run.trains_reward_model():
+        return 2 * args.per_device_train_batch_size, rows_flag  # a pair has two
+    by_flag = {"micro_batch_tokens": max(1, args.micro_batch_tokens / run.max_length())}
+    if args.per_device_train_batch_size:
+        by_flag[rows_flag] = args.per_device_train_batch_size
+    if is_trained:
+        by_flag["local_mini_batch_size"] = args.local_mini_batch_size
+    flag = min(by_flag, key=by_flag.get)
+    return by_flag[flag], flag
+
+
 def pass_parts(run, model, rows, is_trained):
     """About what a pass over some rows holds at its worst moment, by part: in a layer or the head.
 
@@ -193,11 +210,7 @@ def learner_memory(run):
     passes = {}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
-        flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
-        rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
-        if args.micro_batch_tokens:
-            flag = "micro_batch_tokens"
-            rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
+        rows, flag = micro_batch(run, is_trained)
         flags = f"--{flag} {getattr(args, flag)}"
         passes[f"passes of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
     if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine

@@ -282,8 +282,8 @@ def check_sharding(run):
 
 # Numbers that must be above 0; all others may be 0
 SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
-SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
-SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
+SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "micro_batch_tokens")
+SIZES += ("total_episodes", "vllm_tensor_parallel_size")
 SIZES += ("lora_rank", "lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another

@@ -160,7 +160,7 @@ NOT_COMPARED = ("time/", "perf/", "mismatch/")
 def test_two_ranks_do_what_one_does(vllm_run, run_script, small_eval, tmp_path):
     options = VLLM_OPTIONS | {"eval_dataset": small_eval, "num_evals": 1, "total_episodes": 64}
     options |= {"local_rollout_batch_size": 8, "local_mini_batch_size": 16}
-    options |= {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 16}
+    options |= {"per_device_train_batch_size": 4}
     run = run_script("ppo_sync.py", tmp_path, ranks=2, env=CPU, **options)
     assert run.returncode == 0, run.output
     assert json.loads((run.run_dir / "args.json").read_text())["world_size"] == 2

@@ -34,7 +34,7 @@ flags=(
   # 20 steps of 8 prompts, 16 responses each, one update a step
   --total_episodes 2560 --local_rollout_batch_size $((8 / gpus)) --number_samples_per_prompt 16
   --local_mini_batch_size $((128 / gpus))
-  --learning_rate 3e-6 --lr_scheduler_type constant --micro_batch_tokens 4096
+  --learning_rate 3e-6 --lr_scheduler_type constant
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")

@@ -42,7 +42,7 @@ flags=(
   --learning_rate 1e-6 --lr_scheduler_type constant
   # Dr. GRPO: advantages are not divided by a deviation, and long responses weigh more
   --advantage_normalization centered --loss_aggregation constant
-  --micro_batch_tokens 9216 --save_freq 20 --keep_last_n 1
+  --save_freq 20 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")

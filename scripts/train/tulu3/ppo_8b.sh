@@ -35,8 +35,6 @@ flags=(
   --beta 0.05
   --temperature 1.0 --stop_token eos --non_stop_penalty --penalty_reward_value -10
   --vllm_gpus 6 7
-  # Two longest rows
-  --micro_batch_tokens 8192
   --num_evals 100 --num_eval_prompts 200
   --save_freq 80 --keep_last_n 1
 )
