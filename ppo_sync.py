@@ -337,7 +337,7 @@ def main(args):
 
         # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
         # other padding would change the last bits. So in the first update all ratios are exactly 1
-        # (on a CPU)
+        # (on a CPU. --compile_layers makes other kernels for passes with and without gradients)
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -659,7 +659,7 @@ def deal_rows(training_step, args):
 
 
 def cut_micro_batches(accelerator, batch, mini_batch, args):
-    """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
+    """Yield this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
 
     Rows are sorted by length, so that little of a micro-batch is padding. A rank takes every
     num_ranks-th of them. All ranks cut at the same places, because under FSDP2 they compute
@@ -672,15 +672,16 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
-    num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
+    num_ranks = accelerator.num_processes
+    lengths = batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
     # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted. So
     # all ranks cut by the lengths of the last one's, and pad to them
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    places = cut_places(longest, args)
-    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
-    return [(rows, batch.cut(rows, length)) for rows, length in parts]
+    for start, end in itertools.pairwise(cut_places(longest, args)):
+        rows = own_rows[start:end]
+        yield rows, batch.cut(rows, longest[end - 1])
 
 
 def cut_places(lengths, args):
@@ -697,8 +698,7 @@ def cut_places(lengths, args):
     max_rows = args.per_device_train_batch_size or len(lengths)
     places = [0]
     for i, length in enumerate(lengths):
-        rows = min(max_rows, args.micro_batch_tokens // length)
-        if i - places[-1] >= max(1, rows):
+        if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
             places.append(i)
     return [*places, len(lengths)]
 
@@ -757,7 +757,8 @@ def forward_all(accelerator, model, batch, mini_batches, args):
     Return log-probabilities, values or scores on every rank, and a policy's entropies. Each is
     (rows, length), and 0 in rows that were not run.
     """
-    whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
+    whole = torch.zeros_like(batch.mask)
+    entropies = whole.clone()
     for mini_batch in mini_batches:
         # Each rank has equally many of its micro-batches
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
@@ -772,9 +773,8 @@ def forward_all(accelerator, model, batch, mini_batches, args):
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
     """Collective. Log-probabilities by the reference policy: (rows, length)."""
-    all_rows = list(range(len(batch.lengths)))
-    logprobs, _ = forward_all(accelerator, ref_policy, batch, [all_rows], args)
-    return logprobs
+    all_rows = range(len(batch.lengths))
+    return forward_all(accelerator, ref_policy, batch, [all_rows], args)[0]
 
 
 class PolicyModel(nn.Module):
@@ -1030,6 +1030,8 @@ class Args(Algorithm):
     """data type of weights, in the learner and in vLLM; the optimizer updates float32 masters"""
     attn_implementation: str = "sdpa"
     """sdpa, eager, flash_attention_2, ..."""
+    compile_layers: bool = False
+    """compile the models' layers, on GPUs alone: no GPU has shown the gain yet (docs/scaling.md)"""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: less memory, a third slower"""
     reward_model_path: str | None = None
@@ -1166,6 +1168,8 @@ def start_ranks(args):
             "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
             "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
         )
+    if args.compile_layers and accelerator.device.type == "cpu":
+        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1565,6 +1569,13 @@ def load_model(auto_class, path, args, trained, **config_options):
         # config says; and of a vision model the language model alone has been loaded
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
         model.config.architectures = [type(model).__name__]
+    if args.compile_layers:
+        # By layer, because a model that is compiled as a whole gets a mask, and so loses flash
+        # attention. Sizes are symbols, so that all layers and micro-batches share a few graphs.
+        # A layer that cannot be one graph raises an error. Else it would run uncompiled in silence
+        torch._dynamo.config.recompile_limit = 64
+        for layer in model.base_model.layers:
+            layer.compile(dynamic=True, fullgraph=True)
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. Dropout is off by the config
@@ -2249,7 +2260,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     to_score = list(distinct.values())
     to_score += to_score[:1] * (-len(to_score) % accelerator.num_processes)
     batch = collate(to_score, accelerator.device)
-    all_rows = list(range(len(to_score)))
+    all_rows = range(len(to_score))
     values, _ = forward_all(accelerator, reward_model, batch, [all_rows], args)
     scores = dict(zip(distinct, values[all_rows, batch.lengths - 1].tolist(), strict=False))
     return [scores[tuple(response.row)] for response in responses]

@@ -4,7 +4,7 @@
 
 scaling.md says what a cell has; README's table has the largest of the launches on a machine. vLLM
 must have room for 8 responses at once. Computed, not measured: for the shapes of Qwen3 and Qwen2.5,
-prompts of 512 tokens, responses of 1,024, --micro_batch_tokens 4096, and otherwise the defaults.
+prompts of 512 tokens, responses of 1,024, and otherwise the defaults.
 """
 
 import functools
@@ -78,7 +78,6 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
     preflight.read_config_file(options)
     args = script.Args(
         response_length=RESPONSE,
-        micro_batch_tokens=4096,
         vllm_gpus=vllm_gpus,
         vllm_gpu_memory_utilization=0.9 if vllm_gpus else 0.3,
         **({"lora_rank": rank} if rank else {}),
