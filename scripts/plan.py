@@ -354,12 +354,12 @@ def flops_of_token(matrices, attention, has_adapters=False):
     return 2 * matrices + 4 * attention, (4 if has_adapters else 6) * matrices + 12 * attention
 
 
-def flops_of(run, model):
-    """flops_of_token, for the longest row; adapters' own are few."""
+def flops_of(model, length, has_adapters=False):
+    """flops_of_token, for rows of this length; adapters' own are few."""
     config = model.config.get_text_config()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    attention = config.num_hidden_layers * widths(config)[0] * run.max_length()
-    return flops_of_token(sum(m.weight.numel() for m in linear), attention, bool(rank_of(run)))
+    attention = config.num_hidden_layers * widths(config)[0] * length
+    return flops_of_token(sum(m.weight.numel() for m in linear), attention, has_adapters)
 
 
 def learner_seconds(run):

@@ -144,11 +144,11 @@ def make_random_model(size, folder):
     Its end token is one of 151,936, so responses have response_length tokens, but for one in
     hundreds.
     """
-    from fits import models_of
+    from shapes import config_of
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEBUG_MODEL)
-    config = models_of(size)[0].config
+    config = config_of(size)
     config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
