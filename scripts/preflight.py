@@ -1022,6 +1022,8 @@ def plan_of_memory(run):
     yield "", f"at the most, in {largest}:"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
+    for line in plan.advice(run):
+        yield "", line
     if run.options.local_processes() > 1:
         whole = plan.host_memory(run)
         yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"

@@ -27,6 +27,7 @@ A cell that fails has an "error", and the next one runs.
 """
 
 import gc
+import importlib
 import json
 import sys
 import time
@@ -46,16 +47,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
-for name in ("tyro", "datasets"):  # which only a run needs
-    if not find_spec(name):
-        sys.modules[name] = mock.MagicMock()
 
 import plan
 from accelerate import Accelerator
 from shapes import config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import ppo_vllm_async as script
+# Only a run needs these two
+sys.modules |= {name: mock.MagicMock() for name in ("tyro", "datasets") if not find_spec(name)}
+script = importlib.import_module("ppo_vllm_async")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -102,8 +102,9 @@ class Ops(TorchDispatchMode):
         )
         self.syncs.update([name] if waits else [])
         aliases = [argument.alias_info for argument in function._schema.arguments]
-        if any(alias and not alias.is_write for alias in aliases) or name == "_unsafe_view":
-            return result  # a view
+        is_view = any(alias and not alias.is_write for alias in aliases) or name == "_unsafe_view"
+        if is_view or function.namespace == "prim":
+            return result
         made = torch.utils._pytree.tree_leaves(result)
         size = sum(tensor.nbytes for tensor in tensors + made if isinstance(tensor, torch.Tensor))
         flops = flop_registry.get(function.overloadpacket)
