@@ -554,8 +554,10 @@ def in_words(count):
 
 def in_flags(flags, run):
     """What is typed, and what a learner then needs and has."""
-    names = {True: "--{}", False: "--no-{}"}
-    typed = (names.get(value, "--{} {}").format(name, value) for name, value in flags.items())
+    typed = []
+    for name, value in flags.items():
+        is_switch = isinstance(value, bool)
+        typed.append(f"--{'' if value else 'no-'}{name}" if is_switch else f"--{name} {value}")
     needed, room = learner_needs(run), learner_room(run)
     return f"{' '.join(typed) or 'these flags'}: {in_words(needed)} of {in_words(room)}"
 
