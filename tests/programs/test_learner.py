@@ -25,6 +25,7 @@ def tiny_policy(family="Qwen2", **changes):
     """Of the family, with random weights, by the script's load_model."""
     config, args = getattr(transformers, f"{family}Config")(**TINY), script.Args(**changes)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    torch.manual_seed(0)
     return script.PolicyModel(learner.load_model(config, model_class, args, True, "cpu"), args)
 
 

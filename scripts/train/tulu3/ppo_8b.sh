@@ -8,7 +8,7 @@
 # `bash scripts/setup.sh` once before. docs/scaling.md has the rest.
 #
 # Needs, by scripts/preflight.py:
-#   two nodes of 8 GPUs: 32 GiB for a learner, of the 78 that it may take of a GPU of 80
+#   two nodes of 8 GPUs: 35 GiB for a learner, of the 78 that it may take of a GPU of 80
 # Of each node six GPUs train, all twelve sharing the models (FSDP2), and two have an engine each. So there are twelve
 # learners, as there were, and the sizes below are open-instruct's. Hours: not known.
 #
