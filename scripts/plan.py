@@ -136,6 +136,8 @@ def token_in_layer(run, model):
     if run.options.has_gpus() and size == 4 and keys < queries:
         # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
         attention += size * config.num_attention_heads * run.max_length()
+    if rank_of(run):  # what adapters add to gate and up exists beside them
+        states += inner * 2 * size
     return states + attention + inner * 4 * size  # gate, its activation, up, and their product
 
 
