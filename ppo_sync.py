@@ -136,9 +136,9 @@ class Algorithm:
                               rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update, local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
-    A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
-    rows (local_rollout_forward_batch_size for the reference policy and the reward model). If
-    micro_batch_tokens is above 0, it has instead as many rows as fit into that number of tokens.
+    A micro-batch is the rows that a rank runs at once, in each pass of each model. It has as many
+    rows as fit into micro_batch_tokens, but at least one. If per_device_train_batch_size is above
+    0, it has at most that many.
 
     By default a step has 256 prompts with one response each on one rank, and makes 4 updates of 64
     rows. Gamma and both lambdas are 1. Before whitening, a token's advantage is therefore the sum
@@ -344,13 +344,13 @@ def main(args):
 
         # 5. Forward passes before any update. They use the micro-batches of the first epoch,
         # because other padding would change the last bits. In the first update all ratios are
-        # therefore exactly 1 (on a CPU)
-        size = args.per_device_train_batch_size
+        # therefore exactly 1 (on a CPU; and without --compile_layers, whose kernels for passes with
+        # and without gradients differ)
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
-                accelerator, policy, batch, epochs[0], size, args
+                accelerator, policy, batch, epochs[0], args
             )
-            batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
+            batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         # vLLM's log-probabilities must agree with the learner's up to a small KL. Otherwise the run
@@ -537,8 +537,7 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 
     Every rank must call this, in the same order.
     """
-    size = args.per_device_train_batch_size
-    for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
+    for _, part in cut_micro_batches(accelerator, batch, rows, args):
         mask = part.loss_mask
         sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
@@ -681,7 +680,7 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+def cut_micro_batches(accelerator, batch, mini_batch, args):
     """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
 
     Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
@@ -690,37 +689,37 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
     >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], 2, Args(micro_batch_tokens=0))
+    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
     >>> [(rows, part.mask.shape) for rows, part in parts]
-    [([0, 2], torch.Size([2, 4])), ([3, 1], torch.Size([2, 10]))]
+    [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
-    num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
+    num_ranks = accelerator.num_processes
+    lengths = batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
     # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted.
     # All ranks therefore split by the lengths of the last rank's rows, and pad to them
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
-    parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
-    return [(rows, batch.cut(rows, length)) for rows, length in parts]
+    for start, end in itertools.pairwise(cut_places(longest, args)):
+        rows = own_rows[start:end]
+        yield rows, batch.cut(rows, longest[end - 1])
 
 
-def cut_places(lengths, max_rows, max_tokens):
+def cut_places(lengths, args):
     """Return the places at which rows of these lengths are split into micro-batches.
 
-    lengths are in ascending order. A micro-batch has at most max_rows rows. If max_tokens is above
-    0, it has instead as many rows as stay within max_tokens, padding included, but at least one.
+    lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
+    longer than the limit is a micro-batch of its own.
 
-    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=0)
-    [0, 2, 4]
-    >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=15)
-    [0, 3, 4]
+    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
+    [0, 3, 4, 5]
+    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15, per_device_train_batch_size=2))
+    [0, 2, 3, 4, 5]
     """
+    max_rows = args.per_device_train_batch_size or len(lengths)
     places = [0]
     for i, length in enumerate(lengths):
-        if max_tokens > 0:
-            max_rows = max(1, max_tokens // length)
-        if i - places[-1] >= max_rows:
+        if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
             places.append(i)
     return [*places, len(lengths)]
 
@@ -779,7 +778,7 @@ def lr_multiplier(update, num_updates, args):
 
 
 @torch.no_grad()
-def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
+def forward_all(accelerator, model, batch, mini_batches, args):
     """Run a model over mini-batches, which are lists of rows.
 
     Return log-probabilities, values or scores on every rank, and a policy's entropies. Each has the
@@ -787,10 +786,11 @@ def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args)
 
     Every rank must call this, in the same order.
     """
-    whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
+    whole = torch.zeros_like(batch.mask)
+    entropies = whole.clone()
     for mini_batch in mini_batches:
         # Each rank has the same number of micro-batches
-        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
+        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's outputs
                 outputs, part_entropies = outputs
@@ -805,11 +805,8 @@ def reference_logprobs(accelerator, ref_policy, batch, args):
 
     Every rank must call this, in the same order.
     """
-    all_rows = list(range(len(batch.lengths)))
-    logprobs, _ = forward_all(
-        accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
-    )
-    return logprobs
+    all_rows = range(len(batch.lengths))
+    return forward_all(accelerator, ref_policy, batch, [all_rows], args)[0]
 
 
 class PolicyModel(nn.Module):
@@ -1020,12 +1017,10 @@ class Args(Algorithm):
     """Prompts per step and rank."""
     local_mini_batch_size: int = 64
     """Responses per optimizer update and rank."""
-    per_device_train_batch_size: int = 8
-    """responses per forward and backward pass of a rank: a micro-batch"""
-    local_rollout_forward_batch_size: int = 32
-    """responses per forward pass of reference policy and reward model"""
-    micro_batch_tokens: int = 0
-    """most tokens of a pass, padding included: replaces the two numbers above; 0: off"""
+    micro_batch_tokens: int = 16_384
+    """Most tokens of a micro-batch, padding included. A longer row is run by itself."""
+    per_device_train_batch_size: int = 0
+    """Most responses of a micro-batch. With 0, micro_batch_tokens alone limits it."""
 
     # -- Optimization
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -1080,6 +1075,8 @@ class Args(Algorithm):
     """Data type of weights in learner and vLLM. The optimizer updates float32 masters."""
     attn_implementation: str = "sdpa"
     """Implementation of attention, such as sdpa, eager or flash_attention_2."""
+    compile_layers: bool = False
+    """Compile the models' layers, on GPUs only. No GPU has shown the gain yet."""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: less memory, a third slower"""
     reward_model_path: str | None = None
@@ -1206,6 +1203,8 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
+    if args.compile_layers and accelerator.device.type == "cpu":
+        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1602,6 +1601,13 @@ def load_model(auto_class, path, args, trained, **config_options):
         # config says that it is. Of a vision model, only the language model has been loaded
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
         model.config.architectures = [type(model).__name__]
+    if args.compile_layers:
+        # By layer, because a model that is compiled as a whole gets a mask, and so loses flash
+        # attention. Sizes are symbols, so that all layers and micro-batches share a few graphs.
+        # A layer that cannot be one graph raises an error. Else it would run uncompiled in silence
+        torch._dynamo.config.recompile_limit = 64
+        for layer in model.base_model.layers:
+            layer.compile(dynamic=True, fullgraph=True)
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Gradient checkpointing needs training mode. The config has turned dropout off
@@ -2316,10 +2322,8 @@ def reward_model_scores(accelerator, reward_model, responses, args):
     to_score = list(distinct.values())
     to_score += to_score[:1] * (-len(to_score) % accelerator.num_processes)
     batch = collate(to_score, accelerator.device)
-    all_rows = list(range(len(to_score)))
-    values, _ = forward_all(
-        accelerator, reward_model, batch, [all_rows], args.local_rollout_forward_batch_size, args
-    )
+    all_rows = range(len(to_score))
+    values, _ = forward_all(accelerator, reward_model, batch, [all_rows], args)
     scores = dict(zip(distinct, values[all_rows, batch.lengths - 1].tolist(), strict=False))
     return [scores[tuple(response.row)] for response in responses]
 

@@ -12,7 +12,8 @@ within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md
     vLLM                  its weights in --dtype, and the cache of keys and values (2309.06180)
 
 The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N ranks 1/N of the above.
-Hours are arithmetic, too: FLOPs of the learners, and bytes that vLLM reads for each token.
+Hours are a roofline: FLOPs, bytes and operations of the learners, and bytes that vLLM reads for
+each token.
 """
 
 import copy
@@ -42,6 +43,16 @@ PEAKS = {
     "L40S": (362e12, 0.864e12),
     "RTX 4090": (165e12, 1.008e12),
 }
+# Of these, kernels reach about so much (a guess)
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
+# Seconds that Python needs for an operation: a guess for a fast host, and what an H200 in a virtual
+# machine was measured at (docs/results.md, "On a GPU")
+HOST = (8e-6, 33e-6)
+# Operations of a layer of Qwen2 forward and backward, and what norms of queries and keys add. Then
+# numbers that a token moves in those that are no matrix products: of the hidden size, of the inner
+# size, of queries and keys, and of their norms. Counted (tests/programs/test_learner.py)
+OPS, OPS_OF_NORMS = (38, 86), (16, 28)
+FORWARD, BACKWARD = (42, 5, 12, 18), (111, 9, 22, 47)
 LIKELY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}  # GiB of a GPU elsewhere
 
 # ----------------------------------------------------------------------------- models and adapters
@@ -125,7 +136,26 @@ def token_in_layer(run, model):
     if run.options.has_gpus() and size == 4 and keys < queries:
         # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
         attention += size * config.num_attention_heads * run.max_length()
+    if rank_of(run):  # what adapters add to gate and up exists beside them
+        states += inner * 2 * size
     return states + attention + inner * 4 * size  # gate, its activation, up, and their product
+
+
+def micro_batch(run, is_trained=True):
+    """Return the rows of the largest micro-batch, and the flag that bounds them.
+
+    Rows are the longest, but there may be a fraction of one, because shorter rows fill the budget.
+    """
+    args, rows_flag = run.args, "per_device_train_batch_size"
+    if run.trains_reward_model():
+        return 2 * args.per_device_train_batch_size, rows_flag  # a pair has two
+    by_flag = {"micro_batch_tokens": max(1, args.micro_batch_tokens / run.max_length())}
+    if args.per_device_train_batch_size:
+        by_flag[rows_flag] = args.per_device_train_batch_size
+    if is_trained:
+        by_flag["local_mini_batch_size"] = args.local_mini_batch_size
+    flag = min(by_flag, key=by_flag.get)
+    return by_flag[flag], flag
 
 
 def pass_parts(run, model, rows, is_trained):
@@ -193,11 +223,7 @@ def learner_memory(run):
     passes = {}
     for name, model in (trained | frozen_models(run)).items():
         is_trained = name in trained
-        flag = "per_device_train_batch_size" if is_trained else "local_rollout_forward_batch_size"
-        rows = getattr(args, flag) * (1 + run.trains_reward_model())  # of pairs two
-        if args.micro_batch_tokens:
-            flag = "micro_batch_tokens"
-            rows = max(1, args.micro_batch_tokens / run.max_length())  # shorter ones fill it, too
+        rows, flag = micro_batch(run, is_trained)
         flags = f"--{flag} {getattr(args, flag)}"
         passes[f"passes of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
     if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
@@ -341,22 +367,73 @@ def flops_of_token(matrices, attention, has_adapters=False):
     return 2 * matrices + 4 * attention, (4 if has_adapters else 6) * matrices + 12 * attention
 
 
-def flops_of(run, model):
-    """flops_of_token, for the longest row; adapters' own are few."""
+def flops_of(model, length, has_adapters=False):
+    """flops_of_token, for rows of this length; adapters' own are few."""
     config = model.config.get_text_config()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    attention = config.num_hidden_layers * widths(config)[0] * run.max_length()
-    return flops_of_token(sum(m.weight.numel() for m in linear), attention, bool(rank_of(run)))
+    attention = config.num_hidden_layers * widths(config)[0] * length
+    return flops_of_token(sum(m.weight.numel() for m in linear), attention, has_adapters)
 
 
-def learner_seconds(run):
-    """Seconds of a step at the peak of the learners' GPUs, if all rows are the longest."""
-    trained = [flops_of(run, model) for model in trained_models(run).values()]
-    forward = sum(flops[0] for flops in trained)  # before the updates
-    forward += sum(flops_of(run, model)[0] for model in frozen_models(run).values())
-    flops = forward + run.args.num_epochs * sum(flops[1] for flops in trained)
-    tokens = run.args.episodes_per_step * run.max_length()
-    return flops * tokens / run.options.num_processes / peak_of(gpu_of(run))[0]
+def pass_seconds(run, model, rows, trains=False, host=0.0):
+    """Return seconds of a forward pass over some rows; with `trains` of an update's, with backward.
+
+    It is a roofline. Each operation takes as long as its FLOPs or its bytes, whichever is longer.
+    Python needs `host` seconds for each operation. The GPU waits for Python where that is slower.
+    Exchanges between ranks are not counted.
+    """
+    config, size = model.config.get_text_config(), size_of(run)
+    flops, bandwidth = peak_of(gpu_of(run))
+    flops, bandwidth = flops * REACHED_FLOPS, bandwidth * REACHED_BANDWIDTH
+    tokens, hidden = rows * run.max_length(), config.hidden_size
+    queries, keys, inner = widths(config)
+    has_norms = any(hasattr(module, "q_norm") for module in model.modules())
+    sides = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    sides += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    matrices = sum(
+        max(2 * a * b * tokens / flops, size * (a * b + tokens * (a + b)) / bandwidth)
+        for a, b in sides
+    )
+    attention = 4 * queries * run.max_length() * tokens / flops
+
+    def others(of_hidden, of_inner, of_heads, of_norms):
+        heads = (of_heads + of_norms * has_norms) * (queries + keys)
+        numbers = of_hidden * hidden + of_inner * inner + heads
+        return numbers * tokens * size / bandwidth
+
+    layer = matrices + attention + others(*FORWARD)
+    ops = OPS[0] + OPS_OF_NORMS[0] * has_norms
+    passes, walks = 1, 8  # through the logits
+    if trains:
+        again = run.args.gradient_checkpointing
+        added = 0 if rank_of(run) else 10 * sum(a * b for a, b in sides) / bandwidth  # to masters
+        backward = matrices * (1 if rank_of(run) else 2) + 2.5 * attention + others(*BACKWARD)
+        layer += backward + added + again * layer
+        ops += OPS[1] + OPS_OF_NORMS[1] * has_norms + again * ops
+        passes, walks = 4, 15
+    head = 0
+    if not hasattr(model, "score"):  # in TF32, at half the rate
+        logits = tokens * run.args.response_length / run.max_length() * config.vocab_size
+        head = passes * 4 * hidden * logits / flops + walks * 4 * logits / bandwidth
+    return max(config.num_hidden_layers * layer + head, config.num_hidden_layers * ops * host)
+
+
+def learner_seconds(run, host=0.0):
+    """Seconds of a step of a learner by pass_seconds, if all rows are the longest."""
+    rows, seconds = local_episodes(run), 0
+    in_step = run.args.num_epochs * rows / run.args.local_mini_batch_size  # updates
+    trained = trained_models(run)
+    for name, model in (trained | frozen_models(run)).items():
+        most = rows if name not in trained else run.args.local_mini_batch_size
+        count = math.ceil(most / micro_batch(run, name in trained)[0])
+        each = pass_seconds(run, model, most / count, host=host)
+        seconds += rows / most * count * each
+        if name in trained:
+            each = pass_seconds(run, model, most / count, trains=True, host=host)
+            # AdamW reads and writes a master, its gradient and two moments
+            written = 40 * count_trained(run, model) / (run.options.num_shards() or 1)
+            seconds += in_step * (count * each + written / peak_of(gpu_of(run))[1])
+    return seconds
 
 
 def sampling_seconds(run):
@@ -376,11 +453,12 @@ def sampling_seconds(run):
 
 
 def hours(run):
-    """The fewest and the most: learners at 45 and 30% of their peak, vLLM at all and a third."""
-    learner, sampling = learner_seconds(run), sampling_seconds(run)
+    """The fewest and the most: with a fast and a slow host, vLLM at all and a third of the rate."""
     takes_turns = run.shares_gpus() or not run.args.async_mode
     seconds = sum if takes_turns else max
-    ends = seconds((learner / 0.45, sampling)), seconds((learner / 0.30, 3 * sampling))
+    sampling = sampling_seconds(run)
+    fast, slow = (learner_seconds(run, host) for host in HOST)
+    ends = seconds((fast, sampling)), seconds((slow, 3 * sampling))
     return [end * run.args.num_training_steps / 3600 for end in ends]
 
 
@@ -427,6 +505,14 @@ def with_share(run):
     return None
 
 
+def smaller_budgets(run):
+    """Yield half of --micro_batch_tokens, a quarter, and so on, down to the longest row."""
+    tokens = int(micro_batch(run)[0] * run.max_length())
+    while tokens > run.max_length():
+        tokens = max(tokens // 2, run.max_length())
+        yield tokens
+
+
 def what_fits(run):
     """[(flags, run)] of the first change that fits, or none; what changes little is tried first.
 
@@ -440,7 +526,7 @@ def what_fits(run):
     can_shard = hasattr(run.script, "fully_shard")
     changes = [
         {"gradient_checkpointing": True},
-        {"micro_batch_tokens": run.max_length()},
+        *({"micro_batch_tokens": tokens} for tokens in smaller_budgets(run)),
         {"dtype": "bfloat16"},
         *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
         # Only a fork has this flag. Given to a script, the preflight names the command for a fork
@@ -470,7 +556,10 @@ def in_words(count):
 
 def in_flags(flags, run):
     """What is typed, and what a learner then needs and has."""
-    typed = (f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
+    typed = []
+    for name, value in flags.items():
+        is_switch = isinstance(value, bool)
+        typed.append(f"--{'' if value else 'no-'}{name}" if is_switch else f"--{name} {value}")
     needed, room = learner_needs(run), learner_room(run)
     return f"{' '.join(typed) or 'these flags'}: {in_words(needed)} of {in_words(room)}"
 
@@ -490,9 +579,40 @@ def plan_of_processes(run):
     if run.knows_sizes() and run.options.gpu_memory and peak_of(gpu_of(run)):
         low, high = (f"{float(f'{end:.2g}'):g}" for end in hours(run))
         gpu = gpu_of(run)
-        yield "hours", f"{low} to {high} on {gpu}, if all rows are the longest: arithmetic,"
-        yield "", "with learners at 45 to 30% of their peak, and vLLM at all or a third of its"
-        yield "", "memory's bandwidth. Small models take longer; evaluations are not in it"
+        yield "hours", f"{low} to {high} on {gpu}, if all rows are the longest. This is a roofline,"
+        yield (
+            "",
+            f"no measurement: {1e6 * HOST[0]:g} to {1e6 * HOST[1]:g} microseconds of Python for an",
+        )
+        yield "", "operation, vLLM at all or a third of its memory's bandwidth, no evaluations"
+
+
+def advice(run):
+    """Lines on the size of micro-batches on a GPU: what is slow, is faster, or makes room."""
+    args, needed = run.args, learner_needs(run)
+    if run.trains_reward_model() or learner_room(run) is None:
+        return
+    rows, flag = micro_batch(run)
+    tokens = int(rows * run.max_length())
+    if flag == "per_device_train_batch_size" and 2 * tokens <= args.micro_batch_tokens:
+        yield (
+            f"--{flag} {rows} keeps micro-batches at {tokens:,} tokens, of the "
+            f"{args.micro_batch_tokens:,} of --micro_batch_tokens; small ones leave a GPU idle"
+        )
+    if smaller := [*smaller_budgets(run)][:1]:
+        flags = {"micro_batch_tokens": smaller[0]}
+        saved = needed - learner_needs(with_changes(run, flags))
+        yield (
+            f"if PyTorch is out of memory: --micro_batch_tokens {smaller[0]} takes "
+            f"{in_words(saved)} less"
+        )
+    if peak_of(gpu_of(run)):
+        now = learner_seconds(run, HOST[1])
+        for flags in ({"gradient_checkpointing": False}, {"micro_batch_tokens": 32_768}):
+            changed = with_changes(run, flags)
+            has_room = learner_needs(changed) <= 0.95 * learner_room(run)
+            if has_room and (part := learner_seconds(changed, HOST[1]) / now) < 0.95:
+                yield f"faster, {part:.0%} of the time by the roofline: {in_flags(flags, changed)}"
 
 
 def room_for_responses(run):

@@ -282,8 +282,8 @@ def check_sharding(run):
 
 # Numbers that must be above 0; all others may be 0
 SIZES = ("response_length", "max_prompt_token_length", "number_samples_per_prompt", "num_epochs")
-SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "local_rollout_forward_batch_size")
-SIZES += ("per_device_train_batch_size", "total_episodes", "vllm_tensor_parallel_size")
+SIZES += ("local_rollout_batch_size", "local_mini_batch_size", "micro_batch_tokens")
+SIZES += ("total_episodes", "vllm_tensor_parallel_size")
 SIZES += ("lora_rank", "lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
@@ -1022,6 +1022,8 @@ def plan_of_memory(run):
     yield "", f"at the most, in {largest}:"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
+    for line in plan.advice(run):
+        yield "", line
     if run.options.local_processes() > 1:
         whole = plan.host_memory(run)
         yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"

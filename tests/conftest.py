@@ -217,7 +217,6 @@ def start_script(assets, take_rows, request):
         "number_samples_per_prompt": 2,
         "local_mini_batch_size": 32,
         "per_device_train_batch_size": 8,
-        "local_rollout_forward_batch_size": 32,
         "reward_workers": 1,
         "learning_rate": 5e-4,
     }

@@ -4,10 +4,9 @@
 
 scaling.md says what a cell has; README's table has the largest of the launches on a machine. vLLM
 must have room for 8 responses at once. Computed, not measured: for the shapes of Qwen3 and Qwen2.5,
-prompts of 512 tokens, responses of 1,024, --micro_batch_tokens 4096, and otherwise the defaults.
+prompts of 512 tokens, responses of 1,024, and otherwise the defaults.
 """
 
-import functools
 import importlib
 import itertools
 import sys
@@ -18,30 +17,9 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 import fork
 import plan
 import preflight
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Qwen2Config,
-    Qwen3Config,
-)
+from shapes import SHAPES, models_of
 
 PROMPT, RESPONSE = 512, 1024
-VOCABULARY = 151_936
-# Class of config, hidden size, layers, heads of attention and of keys, inner size, whether the head
-# is tied, vocabulary; by the config.json of Qwen3 and, for sizes that it does not have, of Qwen2.5
-SHAPES = {
-    "0.5": (Qwen2Config, 896, 24, 14, 2, 4864, True, VOCABULARY),
-    "0.6": (Qwen3Config, 1024, 28, 16, 8, 3072, True, VOCABULARY),
-    "1.5": (Qwen2Config, 1536, 28, 12, 2, 8960, True, VOCABULARY),
-    "1.7": (Qwen3Config, 2048, 28, 16, 8, 6144, True, VOCABULARY),
-    "3": (Qwen2Config, 2048, 36, 16, 2, 11_008, True, VOCABULARY),
-    "4": (Qwen3Config, 2560, 36, 32, 8, 9728, True, VOCABULARY),
-    "7": (Qwen2Config, 3584, 28, 28, 4, 18_944, False, 152_064),
-    "8": (Qwen3Config, 4096, 36, 32, 8, 12_288, False, VOCABULARY),
-    "14": (Qwen3Config, 5120, 40, 40, 8, 17_408, False, VOCABULARY),
-    "32": (Qwen3Config, 5120, 64, 64, 8, 25_600, False, VOCABULARY),
-}
 
 
 class Run(preflight.Run):
@@ -49,18 +27,6 @@ class Run(preflight.Run):
 
     def max_length(self):
         return PROMPT + self.args.response_length
-
-
-@functools.cache
-def models_of(size):
-    """A policy and a value model, without memory for their weights."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("intermediate_size", "tie_word_embeddings", "vocab_size")
-    config_class, *shape = SHAPES[size]
-    config = config_class(num_labels=1, **dict(zip(names, shape, strict=True)))
-    with torch.device("meta"):
-        classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
-        return [auto_class.from_config(config) for auto_class in classes]
 
 
 def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank=0):
@@ -78,7 +44,6 @@ def launch(name, size, gpu_memory, file, nodes=1, learners=1, vllm_gpus=(), rank
     preflight.read_config_file(options)
     args = script.Args(
         response_length=RESPONSE,
-        micro_batch_tokens=4096,
         vllm_gpus=vllm_gpus,
         vllm_gpu_memory_utilization=0.9 if vllm_gpus else 0.3,
         **({"lora_rank": rank} if rank else {}),

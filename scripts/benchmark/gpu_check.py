@@ -76,7 +76,7 @@ KL_LIMIT = 0.015  # of check_sampler, in bfloat16 at temperature 1
 # PPO trains two models. At 1.5 B their weights, gradients and moments take 49 GB of, say, 80.
 MEMORY_OPTIONS = {
     "0.6": {},
-    "1.5": {"local_rollout_forward_batch_size": 8, "vllm_gpu_memory_utilization": 0.15},
+    "1.5": {"vllm_gpu_memory_utilization": 0.15},
 }
 ADAPTERS = {"lora_rank": 16, "learning_rate": 1e-3}
 # Attention of Qwen2.5-0.5B, and lengths of 64 modulo 128, where cuDNN fails; 640 is none of them
@@ -132,7 +132,6 @@ def short_command(script, steps, **options):
         "total_episodes": RESPONSES * steps,
         "local_rollout_batch_size": RESPONSES,
         "local_mini_batch_size": RESPONSES,
-        "per_device_train_batch_size": 8,
     }
     if script == GRPO:
         defaults |= {"local_rollout_batch_size": RESPONSES // 4, "number_samples_per_prompt": 4}
@@ -145,11 +144,11 @@ def make_random_model(size, folder):
     Its end token is one of 151,936, so responses have response_length tokens, but for one in
     hundreds.
     """
-    from fits import models_of
+    from shapes import config_of
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEBUG_MODEL)
-    config = models_of(size)[0].config
+    config = config_of(size)
     config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -37,7 +37,7 @@ FLAGS = f"""
     --model_name_or_path {REPO}/debug_assets/model --dtype float32 --no-gradient_checkpointing
     --response_length 8 --number_samples_per_prompt 2 --local_rollout_batch_size 16 --num_epochs 2
     --local_mini_batch_size 16 --learning_rate 5e-4 --warm_up_steps 2 --num_evals 2
-    --num_eval_prompts 32 --reward_workers 1 --seed 4242
+    --num_eval_prompts 32 --reward_workers 1 --seed 4242 --micro_batch_tokens 128
 """
 
 

@@ -196,7 +196,7 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
     ids = np.full((2, 1200), 5, np.int32)
     ids[1, 600] = 7
     responses += [rollouts.response_of(responses[0].prompt, row) for row in ids]
-    args = tiny_args(local_rollout_forward_batch_size=size)
+    args = tiny_args(per_device_train_batch_size=size)
     score_of = {}
     scores = script.reward_model_scores(accelerator, model, responses, args)
     for response, score in zip(responses, scores, strict=True):
@@ -210,20 +210,22 @@ def test_equal_responses_have_equal_scores_at_their_last_token(size, accelerator
 # ------------------------------------------------------------------- minibatches and micro-batches
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 60, 150, 700, 10**6])
+@pytest.mark.parametrize("tokens", [1, 60, 150, 700, 10**6])
+@pytest.mark.parametrize("limit", [0, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size, tokens):
+def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size, limit, tokens):
     draw = random.Random(5)
     lengths = [draw.randint(2, 100) for _ in range(64)]
     prompt = script.Prompt("row 0", "", [5], None, None, None)
     responses = [rollouts.response_of(prompt, range(1, length)) for length in lengths]
     batch = script.collate(responses, "cpu")
-    rows, args = draw.sample(range(64), 48), tiny_args(micro_batch_tokens=tokens)
+    rows = draw.sample(range(64), 48)
+    args = tiny_args(micro_batch_tokens=tokens, per_device_train_batch_size=limit)
     ranks = [one_of_ranks(number, world_size) for number in range(world_size)]
-    shares = [script.cut_micro_batches(rank, batch, rows, 4, args) for rank in ranks]
+    shares = [script.cut_micro_batches(rank, batch, rows, args) for rank in ranks]
 
     def fits(count, longest):
-        return count <= 4 if tokens == 0 else count * longest <= tokens or count == 1
+        return count == 1 or (count * longest <= tokens and count <= (limit or 48))
 
     passes = []  # each with its rows, one for each rank and then again one for each
     for parts in zip(*shares, strict=True):  # ranks wait for each other in each pass
@@ -263,7 +265,7 @@ def test_gradients_are_clipped_and_stepped_at_the_rate_of_this_update(accelerato
 # ------------------------------------------------------------------------------------------ main()
 
 
-@pytest.mark.parametrize("tokens", [0, 150], ids=["by rows", "by tokens"])
+@pytest.mark.parametrize("tokens", [16_384, 150], ids=["by rows", "by tokens"])
 @pytest.mark.parametrize(("name", "beta"), [*((name, 0.3) for name in SCRIPTS), (*GRPO, 0.0)])
 def test_ratio_is_exactly_one_until_the_policy_changes(name, beta, tokens, run_main):
     """The passes before the updates have the shapes of those in them, mini-batch by mini-batch.

@@ -102,7 +102,8 @@ def test_each_rank_has_as_many_rows_however_many_are_left_out():
     mini_batch, draw = list(range(6, 18)), random.Random(0)
     batch = grpo.collate([rollouts.response_of(PROMPT, [6] * (i + 1)) for i in range(24)], "cpu")
     batch.loss_mask = batch.mask
-    args, ranks = grpo_args(beta=0.0), [one_of_ranks(rank, 3) for rank in range(3)]
+    args = grpo_args(beta=0.0, per_device_train_batch_size=2)
+    ranks = [one_of_ranks(rank, 3) for rank in range(3)]
     for count in range(13):
         needed = draw.sample(mini_batch, count)
         batch.advantages = 0 * batch.mask
@@ -110,7 +111,7 @@ def test_each_rank_has_as_many_rows_however_many_are_left_out():
         rows = grpo.rows_with_gradient(batch, mini_batch, len(ranks), args)
         assert {*needed} <= {*rows} <= {*mini_batch}
         assert len(rows) == len({*rows}) == 3 * max(1, math.ceil(count / 3))
-        cuts = [grpo.cut_micro_batches(rank, batch, rows, 2, args) for rank in ranks]
+        cuts = [grpo.cut_micro_batches(rank, batch, rows, args) for rank in ranks]
         assert len({str([len(own) for own, _ in cut]) for cut in cuts}) == 1
 
 
@@ -140,7 +141,7 @@ def test_metrics_are_those_of_a_beta_so_small_that_no_row_is_left_out(run_main):
 
 def test_passes_give_entropies_of_their_rows_on_every_rank():
     """Zeros in other rows, which the sum over ranks leaves as they are."""
-    policy, args = tiny_policy(), grpo_args(beta=0.1)
+    policy, args = tiny_policy(), grpo_args(beta=0.1, per_device_train_batch_size=1)
     batch = rollouts.in_float32(rollouts.grpo_rollout(policy, 0.4))
     with torch.no_grad():
         expected = torch.stack(policy(batch.input_ids, batch.mask))
@@ -149,7 +150,7 @@ def test_passes_give_entropies_of_their_rows_on_every_rank():
     for rank in range(2):
         accelerator = one_of_ranks(rank, 2)
         accelerator.reduce = torch.neg  # which each of them must go through
-        share = -torch.stack(grpo.forward_all(accelerator, policy, batch, [[0, 3, 4, 6]], 1, args))
+        share = -torch.stack(grpo.forward_all(accelerator, policy, batch, [[0, 3, 4, 6]], args))
         assert share.any(2).any(0).sum() == 2  # rows
         expected -= share
     torch.testing.assert_close(expected, torch.zeros_like(expected))

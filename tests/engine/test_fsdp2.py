@@ -79,7 +79,7 @@ def test_each_rank_loads_its_models_and_no_task_of_slurm_is_a_rank(monkeypatch):
 @pytest.mark.parametrize("count", [1, 5, 6])
 def test_each_rank_scores_in_as_many_passes(count):
     """One at a time, of held-out prompts. In a pass of its own a rank would wait for ever."""
-    args = rollouts.tiny_args(local_rollout_forward_batch_size=1)
+    args = rollouts.tiny_args(per_device_train_batch_size=1)
     model, passes = rollouts.tiny_value_model(), Counter()
     model.register_forward_hook(lambda *_: passes.update([rank]))
     for rank in range(2):
@@ -111,12 +111,11 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
             "local_rollout_batch_size": 8 // ranks,
             "local_mini_batch_size": 16 // ranks,
             "per_device_train_batch_size": 4 // ranks,
-            "local_rollout_forward_batch_size": 4 // ranks,
             "max_grad_norm": 0.1,
         }
         of_script = {
             "ppo_sync_lora.py": {"reward_model_path": reward_model, "lora_rank": 4},
-            "ppo_vllm_async.py": {"micro_batch_tokens": 80},
+            "ppo_vllm_async.py": {"micro_batch_tokens": 80, "per_device_train_batch_size": 0},
             # Only the first rank has an engine, and not all rows have a gradient
             "grpo_vllm_async.py": {"model_name_or_path": tied, "vllm_gpus": 2, "beta": 0.0},
         }

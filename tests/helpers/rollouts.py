@@ -60,7 +60,6 @@ def tiny_classifier(seed, **changes):
 TINY = {
     "dtype": "float32",
     "per_device_train_batch_size": 8,
-    "local_rollout_forward_batch_size": 8,
     "temperature": 0.8,
 }
 
@@ -229,8 +228,8 @@ def check_any_cut(models, batch, args, expected, expected_sums, ways=8):
     """What gradients() gives is this, in any order of the rows, of any sizes, on any ranks."""
     draw = random.Random(7)
     for _ in range(ways):
-        sizes = {"per_device_train_batch_size": draw.randint(1, 8)}
-        sizes["micro_batch_tokens"] = draw.choice([0, 45])  # which is for those of rows
+        sizes = {"per_device_train_batch_size": draw.randint(0, 8)}
+        sizes["micro_batch_tokens"] = draw.choice([16_384, 45])
         rows, count = draw.sample(range(8), 8), draw.choice([1, 2, 4])
         cut = replace(args, **sizes)
         shares = [gradients(one_of_ranks(i, count), models, batch, cut, rows) for i in range(count)]

@@ -10,6 +10,6 @@ exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gp
   --dataset debug_assets/train.parquet --eval_dataset debug_assets/test.parquet \
   --model_name_or_path debug_assets/model --dtype float32 --no-gradient_checkpointing --response_length 8 \
   --total_episodes 51200 --local_rollout_batch_size 64 --number_samples_per_prompt 8 --local_mini_batch_size 256 \
-  --per_device_train_batch_size 128 --local_rollout_forward_batch_size 256 \
+  --per_device_train_batch_size 128 \
   --learning_rate 5e-4 --warm_up_steps 10 --lr_scheduler_type linear \
   --non_stop_penalty --penalty_reward_value -1 "$@"

@@ -10,6 +10,6 @@ exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gp
   --dataset debug_assets/train.parquet --eval_dataset debug_assets/test.parquet \
   --model_name_or_path debug_assets/model --dtype float32 --no-gradient_checkpointing --response_length 8 \
   --total_episodes 61440 --local_rollout_batch_size 512 --num_epochs 2 --local_mini_batch_size 128 \
-  --per_device_train_batch_size 128 --local_rollout_forward_batch_size 256 \
+  --per_device_train_batch_size 128 \
   --learning_rate 2e-4 --value_learning_rate 1e-3 --warm_up_steps 80 \
   --non_stop_penalty --penalty_reward_value -1 "$@"

@@ -37,8 +37,6 @@ flags=(
   --learning_rate 1e-6 --lr_scheduler_type constant
   # SkyRL's default for a KL term in the loss, by the same estimator
   --beta 0.001 --kl_estimator kl3
-  # By tokens, since answers are of very different length
-  --micro_batch_tokens 16384
   # All 1,319 test prompts, every 5 steps
   --num_evals 28 --num_eval_prompts 0
   --save_freq 10 --keep_last_n 1

@@ -41,8 +41,6 @@ flags=(
   --gamma 1 --lam 1 --cliprange 0.2 --cliprange_value 0.5
   # The KL penalty of verl's run. (Its entropy bonus of 0.001 has no flag here)
   --beta 0.001
-  # By tokens, since answers are of very different length
-  --micro_batch_tokens 16384
   # All 1,319 test prompts, about every 10 steps
   --num_evals 43 --num_eval_prompts 0
   --save_freq 50 --keep_last_n 1

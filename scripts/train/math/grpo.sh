@@ -31,8 +31,6 @@ flags=(
   # All weights learn, so the rate is not that of adapters
   --learning_rate 1e-6 --lr_scheduler_type constant
   --beta 0.001 --kl_estimator kl3
-  # By tokens, since answers are of very different length
-  --micro_batch_tokens 16384
   # 500 of the test prompts, about every 10 steps
   --num_evals 12 --num_eval_prompts 500
   --save_freq 20 --keep_last_n 1

@@ -7,9 +7,9 @@
 # Further flags go to the script.
 #
 # Needs, by scripts/preflight.py:
-#   GPUS=1: 12 GiB for a learner, of the 15 that it may take of a GPU of 24
-#   GPUS=8: 12 GiB for a learner, of the 14 that it may take of a GPU of 24
-# PyTorch's own count of a learner's tensors on one GPU is 11.8 GiB.
+#   GPUS=1: 13 GiB for a learner, of the 15 that it may take of a GPU of 24
+#   GPUS=8: 13 GiB for a learner, of the 14 that it may take of a GPU of 24
+# PyTorch's own count of a learner's tensors on one GPU is 13.1 GiB.
 # Without a GPU: bash scripts/train/debug/grpo.sh, the same algorithm in a minute.
 #
 # Expect (github.com/PrimeIntellect-ai/prime-rl): in training a reward that rises, and is above 0.6 at the end, and a KL of
@@ -34,7 +34,9 @@ flags=(
   # 20 steps of 8 prompts, 16 responses each, one update a step
   --total_episodes 2560 --local_rollout_batch_size $((8 / gpus)) --number_samples_per_prompt 16
   --local_mini_batch_size $((128 / gpus))
-  --learning_rate 3e-6 --lr_scheduler_type constant --micro_batch_tokens 4096
+  --learning_rate 3e-6 --lr_scheduler_type constant
+  # Half of the default, which would leave less than a gibibyte of a GPU of 24 GB
+  --micro_batch_tokens 8192
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")

@@ -42,7 +42,6 @@ flags=(
   --beta 0.05
   # The reward model has never seen a response that was cut
   --non_stop_penalty --penalty_reward_value -5
-  --micro_batch_tokens 16384
   --num_evals 20 --num_eval_prompts 200
   --save_freq 50 --keep_last_n 1
 )

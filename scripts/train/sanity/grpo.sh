@@ -7,9 +7,9 @@
 # Further flags go to the script, or to a fork of it, SCRIPT. A set for another model: scripts/data_preprocess/by_success.py.
 #
 # Needs, by scripts/preflight.py:
-#   GPUS=1: 32 GiB for a learner, of the 54 that it may take of a GPU of 80
-#   GPUS=8: 32 GiB for a learner, of the 53 that it may take of a GPU of 80
-# PyTorch's own count of a learner's tensors on one GPU is 31.4 GiB, with adapters as below 7.6.
+#   GPUS=1: 35 GiB for a learner, of the 54 that it may take of a GPU of 80
+#   GPUS=8: 35 GiB for a learner, of the 53 that it may take of a GPU of 80
+# PyTorch's own count of a learner's tensors on one GPU is 34.7 GiB, with adapters as below 8.3.
 # On a GPU of 24 GB: with adapters (docs/adapters.md), by python scripts/fork.py lora grpo_lora.py, SCRIPT=grpo_lora.py and
 # --lora_rank 32 --learning_rate 1e-5 --vllm_gpu_memory_utilization 0.56.
 # Without a GPU: bash scripts/train/debug/grpo.sh, the same algorithm in a minute.
@@ -42,7 +42,7 @@ flags=(
   --learning_rate 1e-6 --lr_scheduler_type constant
   # Dr. GRPO: advantages are not divided by a deviation, and long responses weigh more
   --advantage_normalization centered --loss_aggregation constant
-  --micro_batch_tokens 9216 --save_freq 20 --keep_last_n 1
+  --save_freq 20 --keep_last_n 1
 )
 config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")

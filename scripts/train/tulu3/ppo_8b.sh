@@ -8,7 +8,7 @@
 # `bash scripts/setup.sh` once before. docs/scaling.md has the rest.
 #
 # Needs, by scripts/preflight.py:
-#   two nodes of 8 GPUs: 32 GiB for a learner, of the 78 that it may take of a GPU of 80
+#   two nodes of 8 GPUs: 35 GiB for a learner, of the 78 that it may take of a GPU of 80
 # Of each node six GPUs train, all twelve sharing the models (FSDP2), and two have an engine each. So there are twelve
 # learners, as there were, and the sizes below are open-instruct's. Hours: not known.
 #
@@ -35,8 +35,6 @@ flags=(
   --beta 0.05
   --temperature 1.0 --stop_token eos --non_stop_penalty --penalty_reward_value -10
   --vllm_gpus 6 7
-  # Two longest rows
-  --micro_batch_tokens 8192
   --num_evals 100 --num_eval_prompts 200
   --save_freq 80 --keep_last_n 1
 )
