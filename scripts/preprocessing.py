@@ -125,17 +125,20 @@ def load_from_hub(hub: tuple) -> Splits:
 
 
 def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
-    """The local files of each split, by their names."""
+    """The local files of each split, by their names; one file without a split's name is train's."""
     splits = defaultdict(list)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.suffix in (".jsonl", ".parquet"):
-            words = re.split("[^a-z]+", file.stem.lower())
-            told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-            if len(told) != 1:
-                raise ValueError(
-                    f"{file.name}: no split (train, validation, test) in the name; rename it"
-                )
-            splits[told.pop()].append(file)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+    for file in files:
+        words = re.split("[^a-z]+", file.stem.lower())
+        told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+        if not told and len(files) == 1:
+            told = {"train"}
+        if len(told) != 1:
+            raise ValueError(
+                f"{file.name}: one split (train, validation, test) must be in the name; rename it"
+            )
+        splits[told.pop()].append(file)
     if not splits:
         raise ValueError(f"--local_dataset_path {path}: no .jsonl or .parquet file")
     for split, files in splits.items():
