@@ -297,10 +297,11 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_p
 @pytest.mark.slow
 def test_vllm_answers(faked_run, small_eval):
     change_args(faked_run, num_eval_prompts=0)
-    command = [sys.executable, "scripts/evaluate.py", faked_run]
+    command = [sys.executable, "scripts/evaluate.py", faked_run, "--before"]
     streams = {"env": environment(), "capture_output": True, "text": True}
     result = subprocess.run(command, cwd=REPO, timeout=900, **streams)
     assert result.returncode == 0, result.stderr
+    assert "prompt by prompt" in result.stdout  # vLLM has started twice
     rows = script.load_rows(str(small_eval), None, "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     _, answers = evaluation_in(faked_run)
