@@ -71,7 +71,8 @@ def options(description: str, local_save_dir: str) -> argparse.ArgumentParser:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    where = "a .jsonl or .parquet file, or a folder with one a split; without it the hub is read"
+    where = "a .jsonl or .parquet file, or a folder with one a split by its name (one alone may be "
+    where += "without, and is the training split); without this option the hub is read"
     parser.add_argument("--local_dataset_path", type=Path, help=where)
     where = "folder for the files that are written (%(default)s)"
     parser.add_argument("--local_save_dir", default=local_save_dir, help=where)

@@ -50,7 +50,7 @@ def main():
     parser.add_argument("--most", type=float, default=0.8)
     args = parser.parse_args()
     answers = read_lines(args.evaluation / "responses.jsonl")
-    asked = {Path(answer["origin"].rpartition(", row ")[0]).name for answer in answers}
+    asked = {Path(answer.get("origin", "?").rpartition(", row ")[0]).name for answer in answers}
     if asked != {args.dataset.name}:
         parser.error(f"the answers are to rows of {', '.join(asked)}, not of {args.dataset}")
     kept = keep(parquet.read_table(args.dataset).to_pylist(), answers, args.least, args.most)

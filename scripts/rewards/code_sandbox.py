@@ -137,7 +137,7 @@ class Fence:
 
 MARGIN = re.compile(r"(?:[ \t>]|[-+*][ \t]|\d+[.)][ \t])*")
 MARKS = re.compile(r"`{3,}|~{3,}")
-NEAR = 200  # a block ends within so many fences; so a text of fences takes linear time
+NEAR = 200  # fences in which the end of a block is looked for, so that the search takes linear time
 
 
 def read_fence(number: int, line: str) -> Fence | None:

@@ -109,7 +109,7 @@ def is_in_language(text: str, language: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------- constraints
-# Each takes a time that is linear in the text, whatever it is: a response that takes longer than
+# Each takes linear time for any text. A response whose reward takes longer than
 # --reward_timeout has no score, so a policy that repeats "[" would never learn that this is wrong.
 # Hence no expression may look again, from a later start, at text that it has read to no avail.
 
