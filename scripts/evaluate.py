@@ -5,13 +5,17 @@ with intervals, and compares models.
     python scripts/evaluate.py output/RUN
     # eight answers to each prompt, at the temperature of training: mean and pass@k
     python scripts/evaluate.py output/RUN --samples 8
-    # the same of the model before training, compared with the one after it
-    python scripts/evaluate.py output/RUN --samples 8 --model debug_assets/model
+    # the same of the model before training as well, and the two compared
+    python scripts/evaluate.py output/RUN --samples 8 --before
+    # the same of any model with the run's tokens, compared with the run's
+    python scripts/evaluate.py output/RUN --samples 8 --model MODEL
     # the same of another run, compared with the first one
     python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
 Prompts, lengths, stop tokens and rewards are those of the run, by its args.json
-and the script that made it. Start it where the run was started.
+and the script that made it. Start it where the run was started. The script and
+the file of the reward, as args.json names them, are run as they are: look at
+both before you evaluate a run that is not yours.
 
 pass@k is the share of prompts of which one of k answers is right, by the
 unbiased estimator of arXiv 2107.03374. "Right" is as in the run's metrics: a
@@ -263,7 +267,7 @@ def read_arguments(script, options):
         vllm_gpus=(),
         vllm_tensor_parallel_size=1,
         vllm_gpu_memory_utilization=0.9,
-        reward_workers=min(8, os.cpu_count()),
+        reward_workers=min(8, len(os.sched_getaffinity(0))),
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
@@ -318,23 +322,34 @@ def what_is_asked(script, args, options, prompts):
 
 
 def find_others(evaluation, run_dir, compared, fail):
-    """The folders of other models' evaluations with the same questions; the newest of each.
+    """The folders of other models' evaluations with the same questions, the newest of each; and
+    lines that say why other models are not among them.
 
     compared: --compare, a run's folder or an evaluation's, which must have one; None: those of this
     run, if there are any. fail: as in evaluate.
     """
-    found, differing = {}, []
+    found, reasons = {}, {}
     for path in sorted((compared or run_dir).glob("**/evaluation.json")):
         other = json.loads(path.read_bytes())
         asked, was_asked = evaluation["asked"], other.get("asked", {})
-        differing.append([name for name in asked if was_asked.get(name, ...) != asked[name]])
-        if not differing[-1] and other["of"] != evaluation["of"]:
-            found[tuple(other["of"])] = path.parent
+        differing = [
+            f"{name} ({was_asked.get(name)} there, {asked[name]} here)"
+            for name in asked
+            if was_asked.get(name, ...) != asked[name]
+        ]
+        if other["of"] != evaluation["of"]:
+            place = reasons if differing else found
+            place[tuple(other["of"])] = (path.parent, ", ".join(differing))
+    reasons = [
+        f"Not compared with {folder}, which differs in {differing}"
+        for model, (folder, differing) in reasons.items()
+        if model not in found
+    ]
+    if not found and not reasons:
+        reasons = [f"Nothing is compared: no other model was evaluated in {compared or run_dir}"]
     if compared and not found:
-        nearest = ", ".join(min(differing, key=len, default=()))
-        said = f" (the nearest differs in {nearest})" if nearest else ""
-        fail(f"--compare {compared} has no evaluation of another model like this one{said}")
-    return list(found.values())
+        fail(f"--compare: {'; '.join(reasons)}")
+    return [folder for folder, _ in found.values()], reasons
 
 
 def show_comparison(folder: Path, other: Path, worth: float):
@@ -432,6 +447,7 @@ def rows_of(script, responses, num_samples):
         # The same in every evaluation of this prompt, and in rows that repeat it
         problem = f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}"
         place = {"prompt_index": index, "sample": sample, "problem": problem}
+        place["origin"] = prompt.origin  # its dataset and row
         rows.append(place | script.describe(response, None))
     return rows
 
@@ -464,7 +480,7 @@ def evaluate(options, fail):
         "asked": what_is_asked(script, args, options, prompts),
         "seed": args.seed,
     }
-    others = find_others(evaluation, options.run, options.compare, fail)
+    others, reasons = find_others(evaluation, options.run, options.compare, fail)
     responses = answer_prompts(script, tokenizer, prompts, args, options)
     rows = rows_of(script, responses, options.samples)
     worth, by_source = args.verification_reward, defaultdict(list)
@@ -484,6 +500,7 @@ def evaluate(options, fail):
     show(evaluation)
     for other in others:
         show_comparison(folder, other, worth)
+    print("", *reasons, sep="\n")
     print(f"\nAll responses and figures: {folder}")
 
 
@@ -511,6 +528,8 @@ def main():
     add("--response_length", type=int, help="most tokens; default: the run's")
     model = "folder of a model with the run's tokens, or its name on the hub; default: RUN/model"
     add("--model", type=os.path.expanduser, help=model)
+    before = "evaluate the model before training as well, first, and compare the two"
+    add("--before", action="store_true", help=before)
     add("--seed", type=int, help="seed of the sampling; default: the run's")
     others = "folder of another run or evaluation, to compare with; default: this run's others"
     add("--compare", type=lambda path: Path(path).expanduser(), metavar="FOLDER", help=others)
@@ -518,16 +537,23 @@ def main():
 
     if not (options.run / "args.json").is_file():
         parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
-    model = options.model or options.run / "model"
-    is_of_the_hub = options.model and paths.may_be_on_the_hub(model)
-    trouble = paths.trouble_with_model(model)
-    if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
-        trouble = "it has no config.json: it is not the folder of a model"
-    if trouble:
-        parser.error(f"{model}: {trouble}")
+    if options.before and options.model:
+        parser.error("--before names the model that the run began with; leave --model out")
+    models = [options.model]
+    if options.before:
+        models = [read_args(options.run)["model_name_or_path"], None]
+    for model in models:
+        is_of_the_hub = model and paths.may_be_on_the_hub(model)
+        model = model or options.run / "model"
+        trouble = paths.trouble_with_model(model)
+        if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
+            trouble = "it has no config.json: it is not the folder of a model"
+        if trouble:
+            parser.error(f"{model}: {trouble}")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")
-    evaluate(options, parser.error)
+    for options.model in models:
+        evaluate(options, parser.error)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def options(description: str, local_save_dir: str) -> argparse.ArgumentParser:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    where = "a .jsonl or .parquet file, or a folder with one a split; without it the hub is read"
+    where = "a .jsonl or .parquet file, or a folder with one a split by its name (one alone may be "
+    where += "without, and is the training split); without this option the hub is read"
     parser.add_argument("--local_dataset_path", type=Path, help=where)
     where = "folder for the files that are written (%(default)s)"
     parser.add_argument("--local_save_dir", default=local_save_dir, help=where)
@@ -125,17 +126,20 @@ def load_from_hub(hub: tuple) -> Splits:
 
 
 def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
-    """The local files of each split, by their names."""
+    """The local files of each split, by their names; one file without a split's name is train's."""
     splits = defaultdict(list)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.suffix in (".jsonl", ".parquet"):
-            words = re.split("[^a-z]+", file.stem.lower())
-            told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-            if len(told) != 1:
-                raise ValueError(
-                    f"{file.name}: no split (train, validation, test) in the name; rename it"
-                )
-            splits[told.pop()].append(file)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+    for file in files:
+        words = re.split("[^a-z]+", file.stem.lower())
+        told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+        if not told and len(files) == 1:
+            told = {"train"}
+        if len(told) != 1:
+            raise ValueError(
+                f"{file.name}: one split (train, validation, test) must be in the name; rename it"
+            )
+        splits[told.pop()].append(file)
     if not splits:
         raise ValueError(f"--local_dataset_path {path}: no .jsonl or .parquet file")
     for split, files in splits.items():

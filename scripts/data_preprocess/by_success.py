@@ -24,25 +24,20 @@ from run_files import is_right, read_lines
 
 
 def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> list[dict]:
-    """The rows whose prompts were answered so. Both are in the dataset's order, without some rows.
+    """The rows whose prompts were answered so, found by the numbers that evaluate.py has written.
 
-    >>> rows = [{"prompt": [{"content": text}]} for text in ("one", "too long", "two")]
-    >>> figures = {"reward_metrics": {}, "prompt_index": 0, "prompt": "<|user|>one"}
-    >>> answers = [figures | {"verifiable_score": score} for score in (1.0, 0.0, 0.0, 0.0, 0.0)]
-    >>> answers += [figures | {"prompt_index": 1, "prompt": "<|user|>two", "verifiable_score": 1.0}]
-    >>> keep(rows, answers, least=0.2, most=0.2) == rows[:1]  # both are included
-    True
+    >>> answer = {"origin": "data/train.parquet, row 2", "reward_metrics": {}}
+    >>> answers = [answer | {"verifiable_score": score} for score in (1.0, 0.0, 0.0, 0.0, 0.0)]
+    >>> answers += [answers[0] | {"origin": "data/train.parquet, row 0"}]
+    >>> keep(["zero", "one", "two"], answers, least=0.2, most=0.2)  # both are included
+    ['two']
     """
-    groups, kept, rows = defaultdict(list), [], iter(rows)
+    groups = defaultdict(list)
     for answer in answers:
-        groups[answer["prompt_index"], answer["prompt"]].append(bool(is_right(answer)))
-    for (_, text), right in groups.items():
-        row = next((row for row in rows if row["prompt"][-1]["content"] in text), None)
-        if row is None:
-            raise ValueError(f"no row asks {text!r}, in the order of these answers: --prompts 0?")
-        if least <= sum(right) / len(right) <= most:
-            kept.append(row)
-    return kept
+        number = int(answer["origin"].rpartition(", row ")[2])
+        groups[number].append(bool(is_right(answer)))
+    shares = {number: sum(right) / len(right) for number, right in groups.items()}
+    return [rows[number] for number in sorted(shares) if least <= shares[number] <= most]
 
 
 def main():
@@ -55,6 +50,9 @@ def main():
     parser.add_argument("--most", type=float, default=0.8)
     args = parser.parse_args()
     answers = read_lines(args.evaluation / "responses.jsonl")
+    asked = {Path(answer.get("origin", "?").rpartition(", row ")[0]).name for answer in answers}
+    if asked != {args.dataset.name}:
+        parser.error(f"the answers are to rows of {', '.join(asked)}, not of {args.dataset}")
     kept = keep(parquet.read_table(args.dataset).to_pylist(), answers, args.least, args.most)
     write_splits(args.local_save_dir, {"train": kept})
 

@@ -9,7 +9,8 @@ The program is in Python, and run in a sandbox. `ground_truth`, as JSON or not:
     {"test_list": [...], "test_setup_code": "..."}
         MBPP: the same; the set-up runs after the program
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}
-        programs that read stdin and write stdout
+    [{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}, ...]
+        programs that read stdin and write stdout; the second is LiveCodeBench's
     {"test": "def check(candidate): ...", "entry_point": "f"}
         HumanEval: one test case; with a "prompt" besides, that stands before the program
 
@@ -136,6 +137,7 @@ class Fence:
 
 MARGIN = re.compile(r"(?:[ \t>]|[-+*][ \t]|\d+[.)][ \t])*")
 MARKS = re.compile(r"`{3,}|~{3,}")
+NEAR = 200  # fences in which the end of a block is looked for, so that the search takes linear time
 
 
 def read_fence(number: int, line: str) -> Fence | None:
@@ -170,36 +172,47 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """
     lines = text.splitlines(keepends=True)
     fences = [fence for i, line in enumerate(lines) if (fence := read_fence(i, line))]
+    quotes = count_quotes(lines)
     blocks, after = [], 0
     for index, fence in enumerate(fences):
-        in_string = fence.language != "python" and ends_in_string(lines[after : fence.number])
+        in_string = fence.language != "python" and ends_in_string(quotes, after, fence.number)
         if fence.number < after or in_string or not fence.opens:
             continue
-        end, closing = find_end(lines, fence, fences[index + 1 :])
+        end, closing = find_end(quotes, fence, fences[index + 1 : index + 1 + NEAR])
         width = max(fence.width, closing.width if closing else 0)
         blocks.append((fence.language, without_margin(lines[fence.number + 1 : end], width)))
         after = end + 1 if closing else end
     return blocks
 
 
-def find_end(lines: list[str], opening: Fence, later: list[Fence]) -> tuple[int, Fence | None]:
+def find_end(quotes: list, opening: Fence, later: list[Fence]) -> tuple[int, Fence | None]:
     """The number of the line after a block's last one, and its closing fence, if it has one."""
     first = None
     for fence in later:
         if fence.language == "python" and opening.language != "python":
             return fence.number, None
         if fence.closes and fence.marks.startswith(opening.marks):
-            if not ends_in_string(lines[opening.number + 1 : fence.number]):
+            if not ends_in_string(quotes, opening.number + 1, fence.number):
                 return fence.number, fence
             first = first or fence
     # No string, it seems, but three quotes within one
-    return (first.number, first) if first else (len(lines), None)
+    return (first.number, first) if first else (len(quotes) - 1, None)
 
 
-def ends_in_string(lines: list[str]) -> bool:
+def count_quotes(lines: list[str]) -> list[tuple[int, int]]:
+    """How many times each kind of three quotes is there before a line, and at the end."""
+    counts = [(0, 0)]
+    for line in lines:
+        double, single = counts[-1]
+        counts.append((double + line.count('"""'), single + line.count("'''")))
+    return counts
+
+
+def ends_in_string(quotes: list, start: int, end: int) -> bool:
     """Whether a string of three quotes is open after these lines."""
-    text = "".join(lines)
-    return text.count('"""') % 2 == 1 or text.count("'''") % 2 == 1
+    return any(
+        (after - before) % 2 for before, after in zip(quotes[start], quotes[end], strict=True)
+    )
 
 
 def without_margin(lines: list[str], width: int) -> str:
@@ -219,30 +232,48 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
         with contextlib.suppress(json.JSONDecodeError):
             truth = json.loads(truth)
     truth = {"test_list": truth} if isinstance(truth, list) else truth
+    if isinstance(truth, dict):  # nulls are Arrow's, for the keys of other rows
+        truth = {key: value for key, value in truth.items() if value is not None}
     prefix, cases = "", []
     match truth:
-        case {"fn_name": _}:  # inputs and outputs of a function
-            pass
-        case {"test_list": tests}:
-            setup = truth.get("test_setup_code") or ""
-            cases = [equality_case(setup, test) or {"test": f"{setup}\n{test}"} for test in tests]
-        case {"inputs": inputs, "outputs": outputs}:
-            # Some rows of APPS have lists of lines
-            texts = [
-                [each if isinstance(each, str) else "\n".join(each) for each in column]
-                for column in (inputs, outputs)
-            ]
-            pairs = zip(*texts, strict=True)
-            cases = [{"stdin": given, "expected": expected} for given, expected in pairs]
-        case {"test": test, "entry_point": function}:
-            prefix = truth.get("prompt") or ""
+        case {"fn_name": _}:
+            raise ValueError("ground_truth has fn_name: inputs of functions are not known")
+        case {"test_list": [*tests]}:
+            cases = [make_case(truth.get("test_setup_code", ""), test) for test in tests]
+        case {"inputs": [*inputs], "outputs": [*outputs]}:
+            pairs = zip(inputs, outputs, strict=True)
+            cases = [stdin_case(given, expected) for given, expected in pairs]
+        case {"test": str(test), "entry_point": function}:
+            prefix = truth.get("prompt", "")
             cases = [{"test": f"{test}\ncheck({function})"}]
     if not cases:
-        forms = "a list of assertions, {test_list}, {inputs, outputs} or {test, entry_point}"
+        forms = "a list of assertions or of {input, output}, {test_list}, {inputs, outputs} with "
+        forms += "lists, or {test, entry_point}"
         raise ValueError(
             f"ground_truth must be {forms}, with at least one test case; it is {str(truth)[:200]}"
         )
     return prefix, cases
+
+
+def make_case(setup: str, test: str | dict) -> dict:
+    """The case of an entry of a list of tests."""
+    match test:
+        case str():
+            return equality_case(setup, test) or {"test": f"{setup}\n{test}"}
+        case {"input": given, "output": expected} if test.get("testtype") in (None, "stdin"):
+            return stdin_case(given, expected)
+    raise ValueError(
+        f"a test case must be an assertion, or {{input, output}} of a program, with testtype stdin "
+        f"if it has one; it is {str(test)[:200]}"
+    )
+
+
+def stdin_case(given: str | list, expected: str | list) -> dict:
+    """The case of a program that reads and writes; some rows of APPS have lists of lines."""
+    texts = ["\n".join(part) if isinstance(part, list) else part for part in (given, expected)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"what is read and written must be text; it is {str(texts)[:200]}")
+    return dict(zip(("stdin", "expected"), texts, strict=True))
 
 
 def equality_case(setup: str, test: str) -> dict | None:

@@ -9,23 +9,34 @@ are in the scripts as well, in the same words; MATH needs math-verify, and Hella
 some reading.
 """
 
+import contextlib
 import importlib
+import json
 import re
 from decimal import Decimal
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-# A part of a data source says what grades it, in small letters: names as verl, open-instruct and
-# the hub have them. The first kind that fits counts
-CODE = (
-    r"mbpp|human_?eval|codecontests|codeforces|livecodebench"
-    r"|(?<![a-z])(?:code|apps|taco)(?![a-z])"
-)
-CONSTRAINTS = r"ifeval|if_multi_constraints|^instructions$"
-MATH = r"math|aime|numina|(?<![a-z])amc(?![a-z])"
+# Names of data sources, in small letters, as verl, open-instruct, Skywork and the hub have them. Of
+# owner/name the name counts, or else the owner if it is one of these as a whole. A star stands for
+# anything that does not begin with a letter. docs/rewards.md has the same list
+NAMES = {
+    "hellaswag": "hellaswag*",
+    "code": "code code_stdio apps taco taco-verified mbpp* mbppplus* humaneval* human_eval* "
+    "humanevalplus* openai_humaneval codecontests* code_contests* codeforces* livecodebench* "
+    "train-code*",
+    "constraints": "ifeval* if_multi_constraints* instructions",
+    "math": "math* aime* amc* numina* numinamath* hendrycks_math* minerva_math minervamath "
+    "big-math* dapo-math* deepmath* omni-math* openr1-math* openmathreasoning train-math* "
+    "aimo-validation*",
+}
 # Of each of six questions to math-verify, which counts whole seconds. Their sum is less than
 # --reward_timeout
 MATH_SECONDS = 1
+LETTERS = r"(?:[\s({$]|\\(?:text|math)[a-z]*)*([A-J])"  # a choice, with what may stand before it
+# A box without an answer
+EMPTY = r"\\boxed\{(?:[\s{$~?.]|\\[,;:! ]|\\(?:text|math)[a-z]*|\\[lc]?dots|\\q?quad)*\}"
 # A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
 NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
 
@@ -72,12 +83,59 @@ def grade_hellaswag(response: str, ground_truth: str | int) -> float:
     return float(bool(answers) and answers[-1] in (str(ground_truth), letter))
 
 
-def grade_math(response: str, ground_truth: str) -> float:
+def answer_of(response: str) -> str:
+    """What follows the thinking of a response, which is nothing if the thinking does not end."""
+    return response.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def read_truths(ground_truth: Any) -> list[str]:
+    r"""The truths of a row of MATH, one of which an answer has to equal: those of a list of texts.
+
+    Stars and the like around a truth are Markdown. ValueError: there is none.
+
+    >>> read_truths("**4**"), read_truths('["1,2"]'), read_truths("[2, 5]")
+    (['4'], ['1,2'], ['[2, 5]'])
+    """
+    truths = ground_truth
+    if isinstance(truths, str):
+        with contextlib.suppress(ValueError):
+            truths = json.loads(truths)
+        # [2, 5] is an interval
+        if not (isinstance(truths, list) and all(isinstance(truth, str) for truth in truths)):
+            truths = ground_truth
+    truths = truths if isinstance(truths, list) else [truths]
+    truths = [str(truth).strip("*_` \n") for truth in truths if truth is not None]
+    if not all(truths) or not truths:
+        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a formula, or several")
+    return truths
+
+
+def is_choice(box: str, truth: str) -> bool:
+    r"""Whether the truth is a letter, and a box begins with it and names no other one.
+
+    >>> boxes = (r"\boxed{\text{(C) } 5}", r"\boxed{C. A cat}", r"\boxed{C. or D.}", r"\boxed{C-5}")
+    >>> [is_choice(box, "C") for box in boxes]
+    [True, True, False, False]
+    """
+    letter = re.fullmatch(LETTERS + r"[\s)}.:$]*", truth)
+    named = re.match(r"\\boxed\{" + LETTERS + r"\s*[).:}]", box)
+    if not letter or not named:
+        return False
+    depths = [*accumulate((each == "{") - (each == "}") for each in box)]
+    end = depths.index(0, 7) if 0 in depths[7:] else len(box)
+    # "A cat" and "I am" name none
+    letters = re.findall(r"(?<![A-Za-z\\])(?![AI]\s+[a-z])[A-J](?![A-Za-z])", box[7:end])
+    return {*letters, named[1]} == {letter[1]}
+
+
+def grade_math(response: str, ground_truth: Any) -> float:
     """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
 
-    12.5 is right where the truth is 12.5\\%, and so is 0.125. An answer that takes longer than
-    MATH_SECONDS to read or to compare is wrong, as 9^{9^{9}} is. The limits are signals: where they
-    do not work, in a thread, math-verify raises.
+    The last box is the last one that is not empty, and `\\fbox` is one, too. A letter in front of
+    an answer, as in C. 5, is right where the truth is a letter. 12.5 is right where the truth is
+    12.5\\%, and so is 0.125. An answer that takes longer than MATH_SECONDS to read or to compare is
+    wrong, as 9^{9^{9}} is. The limits are signals: where they do not work, in a thread, math-verify
+    raises. ValueError: a truth that math-verify cannot read.
 
     >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
     1.0
@@ -93,13 +151,40 @@ def grade_math(response: str, ground_truth: str) -> float:
         return math_verify.parse(text, extraction_config=extraction, parsing_timeout=MATH_SECONDS)
 
     def equal(truth: str, answer: str) -> bool:
-        return math_verify.verify(parse(truth), parse(answer), timeout_seconds=MATH_SECONDS)
+        gold = parse(truth)
+        if not gold:
+            raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
+        return math_verify.verify(gold, parse(answer), timeout_seconds=MATH_SECONDS)
 
-    last_box = max(0, response.rfind("\\boxed"))  # the whole response where there is no box
-    texts = (f"\\boxed{{{ground_truth}}}", response[last_box:])
-    without_percent = tuple(text.replace("\\%", "") for text in texts)
-    is_right = equal(*texts) or (without_percent != texts and equal(*without_percent))
-    return float(is_right)
+    text = re.sub(r"\\(?:boxed|fbox|framebox)\s*\{", r"\\boxed{", answer_of(response))
+    text = re.sub(EMPTY, "", text)
+    answer = text[max(0, text.rfind("\\boxed")) :]  # the whole text where there is no box
+    for truth in read_truths(ground_truth):
+        texts = (f"\\boxed{{{truth}}}", answer)
+        without_percent = tuple(text.replace("\\%", "") for text in texts)
+        is_right = is_choice(answer, truth) or equal(*texts)
+        if is_right or (without_percent != texts and equal(*without_percent)):
+            return 1.0
+    return 0.0
+
+
+def kind_of(data_source: str) -> str | None:
+    """What grades a data source; None: it is not known.
+
+    >>> [kind_of(name) for name in ("my/AIME_2024", "math/own", "claimed_facts", "aimed")]
+    ['math', 'math', None, None]
+    """
+    *owner, name = str(data_source).lower().split("/")
+    if "gsm8k" in name:  # in any place, as in the scripts: no other word holds it
+        return "gsm8k"
+    for kind, names in NAMES.items():
+        stars = re.escape(names).replace(r"\*", "(?:[^a-z].*)?")
+        if re.fullmatch(stars.replace(r"\ ", "|"), name, re.DOTALL):
+            return kind
+    for kind, names in NAMES.items():
+        if owner and owner[0] in names.replace("*", "").split():
+            return kind
+    return None
 
 
 def import_neighbour(name: str, data_source: str) -> ModuleType:
@@ -118,25 +203,25 @@ def compute_score(
     NotImplementedError: an unknown data source, or one that needs what this machine does not have.
     ValueError: a ground truth that is none.
     """
-    source = str(data_source).lower()
-    if source == "debug/sorting":
+    if str(data_source).lower() == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
-    if "gsm8k" in source:
+    kind, response = kind_of(data_source), answer_of(response)
+    if kind == "gsm8k":
         return grade_gsm8k(response, ground_truth)
-    if "hellaswag" in source:
+    if kind == "hellaswag":
         return grade_hellaswag(response, ground_truth)
-    if re.search(CODE, source):
+    if kind == "code":
         sandbox = import_neighbour("code_sandbox", data_source)
         return sandbox.compute_score(data_source, response, ground_truth)
-    if re.search(CONSTRAINTS, source):
+    if kind == "constraints":
         if "func_name" in str(ground_truth):  # Tulu 3's rows have the tag ifeval as well
             return import_neighbour("tulu3", data_source).grade_constraint(response, ground_truth)
         constraints = import_neighbour("if_constraints", data_source)
         return constraints.compute_score(data_source, response, ground_truth)
-    if re.search(MATH, source):
+    if kind == "math":
         return grade_math(response, ground_truth)
+    known = "; ".join(f"{kind}: {names}" for kind, names in NAMES.items())
     raise NotImplementedError(
-        f"{data_source!r} is no debug/sorting, *gsm8k*, *hellaswag*, code (*mbpp*, *humaneval*, "
-        f"apps, taco, code, ...), constraints (*ifeval*, instructions, ...) or *math* (*aime*, "
-        f"*numina*, ...): write a function for --reward_fn"
+        f"{data_source!r} is not debug/sorting or *gsm8k*, and none of these names ({known}): "
+        f"rename the source, or write a function for --reward_fn"
     )

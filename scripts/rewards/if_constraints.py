@@ -109,6 +109,9 @@ def is_in_language(text: str, language: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------- constraints
+# Each takes linear time for any text. A response whose reward takes longer than
+# --reward_timeout has no score, so a policy that repeats "[" would never learn that this is wrong.
+# Hence no expression may look again, from a later start, at text that it has read to no avail.
 
 
 def avoids_words(text: str, forbidden_words: list[str]) -> bool:
@@ -143,8 +146,8 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 def number_bullets(text: str, num_bullets: int) -> bool:
     """Lines that start with one asterisk, or with a dash."""
-    asterisks = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    asterisks = re.findall(r"^[^\S\n]*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(asterisks + dashes) == num_bullets
 
 
@@ -157,6 +160,15 @@ def number_highlights(text: str, num_highlights: int) -> bool:
 def number_sections(text: str, section_spliter: str, num_sections: int) -> bool:
     heading = rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?"
     return len(re.findall(heading, text)) >= num_sections
+
+
+def has_title(text: str) -> bool:
+    """Text in double angular brackets, from the first to the last ones of a line."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
 
 
 def is_json(text: str) -> bool:
@@ -200,7 +212,7 @@ CONSTRAINTS = {
     ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+        len(re.findall(r"\[[^][\n]*\]", text)) >= num_placeholders
     ),
     "detectable_content:postscript": has_postscript,
     "detectable_format:number_bullet_lists": number_bullets,
@@ -210,9 +222,7 @@ CONSTRAINTS = {
     "detectable_format:number_highlighted_sections": number_highlights,
     "detectable_format:multiple_sections": number_sections,
     "detectable_format:json_format": is_json,
-    "detectable_format:title": lambda text: any(
-        title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)
-    ),
+    "detectable_format:title": has_title,
     "combination:two_responses": gives_two_responses,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())

@@ -31,6 +31,8 @@ import hashlib
 import os
 import random
 import re
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import openai
 
@@ -47,6 +49,13 @@ if not URL or not MODEL:
         "the judge needs TANDEM_JUDGE_URL, as http://localhost:8000/v1, and TANDEM_JUDGE_MODEL, "
         "the model's name there"
     )
+
+# The client asks through the environment's proxy, which may not know this cluster's servers. Of its
+# address only the host is named, because a password may stand in it
+SERVER, PROXIES = urlsplit(URL), getproxies()
+PROXY = urlsplit(PROXIES.get(SERVER.scheme) or PROXIES.get("all") or "").hostname
+PROXY = None if proxy_bypass(SERVER.netloc) else PROXY
+THROUGH = f"through the proxy {PROXY} (to ask directly: no_proxy={SERVER.hostname})"
 
 REQUEST = """You grade the answer of another model.
 
@@ -112,7 +121,12 @@ async def ask(request: str) -> str:
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause *= 2
     except TimeoutError:
-        raise TimeoutError(f"{URL}: no answer in {SECONDS:g} s{trouble}") from None
+        way = f" {THROUGH}" if PROXY else ""
+        raise TimeoutError(f"{URL}{way}: no answer in {SECONDS:g} s{trouble}") from None
+    except Exception as error:
+        if PROXY:
+            error.add_note(f"{URL} was asked {THROUGH}")
+        raise
 
 
 def compute_score(data_source: str, response: str, ground_truth: str, extra_info: dict) -> float:

@@ -1,8 +1,10 @@
 """Programs in Markdown, as models write them: which text scripts/rewards/code_sandbox.py runs."""
 
+import json
 import signal
 import sys
 import textwrap
+import time
 import types
 
 import pytest
@@ -140,14 +142,19 @@ LONG_TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def extract_code():
-    """That of the file without its last line, which needs bubblewrap."""
+def module():
+    """The file without its last line, which needs bubblewrap."""
     text = SCRIPT.read_text()
     assert text.count("SANDBOX = find_sandbox()\n") == 1
     module = types.ModuleType("code_sandbox_of_forms")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
         exec(text.removesuffix("SANDBOX = find_sandbox()\n"), vars(module))
+    return module
+
+
+@pytest.fixture(scope="module")
+def extract_code(module):
     return module.extract_code
 
 
@@ -174,3 +181,44 @@ def test_long_text_is_no_hang(extract_code):
     signal.alarm(100)  # it ends the process
     assert all(extract_code(text) in text for text in LONG_TEXTS)
     signal.alarm(0)
+    # Blocks that a string seems to go on in, so that each end is looked for in vain: eight times as
+    # many take less than 24 times as long. A process beside this one may slow down one of three
+    part = '"""\n```python\n"""\n```\n'
+
+    def seconds(count):
+        start = time.process_time()
+        extract_code(part * count)
+        return time.process_time() - start
+
+    assert any(seconds(4000) < 24 * seconds(500) for _ in range(3))
+
+
+CASES = [{"stdin": "1\n", "expected": "2\n"}, {"stdin": "3", "expected": "4\n5"}]
+DICTIONARIES = [{"input": case["stdin"], "output": case["expected"]} for case in CASES]
+PAIRS = {"inputs": ["1\n", ["3"]], "outputs": ["2\n", ["4", "5"]]}
+NULLS = dict.fromkeys(("fn_name", "test_list", "test", "entry_point", "inputs", "outputs"))
+REFUSED = [
+    ([{"input": "1", "output": "2", "testtype": "functional"}], "with testtype stdin"),
+    (PAIRS | {"fn_name": "f"}, "has fn_name"),
+    ({"inputs": "1\n", "outputs": "2\n"}, "inputs, outputs} with lists"),
+    ({"test_list": "assert f(1) == 2"}, "must be a list of assertions"),
+    ([["1", "2"]], "a test case must be"),
+    ({"inputs": [1], "outputs": ["2"]}, "must be text"),
+    (NULLS, "at least one test case"),
+]
+
+
+def test_every_form_of_test_cases_is_read_or_refused_for_what_it_is(module):
+    """Also as JSON, and with the keys of all other forms, whose nulls Arrow adds."""
+    stdin = [case | {"testtype": "stdin"} for case in DICTIONARIES]
+    for truth in (PAIRS, DICTIONARIES, stdin, [case | NULLS for case in stdin]):
+        for form in (truth, json.dumps(truth)):
+            assert module.parse_ground_truth(form) == ("", CASES)
+    forms = ({"test_list": ["assert f(1) == 2"]}, PAIRS, {"test": "def", "entry_point": "f"})
+    for truth in forms:
+        read = module.parse_ground_truth(truth)
+        assert read[1] and module.parse_ground_truth(NULLS | truth) == read
+    for truth, words in REFUSED:
+        for form in (truth, json.dumps(truth)):
+            with pytest.raises(ValueError, match=words):
+                module.parse_ground_truth(form)

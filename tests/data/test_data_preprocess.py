@@ -200,7 +200,16 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
     assert f"{tmp_path}/out/validation.parquet: not written, for no row is left" in said
 
 
-NO_SPLIT = "no split (train, validation, test) in the name"
+@pytest.mark.parametrize("name", ["data.jsonl", "my-rows2.parquet", "training.jsonl", "test.jsonl"])
+def test_one_file_is_the_training_split_unless_its_name_says_another(name, preprocess, tmp_path):
+    for given in (write_rows(tmp_path / "raw" / name, GSM8K), tmp_path / "raw"):
+        assert preprocess("gsm8k", "--local_dataset_path", given)[0] == 0
+        (written,) = (tmp_path / "out").iterdir()
+        assert written.stem == ("test" if name == "test.jsonl" else "train")
+        written.unlink()
+
+
+NO_SPLIT = "one split (train, validation, test) must be in the name"
 BAD = [
     # ({file: its text, or rows}, the path that is given, words)
     ({"train.jsonl": '{"a": 1}\n{{\n'}, "train.jsonl", "line 2 is no JSON"),
@@ -208,7 +217,7 @@ BAD = [
     ({"train.jsonl": GSM8K[4:]}, "train.jsonl", "no row is left"),
     ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
     ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
-    ({"data.jsonl": GSM8K}, "", NO_SPLIT),
+    ({"data.jsonl": GSM8K, "more.jsonl": GSM8K}, "", NO_SPLIT),
     ({"train_test.jsonl": GSM8K}, "", NO_SPLIT),
 ]
 

@@ -1,11 +1,13 @@
 """The rules that say whether an answer is right: the scripts' and scripts/rewards/graders.py's."""
 
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import graders
 import pytest
+from helpers import REPO
 
 import ppo_vllm_async
 from ppo_vllm_async import Args
@@ -54,6 +56,7 @@ IN_GRADERS = {
     (MATH, "3"): ([], ["I do not know", r"\boxed{", r"\boxed{-3}"]),
     (HELLASWAG, "2"): ENDINGS,
     (HELLASWAG, 2): ENDINGS,
+    ("gsm8k", "9"): (["<think>#### 8</think>9"], ["<think>9", "<think>9</think>"]),
     (HELLASWAG, "3"): (["Ending 1 is absurd. #### 3. Not 1"], []),
     (HELLASWAG, "0"): ([], ["A man walks in and sits down."]),  # an article is no letter
 }
@@ -98,17 +101,47 @@ IN_BOXES = {
     (MATH, truth): tuple([rf"So it is $\boxed{{{one}}}$." for one in ones] for ones in answers)
     for truth, answers in BOXES.items()
 }
+WITH = [r"\fbox{%s}", r"\framebox {%s}", r"\boxed {%s} so \boxed{}", r"\boxed{%s} \fbox{\text{ }}"]
+WITH += [
+    r"\boxed{%s}$\boxed{\ldots}$",
+    r"<think>\boxed{0}</think>\boxed{%s}",
+    r"\boxed{%s}<think>9",
+]
+UNDECIDED = [
+    r"<think>\boxed{%s}",
+    r"<think>0</think>\boxed{0}<think>\boxed{%s}",
+    r"\boxed{%s}</think>",
+]
+FORMS = {
+    truth: (
+        [form % right for form in WITH],
+        [form % right for form in UNDECIDED] + [WITH[0] % wrong],
+    )
+    for truth, right, wrong in [
+        ("4", "4", "5"),
+        (r"\frac{1}{2}", "0.5", "0.6"),
+        ("1,2", "2,1", "2"),
+    ]
+}
+CHOICES = ["C. 5", r"\text{(C) } 5", r"\textbf{(C)}\ 5", "C: a cat", r"\mathrm{C}", "(C) I am"]
+OTHERS = ["A. 5", "C. or D.", r"\text{(A) or (C)}", "C - 5", "D) C", "Cat. 5"]
+FORMS["C"] = tuple([rf"So \boxed{{{box}}}" for box in boxes] for boxes in (CHOICES, OTHERS))
+TRUTHS = (str, "**{}**".format, "`{}` ".format, lambda truth: json.dumps([truth]))
+TRUTHS += (lambda truth: json.dumps(["77", truth]),)
 # Names of sources, and who grades them
 GRADED_BY = {
     "grade_gsm8k": "openai/gsm8k gsm8k my/GSM8K-hard",
     "grade_hellaswag": "Rowan/hellaswag hellaswag",
     "grade_math": "DigitalLearningGmbH/MATH-lighteval lighteval/MATH HuggingFaceH4/MATH-500 MATH "
-    "math_dapo aime_2024 HuggingFaceH4/aime_2024 amc23 numina_olympiads",
+    "math_dapo aime_2024 HuggingFaceH4/aime_2024 amc23 numina_olympiads math/own "
+    "AI-MO/NuminaMath-1.5 "
+    "BytedTsinghua-SIA/DAPO-Math-17k zwhe99/DeepMath-103K open-r1/OpenR1-Math-220k",
     "code_sandbox": "mbpp google-research-datasets/mbpp evalplus/mbppplus openai/openai_humaneval "
     "human_eval codecontests deepmind/code_contests codeparrot/apps apps codeforces taco BAAI/TACO "
-    "livecodebench code code_stdio",
-    "if_constraints": "ifeval google/IFEval allenai/IF_multi_constraints instructions",
+    "livecodebench code code_stdio code/own train-code-leetcode-easy",
+    "if_constraints": "ifeval google/IFEval allenai/IF_multi_constraints_upto5 instructions",
 }
+AROUND = (("re", ""), ("", "s"), ("x", "x"), ("the_", ""), ("a-", "-b"))
 every_grader = pytest.mark.parametrize(
     "grader", [ppo_vllm_async, graders], ids=lambda module: module.__name__
 )
@@ -150,6 +183,15 @@ def test_math_and_endings(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(graders, "MATH_SECONDS", 20)  # beside other work
         assert wrongly_graded(graders, IN_GRADERS | IN_BOXES) == []
+        # Each answer in other forms, with what comes before or after it, and its truth in others
+        forms = {
+            (MATH, form(truth)): answers for truth, answers in FORMS.items() for form in TRUTHS
+        }
+        assert wrongly_graded(graders, forms) == []
+    assert graders.grade_math(r"<think>\boxed{4}", "4") == 0.0
+    for truth in ("", None, [], "[]", '["4", ""]', "$$"):
+        with pytest.raises(ValueError, match="ground truth"):
+            graders.grade_math("4", truth)
     # What takes for ever to compute is wrong, and no failure of the reward
     for endless in ("9^{9^{9}}", r"10^{10^{10}}\%"):
         assert graders.grade_math(rf"\boxed{{{endless}}}", "5") == 0.0
@@ -175,9 +217,16 @@ def test_source_says_who_grades_its_rows(monkeypatch):
     for name, sources in GRADED_BY.items():
         for source in sources.split():
             assert graders.compute_score(source, "a", "b") == (name, ("a", "b")), source
-    for source in (None, "", "taconite", "happs", "codex", "camcorder", "gsm"):
+    # No name is found in the middle of another word, nor at its beginning
+    names = [name for names in graders.NAMES.values() for name in names.split()]
+    others = {f"{start}{name.rstrip('*')}{end}" for name in names for start, end in AROUND}
+    others |= {name + end for name in names if "*" not in name for end in ("-1", "_x")}
+    known = {name.rstrip("*") for name in names} | {"code_stdio", "taco-verified"}
+    for source in (None, "", "math-ai/essays", "claimed_facts", "code_of_conduct", *others - known):
         with pytest.raises(NotImplementedError, match="write a function"):
             graders.compute_score(source, "a", "b")
+    page = (REPO / "docs/rewards.md").read_text().partition("\n\n**The text**")[0]
+    assert {*re.findall(r"`([\w*-]+)`", page)} >= {*names}
     # Tulu 3's rows are called so as well; and where a file does not load, its rows are refused
     with pytest.raises(NotImplementedError, match="'ifeval' cannot be graded here: it needs"):
         graders.compute_score("ifeval", "a", '{"func_name": "validate_no_commas"}')

@@ -1,6 +1,10 @@
 """scripts/rewards/if_constraints.py and tulu3.py: which responses follow which instructions."""
 
+import functools
 import json
+import random
+import re
+import time
 
 import if_constraints
 import pytest
@@ -105,6 +109,88 @@ def test_constraint_is_met_by_the_right_responses_only():
         wrong += [(name, response)] if scores != [meets, 0] else []
     assert wrong == []
     assert {name for name, *_ in examples()} == set(if_constraints.CONSTRAINTS)
+
+
+# What the constraints count, by expressions that look again at text which they have read
+SLOW = (
+    lambda text: len(re.findall(r"\[.*?\]", text)),
+    lambda text: len(re.findall(r"(?m)^\s*\*[^\*].*$", text) + re.findall(r"(?m)^\s*-.*$", text)),
+    lambda text: sum(
+        bool(one.lstrip("<").rstrip(">").strip()) for one in re.findall(r"<<[^\n]+>>", text)
+    ),
+)
+ALL = if_constraints.CONSTRAINTS
+
+
+def test_counts_are_those_of_the_simple_expressions():
+    drawn = random.Random(0)
+    parts = ["[", "]", "<", ">", "<<", ">>", "*", "-", "\n", " ", "\r", "\u3000", "a"]
+    for _ in range(4000):
+        text = "".join(drawn.choices(parts, k=drawn.randrange(14)))
+        placeholders, bullets, titles = (count(text) for count in SLOW)
+        found = ALL["detectable_content:number_placeholders"]
+        assert [found(text, placeholders + more) for more in (0, 1)] == [True, False], text
+        assert ALL["detectable_format:number_bullet_lists"](text, bullets), text
+        assert ALL["detectable_format:title"](text) == bool(titles), text
+
+
+def degenerate_texts(length):
+    """A text is a beginning, a part again and again, and an end."""
+    parts = [
+        "[",
+        "[a ",
+        "<",
+        "<<",
+        "<<>",
+        "*",
+        "* ",
+        "**",
+        "-",
+        "- ",
+        "\n",
+        " \n",
+        "\n*",
+        " ",
+        "a ",
+    ]
+    parts += [
+        ". ",
+        "a.",
+        "!",
+        "...",
+        "A ",
+        '"',
+        "'",
+        "{",
+        "p.",
+        "``",
+        "(",
+        "1 ",
+        ",",
+        "\u3000",
+        "```\n",
+    ]
+    for part in parts:
+        yield f'"a.{part * (length // len(part))}x'
+
+
+def test_time_of_each_constraint_is_linear_in_the_text():
+    """Eight times the text takes less than 24 times as long: quadratic would be 64."""
+
+    def seconds(function, text):
+        start = time.process_time()
+        function(text)
+        return time.process_time() - start
+
+    slow = []
+    for name, parameters in {name: parameters for name, parameters, *_ in examples()}.items():
+        check = functools.partial(ALL[name], **parameters)
+        for short, long in zip(degenerate_texts(3000), degenerate_texts(24_000), strict=True):
+            # Below a millisecond a clock says nothing. A process beside this one may slow down one
+            # measurement of three
+            ratios = (seconds(check, long) / max(0.001, seconds(check, short)) for _ in range(3))
+            slow += [(name, short[:8])] if all(ratio > 24 for ratio in ratios) else []
+    assert slow == []
 
 
 def test_score_is_the_share_of_the_constraints_in_every_form_of_the_ground_truth():

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import re
+import traceback
 
 import httpx
 import openai
@@ -95,6 +96,23 @@ def test_answer_of_the_server_is_a_score_or_an_error(way, judge, monkeypatch):
             ask(judge, way)
         assert re.match(end, f"{type(raised.value).__name__}: {raised.value}")
     assert len(judge.asked) > 2 if count is None else len(judge.asked) == count
+
+
+@pytest.mark.parametrize("way", ["too long", "refused", "broken", "hangs later"])
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_proxy_of_the_environment_is_named_without_its_password(judge, way, variable, monkeypatch):
+    """For a request that does not go through it, it is not."""
+    for proxied in (True, False):
+        monkeypatch.setenv(variable, "http://me:hidden@squid.example:3128")
+        monkeypatch.setenv("no_proxy", "other" if proxied else "judge")
+        with modules.put_back(["judge"]):
+            module = importlib.import_module("judge")
+        module.SECONDS = 0.5
+        with pytest.raises(Exception) as raised:
+            ask(module, way)
+        said = "".join(traceback.format_exception(raised.value))
+        assert ("through the proxy squid.example" in said) == proxied
+        assert "hidden" not in said and ("no_proxy=judge" in said) == proxied
 
 
 def test_request_is_as_the_interface_wants_it_and_always_the_same(judge):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -170,6 +171,32 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
         assert any(weight.any() for weight in is_b.values()) == (vllm is served)
 
 
+def test_before_and_after_are_one_command(faked_run, assets):
+    said = call(faked_run, "--samples", 2, "--before")
+    assert len(FakeVLLM.made) == 2
+    assert f"{faked_run}/model less {assets / 'model'}, prompt by prompt" in said
+    assert "leave --model out" in call(faked_run, "--before", "--model", assets / "model")
+
+
+def test_rows_that_are_sometimes_right_are_found_by_their_numbers(faked_run, small_eval, tmp_path):
+    """A dropped row's text may be part of another one's, and two rows may be equal."""
+    first, second, *rest = script.load_rows(str(small_eval), None, None)[:4]
+    (digits,) = [message["content"] for message in second["prompt"]]
+    part = first | {"prompt": [{"role": "user", "content": digits[:2]}]}
+    long, empty = (
+        first | {"prompt": [{"role": "user", "content": text}]} for text in (digits * 99, " ")
+    )
+    rows = [empty, part, long, second, second, first | {"prompt": digits}, *rest]
+    rows = [row | {"extra_info": {"index": index}} for index, row in enumerate(rows)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    change_args(faked_run, eval_dataset=str(path), num_eval_prompts=0)
+    call(faked_run, "--samples", 2)
+    _, answers = evaluation_in(faked_run)
+    program = runpy.run_path(str(REPO / "scripts/data_preprocess/by_success.py"))
+    kept = program["keep"](rows, answers, 0.5, 0.5)
+    assert [row["extra_info"]["index"] for row in kept] == [1, 3, 4, 5, 6, 7]
+
+
 def test_several_samples_of_each_prompt(faked_run):
     # The saved model has its tokenizer and template, wherever those of the run are now
     change_args(faked_run, tokenizer_name_or_path="/gone", chat_template="/gone.jinja")
@@ -246,6 +273,7 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_p
     script.VLLM.is_blind = False
     said += call(faked_run, "--samples", 2)
     names = {path.name for path in faked_run.glob("evaluations/trained_10x2_*")}
+    assert "Nothing is compared: no other model was evaluated" in said
     assert "prompt by prompt" not in said and len(names) == len(FakeVLLM.made) == 2
     other = shutil.copytree(faked_run, faked_run.with_name("other"))
     os.utime(other / "model" / "config.json", (1e9, 1e9))
@@ -258,20 +286,22 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_p
     said = call(faked_run, "--samples", 2, "--model", base)
     assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
     assert "\nscore 0 " in said
-    assert "prompt by prompt" not in call(faked_run, "--samples", 3, "--model", base)
+    said = call(faked_run, "--samples", 3, "--model", base)
+    assert "prompt by prompt" not in said and "differs in samples (2 there, 3 here)\n" in said
     reward = f"{write_text(tmp_path / 'reward.py', '')}:score"
     for flags, what in ((["--reward_fn", reward], "reward"), (["--prompts", 5], "prompts")):
         said = call(other, "--samples", 2, "--compare", faked_run, *flags)
-        assert f"(the nearest differs in {what})" in said
+        assert re.search(rf"Not compared with {faked_run}/\S+, which differs in {what} \(", said)
 
 
 @pytest.mark.slow
 def test_vllm_answers(faked_run, small_eval):
     change_args(faked_run, num_eval_prompts=0)
-    command = [sys.executable, "scripts/evaluate.py", faked_run]
+    command = [sys.executable, "scripts/evaluate.py", faked_run, "--before"]
     streams = {"env": environment(), "capture_output": True, "text": True}
     result = subprocess.run(command, cwd=REPO, timeout=900, **streams)
     assert result.returncode == 0, result.stderr
+    assert "prompt by prompt" in result.stdout  # vLLM has started twice
     rows = script.load_rows(str(small_eval), None, "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     _, answers = evaluation_in(faked_run)

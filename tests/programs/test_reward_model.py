@@ -197,14 +197,26 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
     torch.testing.assert_close(of_ppo.view(2, -1), scores, rtol=0, atol=1e-5)
 
 
-def test_day_that_a_template_writes_is_that_of_the_runs_start(assets, tmp_path):
-    """As in PPO. Else a run could not be resumed on another day."""
+def test_prompt_is_the_one_that_ppo_reads_from_the_row(assets, tmp_path):
+    """With the day of the run's start, tools and switches. Else another text would be learned."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    tokenizer.chat_template = "{{ strftime_now('%Y%m%d') }}{{ messages[0].content }}="
-    row = {"prompt": [{"role": "user", "content": "5"}], "chosen": "5", "rejected": "6"}
-    path = write_rows(tmp_path / "pairs.jsonl", [row])
-    (pair,) = load_pairs(path, tokenizer, start_day="2024-07-26")
-    assert tokenizer.decode(pair.chosen_ids[:-1]) == "202407265=5"
+    tokenizer.chat_template = (
+        "{{ strftime_now('%Y%m%d') }}{{ tools | length if tools }}{{ 7 if short }}"
+        "{% for message in messages %}{{ message.content }}={% endfor %}"
+    )
+    switches, tools = {"chat_template_kwargs": {"short": True}}, {"tools": [{"type": "function"}]}
+    day = {"start_day": "2024-07-26"}
+    args = ppo.Args(apply_verifiable_reward=False, **day)
+    parts = ({}, switches, tools, switches | tools)
+    as_text = ({name: json.dumps(value) for name, value in part.items()} for part in parts)
+    for number, columns in enumerate([*parts, *as_text]):
+        row = ROW | columns
+        (pair,) = load_pairs(write_rows(tmp_path / f"{number}.jsonl", [row]), tokenizer, **day)
+        prompt = ppo.read_prompt(row, "", tokenizer, args, is_eval=False)
+        assert pair.chosen_ids[: len(prompt.token_ids)] == prompt.token_ids
+        assert prompt.text.startswith("20240726") and ("7" in prompt.text[8:]) == (
+            "short" in str(row)
+        )
 
 
 def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(
