@@ -17,11 +17,10 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
 fi
 
 python=${PYTHON:-}
-for candidate in .venv/bin/python python3.12 python3.11 python3.13 python3; do  # the one of .venv stays
+for candidate in .venv/bin/python python3.12 python3.11 python3.13 python3; do  # first the one that .venv was made with
   [ -n "$python" ] && break
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' 2>/dev/null; then
-    python=$candidate
-  fi
+  fits='import sys; (3, 11, 2) <= sys.version_info < (3, 14) or sys.exit(1); print(sys._base_executable)'
+  python=$("$candidate" -c "$fits" 2>/dev/null) || true
 done
 [ -n "$python" ] || fail "no Python 3.11.2 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 "$python" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' || fail "$python is not Python 3.11.2 to 3.13"
