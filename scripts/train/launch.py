@@ -7,6 +7,7 @@ RECIPE and the FLAGs are what was typed. The WORDs are the launcher's options, t
 flags.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import psutil
 
 # What a recipe reads from the environment
 VARIABLES = "GPUS MODEL REWARD_MODEL DATA SCRIPT MACHINE_RANK MAIN_PROCESS_IP MAIN_PROCESS_PORT"
@@ -60,7 +63,7 @@ def die_with_parent():
 def main():
     split = sys.argv.index("--")
     typed, launched = sys.argv[1:split], sys.argv[split + 1 :]
-    received = []
+    received, ranks = [], []
     with tempfile.NamedTemporaryFile("r") as file:  # provenance.py writes the run's folder into it
         process = subprocess.Popen(
             [".venv/bin/accelerate", "launch", "--quiet", *launched],
@@ -70,11 +73,16 @@ def main():
 
         def pass_on(number, _):
             received.append(number)
+            ranks.extend(psutil.Process(process.pid).children())
             process.send_signal(number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
         status, run_dir = process.wait(), file.read()
+    for rank in ranks:  # one that is still importing does not die with the launcher
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+    psutil.wait_procs(ranks, timeout=10)  # nothing of theirs comes after the last line
     if status and run_dir:
         print(last_line(typed, launched, Path(run_dir)), flush=True)
     elif received:
