@@ -1,5 +1,5 @@
-"""Runs `accelerate launch` for a recipe. When that is stopped or fails, the last line that is printed
-says which step is saved, and the whole command that resumes the run.
+"""Runs `accelerate launch` for a recipe. When that is stopped or fails, the last line that is
+printed says which step is saved, and the whole command that resumes the run.
 
     python scripts/train/launch.py RECIPE [FLAG ...] -- [WORD ...]
 

@@ -368,10 +368,11 @@ def test_diff_is_made_again_after_a_change_of_its_script(tmp_path, monkeypatch, 
 def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):
     """A copy from before a `git pull` would run with old code, and a new one take changes away."""
     script = "scripts/train/debug/multiturn.sh"
-    for path in (script, "scripts/train/write_fork.sh"):
+    for path in (script, "scripts/train/write_fork.sh", "scripts/train/launch.py"):
         write_text(tmp_path / path, (REPO / path).read_text())
     write_text(tmp_path / "scripts/setup.sh", "")
     python = '#!/bin/sh\nif [ "$1" = scripts/fork.py ]; then cp of_commit.py "$3"; fi\n'
+    python += f'case "$1" in */launch.py) exec {sys.executable} "$@" ;; esac\n'
     for name, text in (("python", python), ("accelerate", "#!/bin/sh\ncp grpo_multiturn.py ran\n")):
         write_text(tmp_path / ".venv/bin" / name, text).chmod(0o755)
 
