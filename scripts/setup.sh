@@ -100,7 +100,7 @@ rm -rf "$venv"  # half made
 "$python" -m venv "$venv"
 # A process that was started as .venv/bin/python imports from this environment until it ends, also when .venv is another.
 cat > "$venv/lib/$version/site-packages/stay_in_environment.pth" <<'EOF'
-import os, sys; sys.path[:] = [path.replace(sys.prefix + "/", os.path.realpath(sys.prefix) + "/") for path in sys.path]; sys.executable = sys.executable.replace(sys.prefix + "/", os.path.realpath(sys.prefix) + "/")
+import os, sys; sys.path[:] = [path.replace(sys.prefix + "/", os.path.realpath(sys.prefix) + "/") for path in sys.path]
 EOF
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 

@@ -254,15 +254,13 @@ def test_process_imports_from_the_environment_that_it_was_started_in(tmp_path):
         write_text(packages / "stay.pth", line[0])
         write_text(packages / "which.py", f"name = {name!r}")
     (tmp_path / ".venv").symlink_to("old")
-    child = "import sys, subprocess; print(flush=True); input(); import which\n"
-    child += "print(which.name, flush=True)\n"
-    child += "subprocess.run([sys.executable, '-c', 'import which; print(which.name)'])"
+    child = "print(flush=True); input(); import which; print(which.name)"
     command, pipe = [tmp_path / ".venv/bin/python", "-c", child], subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
     process.stdout.readline()  # it has started
     (tmp_path / ".link").symlink_to("new")
     (tmp_path / ".link").rename(tmp_path / ".venv")
-    assert process.communicate("\n")[0] == "old\nold\n"
+    assert process.communicate("\n")[0] == "old\n"
 
 
 def test_uv_is_told_what_pip_is_configured_for(make_machine, tmp_path):
