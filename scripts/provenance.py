@@ -34,12 +34,14 @@ def as_typed(command: list[str], folder: str) -> list[str]:
 
     >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"], "/a")
     ['torchrun', 'ppo_sync.py']
+    >>> as_typed(["/a/.venv-7/bin/python", ".venv/bin/accelerate", "launch", "ppo_sync.py"], "/a")
+    ['.venv/bin/accelerate', 'launch', 'ppo_sync.py']
     >>> as_typed(["/a/.venv/bin/python", "ppo_sync.py", "--seed", "2"], "/a")
     ['.venv/bin/python', 'ppo_sync.py', '--seed', '2']
     """
-    if os.path.isabs(command[1]) and not command[1].endswith(".py"):
+    if "/" in command[1] and not command[1].endswith(".py"):
         command = command[1:]
-    program = Path(command[0])
+    program = Path(folder, command[0])
     is_inside = program.is_relative_to(folder)
     return [str(program.relative_to(folder)) if is_inside else program.name, *command[1:]]
 

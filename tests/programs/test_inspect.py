@@ -1,6 +1,7 @@
 """A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
 
 import json
+import sys
 from itertools import product
 
 import inspect_run
@@ -158,6 +159,19 @@ def test_summary_names_what_is_there(run_dir):
         if added:
             write_text(run_dir / added, "")
         assert f"{names}: {run_dir}" in inspect(run_dir, "--summary")
+
+
+def test_commands_name_the_environment_that_is_there_later(run_dir, monkeypatch):
+    """Not the one that .venv is a link to, because that is exchanged."""
+    folder = run_dir.parent
+    write_text(folder / ".venv-1/bin/python", "")
+    monkeypatch.setattr(sys, "executable", str(folder / ".venv-1/bin/python"))
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv-1"))
+    for link, named in ((None, ".venv-1"), ("other", ".venv-1"), (".venv-1", ".venv")):
+        write_text(folder / "other/bin/python", "")
+        (folder / ".venv").unlink(missing_ok=True)
+        (folder / ".venv").symlink_to(link or "nowhere")
+        assert f" {folder}/{named}/bin/python " in inspect_run.next_steps(run_dir)[0]
 
 
 @pytest.mark.parametrize("is_ppo", [True, False])
