@@ -177,7 +177,7 @@ TRIED = (
 )
 # The twelve: `bash scripts/train/debug/ppo.sh --seed 11`, and so grpo.sh and ppo_sync.sh, and the
 # three with `--seed 12 --dtype bfloat16`; `bash scripts/train/smollm2/grpo.sh`, also with seeds 11
-# and 12; four of docs/results.md, "Checks". Those of the lag: 1f78bb6:tests/programs/test_report.py
+# and 12; four of docs/results.md, "Checks"
 
 
 def longest(values: list[bool]) -> int:

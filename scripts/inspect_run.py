@@ -34,6 +34,9 @@ from run_files import matrices_in, read_args, read_lines, read_metrics, read_rol
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
+# What --summary names where it is there: an interrupted run has no model
+FILES = {"model": "model", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+FILES |= {"curves": "curves.png", "prompts' lengths": "token_length.png"}
 LETTERS = 500  # of a response at most
 
 # What is timed, time/NAME: on the side of vLLM, which works beside training in an asynchronous
@@ -77,8 +80,7 @@ def text_of(row: dict) -> str:
 
 
 def show_score(score: float | None) -> str:
-    """None: its reward failed."""
-    return "none" if score is None else f"{score:.3g}"
+    return "none (the reward failed)" if score is None else f"{score:.3g}"
 
 
 def show_figures(row: dict) -> str:
@@ -92,10 +94,11 @@ def show_figures(row: dict) -> str:
     if row["score"] not in (None, row.get("verifiable_score")):
         parts = {name: row.get(f"{name}_score") for name in ("verifiable", "reward_model")}
     parts |= row.get("reward_metrics", {})
-    figures = [f"score {show_score(row['score'])}"]
-    figures += [f"{k.replace('_', ' ')} {v:.3g}" for k, v in parts.items() if v is not None]
     reason = (row.get("failure") or "").strip().rpartition("\n")[2]
-    figures += [in_one_line(reason[:200])] if reason else []
+    is_said = reason and row["score"] is None
+    figures = ["score none" if is_said else f"score {show_score(row['score'])}"]
+    figures += [f"{k.replace('_', ' ')} {v:.3g}" for k, v in parts.items() if v is not None]
+    figures += [f"the reward failed: {in_one_line(reason[:200])}"] if reason else []
     end = "stopped" if row["stopped"] else "cut"
     return printable(", ".join([*figures, f"{row['length']} tokens", end]))
 
@@ -275,8 +278,12 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
 def next_steps(run_dir: Path) -> list[str]:
     """Commands that go on from here, as they can be typed where this program was called."""
 
+    python = Path(sys.prefix).with_name(".venv") / "bin/python"  # a link to this environment
+    if not (python.exists() and python.parent.samefile(Path(sys.executable).parent)):
+        python = sys.executable
+
     def command(program, *words):
-        paths = [sys.executable, Path(__file__).with_name(program), run_dir, *words]
+        paths = [python, Path(__file__).with_name(program), run_dir, *words]
         return shlex.join(str(path).removeprefix(f"{Path.cwd()}/") for path in paths)
 
     lines = [
@@ -301,9 +308,9 @@ def next_steps(run_dir: Path) -> list[str]:
 def print_summary(run_dir: Path, args: dict, metrics: list[dict]):
     draw_run(run_dir)
     sentences = [*describe_evaluations(metrics), *describe_troubles(metrics)]
-    sentences += [describe_speed(metrics), describe_costs(run_dir, args, metrics)]
-    sentences += [*describe_samples(read_lines(run_dir / "samples.jsonl"))]
-    sentences += ["", f"Model, metrics, samples and pictures: {run_dir}", *next_steps(run_dir)]
+    sentences += [describe_speed(metrics), *describe_samples(read_lines(run_dir / "samples.jsonl"))]
+    named = [what for what, file in FILES.items() if (run_dir / file).exists()]
+    sentences += ["", f"{', '.join(named).capitalize()}: {run_dir}", *next_steps(run_dir)]
     print(*(said for said in sentences if said is not None), sep="\n")
 
 
@@ -321,7 +328,9 @@ def show_responses(rows: list[dict], number: int) -> Iterator:
     for row in rows:
         groups[row["prompt"]].append(row)
     step, version = rows[0]["training_step"], rows[0]["policy_version"]
-    yield f"\nResponses of step {step}, sampled by policy version {version}"
+    age = step - 1 - version
+    late = f", which were {age} step{'s' * (age > 1)} old" if age else ""
+    yield f"\nResponses of step {step}, sampled by the weights after step {version}{late}"
     left = number
     for group in groups.values():
         best_first = sorted(group, key=lambda row: row["score"] or 0, reverse=True)
@@ -354,6 +363,7 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
     yield "\n".join(["", *lines_of_table([run]), ""])
     yield from [*describe_evaluations(metrics), *describe_troubles(metrics)]
     yield describe_speed(metrics) or "Nothing stands out that limited its speed"
+    yield from filter(None, [describe_costs(run_dir, args, metrics)])
     steps = read_rollouts(run_dir)
     if steps:
         yield from show_responses([json.loads(row) for row in steps[max(steps)]], number)

@@ -37,10 +37,12 @@ class Panel(NamedTuple):
     metrics: list[str]
     at_least: tuple[float, float] | None = None  # what the y axis shows, whatever the values
     at_most: tuple[float, float] | None = None  # and what it never goes beyond
+    is_fault: bool = False  # drawn only where a value is above 0
 
 
 SECONDS = ["time/training", "time/generation", "time/update"]
 RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
+FAILED = ["eval/reward_failures", "objective/reward_failures"]
 PANELS = [
     # The first three are the reward trainer's
     Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
@@ -48,6 +50,7 @@ PANELS = [
     Panel("Score of chosen less rejected", ["eval/margin", "objective/margin"]),
     Panel("Answered right", [f"eval/{RIGHT}", f"objective/{RIGHT}"], (0, 1)),
     Panel("Score", ["eval/scores", "objective/scores"]),
+    Panel("Rewards that failed (share of responses)", FAILED, (0, 0), is_fault=True),
     Panel("KL to the reference policy (nats per response)", ["objective/kl"], (0, 0.01)),
     Panel("Entropy (nats per token)", ["policy/entropy_avg"]),
     Panel("Response length (tokens)", [f"eval/{LENGTHS}", f"objective/{LENGTHS}"]),
@@ -152,7 +155,13 @@ def panels_of(runs: list[Run]) -> list[Panel]:
         own.setdefault(short_name(name), []).append(name)
     panels = []
     for panel in PANELS + [Panel(title, metrics) for title, metrics in own.items()]:
-        drawn = [key for key in panel.metrics if any(points_of(run.metrics, key) for run in runs)]
+        values = {
+            key: [y for run in runs for _, y in points_of(run.metrics, key)]
+            for key in panel.metrics
+        }
+        if panel.is_fault and not any(map(any, values.values())):
+            continue
+        drawn = [key for key in panel.metrics if values[key]]
         panels += [panel._replace(metrics=drawn)] if drawn else []
     return panels
 
@@ -239,7 +248,7 @@ def draw_run(run_dir: Path):
 
 
 def draw_lengths(run_dir: Path):
-    """How long a run's prompts are, or a sentence where all are of one length.
+    """How long a run's prompts are, unless all are of one length.
 
     The scripts write the file. Prompts above the limit are dropped and not in it.
     """
@@ -248,7 +257,6 @@ def draw_lengths(run_dir: Path):
     lengths = json.loads((run_dir / "prompt_lengths.json").read_bytes())
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
-        print(f"All {len(lengths):,} prompts have {longest} tokens")
         return
     limit = read_args(run_dir)["max_prompt_token_length"]
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")

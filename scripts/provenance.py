@@ -34,12 +34,14 @@ def as_typed(command: list[str], folder: str) -> list[str]:
 
     >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"], "/a")
     ['torchrun', 'ppo_sync.py']
+    >>> as_typed(["/a/.venv-7/bin/python", ".venv/bin/accelerate", "launch", "ppo_sync.py"], "/a")
+    ['.venv/bin/accelerate', 'launch', 'ppo_sync.py']
     >>> as_typed(["/a/.venv/bin/python", "ppo_sync.py", "--seed", "2"], "/a")
     ['.venv/bin/python', 'ppo_sync.py', '--seed', '2']
     """
-    if os.path.isabs(command[1]) and not command[1].endswith(".py"):
+    if "/" in command[1] and not command[1].endswith(".py"):
         command = command[1:]
-    program = Path(command[0])
+    program = Path(folder, command[0])
     is_inside = program.is_relative_to(folder)
     return [str(program.relative_to(folder)) if is_inside else program.name, *command[1:]]
 
@@ -130,6 +132,8 @@ def main():
     path = parser.parse_args().run.expanduser() / "args.json"
     if not path.is_file():
         parser.error(f"there is no {path}")
+    if "TANDEM_LAUNCHED" in os.environ:  # scripts/train/launch.py asks which run it has started
+        Path(os.environ["TANDEM_LAUNCHED"]).write_text(str(path.parent))
     process = psutil.Process().parent()
     script = find_script(process)
     if script is None:

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import secrets
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -215,6 +216,7 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
     sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
     sentences += filter(None, [inspect.describe_costs(run_dir, args, metrics)])
     said = {"name": name, "args": args, "sentences": sentences}
+    said["command"] = shlex.join(args.get("provenance", {}).get("command", []))
     said |= {"health": verdicts(metrics, args, first)}
     return said | {"curves": curves_of(run, points)}
 

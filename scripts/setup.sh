@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the scripts need; does nothing when that is done already.
+# Makes an environment with everything the scripts need, and .venv, a link to it. Does nothing when that is done already.
+# An older environment stays, because runs may go on in it.
 #   bash scripts/setup.sh              with a GPU: requirements.txt; without one: requirements-cpu.txt
 #   PYTHON=python3.12 bash scripts/setup.sh    to choose the Python
 set -euo pipefail
@@ -14,21 +15,56 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   requirements=requirements.txt
   gigabytes=20
 fi
-stamp="$requirements $(cksum < $requirements) $(cksum < scripts/setup.sh)"
-if [ -f .venv/.complete ] && [ "$(cat .venv/.complete)" = "$stamp" ]; then
-  echo "Set-up: .venv is up to date ($requirements)"
-  exit 0
-fi
 
 python=${PYTHON:-}
-for candidate in python3.12 python3.11 python3.13 python3; do
+for candidate in .venv/bin/python python3.12 python3.11 python3.13 python3; do  # first the one that .venv was made with
   [ -n "$python" ] && break
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' 2>/dev/null; then
-    python=$candidate
-  fi
+  fits='import sys; (3, 11, 2) <= sys.version_info < (3, 14) or sys.exit(1); print(sys._base_executable)'
+  python=$("$candidate" -c "$fits" 2>/dev/null) || true
 done
 [ -n "$python" ] || fail "no Python 3.11.2 to 3.13 found; install one, or name it: PYTHON=/path/to/python3.12 bash scripts/setup.sh"
 "$python" -c 'import sys; sys.exit(not (3, 11, 2) <= sys.version_info < (3, 14))' || fail "$python is not Python 3.11.2 to 3.13"
+
+# Nothing here uses torchcodec, and where FFmpeg's or CUDA's libraries lack, `import vllm` fails by it. Without a GPU its two
+# companions go, too: they come along as builds for CUDA.
+unused=torchcodec
+[ "$requirements" = requirements.txt ] || unused="torchcodec torchvision torchaudio"
+# The stamp says what is installed, so that a change of this file or of a comment makes no other environment.
+version_of() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+version=$(version_of "$python")
+packages=$(sed -E 's/(^|[[:space:]]+)#.*//; /^$/d' "$requirements" | cksum)
+stamp="$requirements $packages $version $(uname -m) without $unused"
+# Its name is final, because the programs in an environment contain its path.
+venv=.venv-$(cksum <<<"$stamp" | cut -d " " -f 1)
+
+is_complete() {  # is_complete FOLDER: it holds what the stamp says, and its programs find their Python
+  local made
+  made=$(cat "$1/.complete" 2>/dev/null) && [ "$(version_of "$1/bin/python")" = "$version" ] &&
+    [ -x "$(sed -n '1s/^#!//p' "$1/bin/accelerate" 2>/dev/null)" ] &&
+    # Until .venv was a link, the stamp was of the two whole files
+    { [ "$made" = "$stamp" ] || [[ "$made" = "$requirements $(cksum < "$requirements") "* ]]; }
+}
+use_it() {  # in one step, so that .venv is never missing
+  local users
+  if [ -d .venv ] && [ ! -L .venv ]; then
+    users=$(grep -ls "$(pwd -P)/.venv/" /proc/[0-9]*/maps | cut -d / -f 3 | paste -sd " ") || true
+    [ -z "$users" ] || fail "processes use .venv, which an older set-up made: $users. When they have ended, do this again"
+    mv -T .venv .venv-old
+  fi
+  ln -s "$venv" ".venv.$$"
+  mv -fT ".venv.$$" .venv
+  echo "Set-up: .venv is $venv now ($requirements, $version)"
+}
+if is_complete .venv; then
+  echo "Set-up: .venv is up to date ($requirements)"
+  exit 0
+fi
+exec 8> .venv.lock
+flock -n 8 || { echo "Set-up: another set-up is at work here, and this one waits"; flock 8; }
+if is_complete "$venv"; then
+  use_it
+  exit 0
+fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
 if [ "$(uname -s)" = Linux ]; then
   glibc=$("$python" -c 'import os; print(os.confstr("CS_GNU_LIBC_VERSION"))' 2>/dev/null || true)
@@ -54,14 +90,19 @@ elif [ "$(uname -sm)" = "Linux x86_64" ] && ! grep -qw avx2 /proc/cpuinfo; then
   fail "this processor has no AVX2, which vLLM's CPU build needs (and there is no NVIDIA GPU)"
 fi
 free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1000000))
-[ "$free" -ge "$gigabytes" ] || fail "$free GB free here, $gigabytes GB are needed"
+others=$(ls -d .venv-* 2>/dev/null | grep -vFx "$venv" | paste -sd " ") || true
+[ "$free" -ge "$gigabytes" ] || fail "$free GB free here, $gigabytes GB are needed${others:+; older environments: $others}"
 
-echo "Set-up: making .venv from $requirements with $("$python" --version) (some minutes, $gigabytes GB at most) ..."
+echo "Set-up: making $venv from $requirements with $("$python" --version) (some minutes, $gigabytes GB at most) ..."
 log=$(mktemp)
-trap 'rm -rf "$log" .venv/.uv' EXIT
-rm -rf .venv
-"$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+trap 'rm -rf "$log" "$venv/.uv"' EXIT
+rm -rf "$venv"  # half made
+"$python" -m venv "$venv"
+# A process that was started as .venv/bin/python imports from this environment until it ends, also when .venv is another.
+cat > "$venv/lib/$version/site-packages/stay_in_environment.pth" <<'EOF'
+import os, sys; sys.path[:] = [path.replace(sys.prefix + "/", os.path.realpath(sys.prefix) + "/") for path in sys.path]
+EOF
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # uv is several times faster than pip, but does not read pip's configuration: it is told where packages come from.
 configuration=$(pip config list)
@@ -80,9 +121,9 @@ by_uv() {
   for option in index-url extra-index-url find-links constraint trusted-host; do
     for value in $(pip_option "$option"); do sources+=("--$option" "$value"); done
   done
-  # The cache lies in .venv, so that files are moved and not copied, and nothing stays elsewhere. Bytecode, as by pip: many
+  # The cache lies in there, so that files are moved and not copied, and nothing stays elsewhere. Bytecode, as by pip: many
   # images set PYTHONDONTWRITEBYTECODE, and then each process would compile its imports anew, for seconds
-  UV_CACHE_DIR=${UV_CACHE_DIR:-.venv/.uv} .venv/bin/uv pip install --python .venv/bin/python --compile-bytecode \
+  UV_CACHE_DIR=${UV_CACHE_DIR:-$venv/.uv} "$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode \
     "${sources[@]}" -r "$requirements" "$@"
 }
 by_pip() { pip install -r "$requirements" "$@"; }
@@ -103,17 +144,15 @@ if ! { show pip install -q uv==0.13.9 && install by_uv; }; then
     fail "pip could not install $requirements; its last lines are above"
   fi
 fi
-# Nothing here uses torchcodec, and where FFmpeg's or CUDA's libraries lack, `import vllm` fails by it. Without a GPU its two
-# companions go, too: they come along as builds for CUDA.
-unused=torchcodec
-[ "$requirements" = requirements.txt ] || unused="torchcodec torchvision torchaudio"
 pip uninstall -qy $unused 2>/dev/null || true
 if [ "$requirements" = requirements-cpu.txt ] && [ "$(uname -sm)" = "Linux x86_64" ] &&
-  ! .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
-  .venv/bin/python scripts/dev/make_libnuma_stub.py
+  ! "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+  "$venv/bin/python" scripts/dev/make_libnuma_stub.py
   echo "Set-up: libnuma is not installed, so vLLM does not keep memory on one socket: apt-get install libnuma1"
 fi
-.venv/bin/python -c 'import accelerate, datasets, torch, transformers, tyro' || fail "the packages do not import; see above"
-echo "$stamp" > .venv/.complete
+"$venv/bin/python" -c 'import accelerate, datasets, torch, transformers, tyro' || fail "the packages do not import; see above"
+echo "$stamp" > "$venv/.complete"
+use_it
+[ -z "$others" ] || echo "Set-up: when no run uses an older environment any more: rm -rf $others"
 command -v bwrap >/dev/null || echo "Set-up: for rewards that run code (scripts/rewards/code_sandbox.py): apt-get install bubblewrap"
-echo "Set-up: done ($(du -sh .venv | cut -f1)B in .venv)"
+echo "Set-up: done ($(du -sh "$venv" | cut -f1)B in $venv)"

@@ -54,6 +54,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fork
+import inspect_run
 import run as benchmark
 import torch
 from run import REPO, debug_command, flags_of, rounded
@@ -91,9 +92,9 @@ def run(command, time_limit=TIME_LIMIT, **environment):
     """Runs a script of the repository with its flags; returns its metrics, a dict for each step.
 
     They have more. vllm/model_runner: 2 for the second, else 1. vllm/at_once: how many of the
-    longest rows vLLM's cache holds; None: vLLM did not tell. compare: the line of that name.
-    RuntimeError: it failed, or did not end within time_limit seconds. The message has the end of
-    its output; of a run that did not end, it says where each of its threads was.
+    longest rows vLLM's cache holds; None: vLLM did not tell. compare: the line of that name by
+    inspect_run.py. RuntimeError: it failed, or did not end within time_limit seconds. The message
+    has the end of its output; of a run that did not end, it says where each of its threads was.
     """
 
     def watch(process):
@@ -114,11 +115,13 @@ def run(command, time_limit=TIME_LIMIT, **environment):
         except SystemExit as error:
             words, _, said = str(error).partition("\n")
             raise RuntimeError(f"{reasons[0]}\n{words}\n{said[-ERROR_LENGTH:]}") from error
+        run_dir = Path(folder, "run")
+        costs = inspect_run.describe_costs(run_dir, inspect_run.read_args(run_dir), steps)
     at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", said)
     of_vllm = {
         "vllm/model_runner": 2 if "Using V2 Model Runner" in said else 1,
         "vllm/at_once": float(at_once[1]) if at_once else None,
-        "compare": "".join(re.findall(r"^To compare: (.*)", said, re.MULTILINE)),
+        "compare": (costs or "").removeprefix("To compare: "),
     }
     return [step | of_vllm for step in steps]
 

@@ -30,7 +30,7 @@ def flags_of(options):
 def debug_command(name):
     """Script and flags of scripts/train/debug/NAME.sh, without its set-up and its launcher."""
     text = (REPO / f"scripts/train/debug/{name}.sh").read_text("utf-8")
-    last_command = text.partition("\nexec ")[2].replace("\\\n", " ")
+    last_command = text.partition("\nexec ")[2].partition(" -- ")[2].replace("\\\n", " ")
     last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
     words = shlex.split(last_command)
     words.remove("$@")

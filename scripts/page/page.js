@@ -225,7 +225,8 @@ function showAnswers() {
     const columns = answers.map((rows, i) => {
       const row = now(rows);
       if (!row) return div("", nameOf(i), "was not asked");
-      const scores = rows.map((each) => `${each.policy_version}: ${each.score ?? "none"}`);
+      const score = (each) => each.score ?? "none (the reward failed)";
+      const scores = rows.map((each) => `${each.policy_version}: ${score(each)}`);
       const history = div("history", `score by steps: ${scores.join(" · ")}`);
       return div("", nameOf(i), verdictOf(row), textBox(row.text), history);
     });
@@ -384,10 +385,9 @@ function showCommand() {
   runs.forEach((run, number) => {
     const box = byId("command");
     box.append(nameOf(number) ?? "");
-    const { command = [], commit, versions = {} } = run.args.provenance ?? {};
+    const { commit, versions = {} } = run.args.provenance ?? {};
     const said = Object.entries({ commit, ...versions }).map((each) => each.join(" "));
-    const words = command.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word}'`));
-    box.append(make("pre", { tabIndex: 0 }, words.join(" ")), make("p", {}, said.join(", ")));
+    box.append(make("pre", { tabIndex: 0 }, run.command), make("p", {}, said.join(", ")));
   });
 }
 

@@ -1,5 +1,6 @@
 """What starts a run is what was checked: launchers, Slurm's batch script; and paths with a ~."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,7 +10,9 @@ import uuid
 from pathlib import Path
 
 import evaluate
+import launch
 import plot_runs
+import psutil
 import pytest
 import tyro
 import yaml
@@ -22,7 +25,12 @@ from torch.distributed.run import get_args_parser
 
 import ppo_vllm_async
 
+TRAIN = REPO / "scripts" / "train"
+
 # ---------------------------------------------------------------------------------- the launcher
+
+
+LAUNCHERS = r"accelerate launch|scripts/preflight\.py|scripts/train/launch\.py .* --"
 
 
 def test_every_launch_names_its_file():
@@ -34,16 +42,95 @@ def test_every_launch_names_its_file():
     for path in paths:
         text = re.sub(r"\\\n[+-]?", " ", path.read_text())
         variable = "launch" if re.search(r"\blaunch=[(\"]--config_file ", text) else "none"
-        for call in re.findall(r"(?:accelerate launch|scripts/preflight\.py) ([^`\n]+)", text):
+        for call in re.findall(rf"(?:{LAUNCHERS}) ([^`\n]+)", text):
             if ".py" in call or "$" in call:
                 assert re.search(rf"--config_file |\$\{{?{variable}\b", call), f"{path}: {call}"
                 count += 1
     assert count > 10
 
 
+# --------------------------------------------------------------------------------- a recipe's end
+
+# A launcher with a rank, which saves step 20, unless it is to fail at once
+LAUNCHER = f"""#!{sys.executable}
+import json, os, subprocess, sys, time
+words = sys.argv[1:]
+if "--fail" in words and "--seed" not in words:
+    sys.exit(3)
+os.makedirs("output/a run/checkpoints/step_3")
+os.makedirs("output/a run/checkpoints/step_20")
+os.makedirs("output/a run/checkpoints/unfinished")
+json.dump({{"run_name": "a run", "save_freq": 1}}, open("output/a run/args.json", "w"))
+open(os.environ["TANDEM_LAUNCHED"], "w").write("output/a run")
+if "--fail" in words:
+    sys.exit(3)
+rank = subprocess.Popen(["sleep", "1000"])
+open("started", "w").write(f"{{os.getpid()}} {{rank.pid}}")
+time.sleep(1000)
+"""
+SAVED = "Step 20 is saved. To resume: GPUS=2 bash r.sh"
+RESUME = "--run_name 'a run' --resume_from_checkpoint latest"
+# (what is typed besides, what ends it, the exit status, the last line)
+RECIPE_ENDS = [
+    ("--seed 2", "group SIGINT", -signal.SIGINT, f"{SAVED} --seed 2 {RESUME}"),
+    ("", "SIGTERM", 128 + signal.SIGTERM, f"{SAVED} {RESUME}"),
+    ("", "SIGKILL", -signal.SIGKILL, ""),
+    ("--fail", "", 3, ""),  # it has said itself what is wrong
+    ("--fail --seed 2", "", 3, f"{SAVED} --fail --seed 2 {RESUME}"),
+]
+
+
+@pytest.mark.parametrize(("typed", "ending", "status", "last"), RECIPE_ENDS)
+def test_last_line_of_a_recipe_says_how_to_resume_and_nothing_is_left(
+    typed, ending, status, last, tmp_path
+):
+    write_text(tmp_path / ".venv/bin/accelerate", LAUNCHER).chmod(0o755)
+    program = f"{sys.executable} {TRAIN / 'launch.py'}"
+    write_text(tmp_path / "r.sh", f'exec {program} "$0" "$@" -- --num_processes 1 a.py "$@"')
+    command, env = ["bash", "r.sh", *typed.split()], environment({"GPUS": "2"})
+    with open(tmp_path / "log", "w") as log:
+        streams = {"stdout": log, "stderr": log, "process_group": 0}
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, **streams)
+    pids = []
+    if ending:
+        wait_until((tmp_path / "started").exists, "it has started")
+        pids = [*map(int, wait_until((tmp_path / "started").read_text, "pids").split())]
+        send = os.killpg if "group" in ending else os.kill
+        send(process.pid, signal.Signals[ending.split()[-1]])
+    assert process.wait(60) == status
+    assert "".join((tmp_path / "log").read_text().splitlines()[-1:]) == last
+    if ending == "SIGKILL":  # a rank sees to it itself (test_ends.py)
+        os.kill(pids.pop(), signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "all end")
+
+
+TYPED = [
+    "",
+    "--seed 3 --run_name old",
+    "--run-name=old --resume-from-checkpoint=latest --seed 3",
+    "--resume_from_checkpoint output/old/checkpoints/step_5 --exp_name x=--run_name",
+]
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_resuming_command_is_what_was_typed_and_resumes(typed):
+    """Also when it is stopped and resumed again, which adds nothing."""
+    words = launch.resuming(typed.split(), "a run")
+    assert launch.resuming(words, "a run") == words
+    need = ["--dataset", "x", "--model_name_or_path", "x"]
+
+    def parse(words):
+        return tyro.cli(ppo_vllm_async.Args, args=[*need, *words], use_underscores=True)
+
+    args = parse(words)
+    assert (args.run_name, args.resume_from_checkpoint) == ("a run", "latest")
+    own = {"run_name": "a run", "resume_from_checkpoint": "latest"}
+    assert args == dataclasses.replace(parse(typed.split()), **own)
+
+
 # ------------------------------------------------------------------------------------------- Slurm
 
-SBATCH = REPO / "scripts" / "train" / "slurm.sbatch"
+SBATCH = TRAIN / "slurm.sbatch"
 # What a job finds: Slurm's programs, launchers, and a script
 STUBS = {
     "bin/srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=1 exec "$@"',

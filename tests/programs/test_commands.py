@@ -22,7 +22,7 @@ import plan
 import preflight
 import pytest
 import tyro
-from helpers import PAGES, REPO, SCRIPTS, TRAINER, modules
+from helpers import GRPO, PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
 from preflight_cases import call_rewards_here
 from test_report import byte_tokenizer
@@ -34,6 +34,8 @@ LOADED += [path.name for path in (REPO / "scripts" / "rewards").glob("*.py")]
 LOADED = [Path(name).stem for name in LOADED]
 NOTE = f"""#!{sys.executable} -SE
 import json, os, sys
+if sys.argv[1:2] == ["scripts/train/launch.py"]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 with open("notes.jsonl", "a") as file:
     print(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]), file=file)
 """
@@ -82,6 +84,7 @@ LEFT_OPEN = {
     "N": "3",
     "F": "my_rewards.py:score",
 }
+VARIABLE = r'(\w+)=(["(])([^")]*)[")]'
 LAUNCH_OPTIONS = {name: name for name in ("--num_processes", "--config_file", "--num_machines")}
 LAUNCH_OPTIONS["--nproc_per_node"] = "--num_processes"
 
@@ -91,8 +94,9 @@ def commands_of(page):
     text = page.read_text().replace("\\\n", " ").replace("../tandem/", "")
     for match in re.finditer(rf"^    ({PROGRAM}.*)$|`({PROGRAM}[^`]*)`", text, re.MULTILINE):
         line = match[1] or match[2]
-        for name, value in re.findall(r'(\w+)="([^"]*)"', text[: match.start()])[::-1]:
-            line = line.replace(f"${name}", value)  # the last one of that name
+        for name, _, value in re.findall(VARIABLE, text[: match.start()])[::-1]:
+            for place in (f'"${{{name}[@]}}"', f"${name}"):
+                line = line.replace(place, value)  # the last one of that name
         words = []
         for word in shlex.split(line, comments=True):
             words += shlex.split(LEFT_OPEN.get(word, word))
@@ -140,6 +144,7 @@ def test_commands_have_flags_that_fit_together(assets, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "clone")
     monkeypatch.chdir(folder)
     (folder / "debug_assets").symlink_to(assets)
+    (folder / "my_copy.py").symlink_to(REPO / GRPO[0])
     for path in fork.FORKS.glob("*.diff"):
         fork.write_fork(path.stem, folder / fork.file_of(path.stem))
     fork.write_fork("lora", folder / "ppo_lora.py", script="ppo_vllm_async.py")
@@ -150,6 +155,20 @@ def test_commands_have_flags_that_fit_together(assets, tmp_path, monkeypatch):
             assert launches, words
             for launch in launches:
                 check_flags(launch, folder)
+
+
+def test_no_command_needs_a_shell_that_splits_variables():
+    """zsh does not: it would hand over all flags as one word."""
+    wrong = {
+        page.name: found
+        for page in PAGES
+        if (
+            found := re.findall(
+                r'^    .*(?<!")\$(?:flags|launch)\b.*', page.read_text(), re.MULTILINE
+            )
+        )
+    }
+    assert wrong.keys() <= {"data.md"}
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -258,9 +277,7 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
         if "data_preprocess" in program:
             monkeypatch.setattr(sys, "argv", [program, *words])
             runpy.run_path(str(REPO / program), run_name="__main__")
-    trained = folder / "output" / "hh_reward_model"
-    trained.mkdir(parents=True)
-    (trained / "model").symlink_to(reward_model)
+    trained = folder / "output" / "hh_reward_model" / "model"
 
     def ask(options, script, gpu_memory="80"):
         gpus = ["--num_gpus", "1" if options[-1] == "1" else "8", "--gpu_memory", gpu_memory]
@@ -281,6 +298,9 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     for question, launch, (needed, room, memory) in zip(asked, launched, needs, strict=True):
         assert question[1] == launch[1]  # what was asked is launched
         assert " ".join(question[0]) in " ".join(launch[0])
+        if question is asked[-1]:
+            trained.parent.mkdir(parents=True)
+            trained.symlink_to(reward_model)
         run = ask(*question, memory)
         sizes = plan.learner_needs(run) / plan.GIB, plan.learner_room(run) / plan.GIB
         assert sizes == pytest.approx((int(needed), int(room)), rel=0.1)

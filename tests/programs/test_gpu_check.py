@@ -97,9 +97,12 @@ def test_error_has_the_end_of_the_output_and_where_it_hung(tmp_path):
 
 
 def test_what_a_run_says_is_told(monkeypatch):
-    said = "INFO Using V2 Model Runner\nTo compare: 9 response tokens a second\n"
+    said = "INFO Using V2 Model Runner\n"
     said += "INFO Maximum concurrency for 1,536 tokens per request: 12.50x\n"
     monkeypatch.setattr(gpu_check.benchmark, "run", lambda *_, **__: ([{}], said))
+    monkeypatch.setattr(gpu_check.inspect_run, "read_args", lambda run_dir: {})
+    costs = "To compare: 9 response tokens a second"
+    monkeypatch.setattr(gpu_check.inspect_run, "describe_costs", lambda *_: costs)
     told = {"vllm/model_runner": 2, "vllm/at_once": 12.5, "compare": "9 response tokens a second"}
     assert gpu_check.run(["program.py"]) == [told]
 

@@ -1,6 +1,7 @@
 """A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
 
 import json
+import sys
 from itertools import product
 
 import inspect_run
@@ -81,9 +82,15 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir):
     shown = inspect(run_dir)
     assert shown[:2] == ["mine: my_ppo, first", "my_ppo.py 'my data'"]
     assert shown[2].startswith("Step 3 of 5, after 1.5 minutes; that was ")
-    start = shown.index("Responses of step 3, sampled by policy version 1")
-    failed = "score none, ValueError: no number, 3 tokens, cut"
-    for words in ("<|user|>213=", "Ground truth: 123", "Scores: 1 none", "123", failed, "321"):
+    for step, version, said in ((1, 0, "0"), (3, 2, "2"), (9, 2, "2, which were 6 steps old")):
+        line, *_ = inspect_run.show_responses([response(step, "", policy_version=version)], 1)
+        assert line.strip() == f"Responses of step {step}, sampled by the weights after step {said}"
+    assert any(line.startswith("To compare: 500 response tokens a second") for line in shown)
+    old = "which were 1 step old"
+    start = shown.index(f"Responses of step 3, sampled by the weights after step 1, {old}")
+    scores = "Scores: 1 none (the reward failed)"
+    failed = "score none, the reward failed: ValueError: no number, 3 tokens, cut"
+    for words in ("<|user|>213=", "Ground truth: 123", scores, "123", failed, "321"):
         assert words in shown[start:]
 
 
@@ -130,16 +137,41 @@ def test_last_lines_of_a_run(run_dir):
     (run_dir / "checkpoints/unfinished").mkdir(parents=True)
     for step in (9, 10):
         (run_dir / f"checkpoints/step_{step}").mkdir()
-    rate, score, cut, speed, costs, *_ = shown = inspect(run_dir, "--summary")
+    rate, score, cut, speed, *_ = shown = inspect(run_dir, "--summary")
     assert rate.startswith("Held-out prompts answered right: 45.9% before training, ")
     assert score.startswith("Mean verifiable score of their answers: 0.500 before training")
     assert cut.startswith("50% of the last responses were cut: a longer --response_length")
     assert speed.startswith("The learner waited for generation 50% of the time")
-    assert costs.startswith("To compare: 500 response tokens a second, learner 2 in updates")
-    assert (run_dir / "curves.png").is_file()
+    assert (run_dir / "curves.png").is_file() and "To compare" not in "".join(shown)
     alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
     assert "at last 0.25: there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
+
+
+def test_summary_names_what_is_there(run_dir):
+    """The interrupted run has no model, and its prompts are of one length."""
+    for added, names in (
+        (None, "Metrics, curves"),
+        ("samples.jsonl", "Metrics, samples, curves"),
+        ("token_length.png", "Metrics, samples, curves, prompts' lengths"),
+        ("model/config.json", "Model, metrics, samples, curves, prompts' lengths"),
+    ):
+        if added:
+            write_text(run_dir / added, "")
+        assert f"{names}: {run_dir}" in inspect(run_dir, "--summary")
+
+
+def test_commands_name_the_environment_that_is_there_later(run_dir, monkeypatch):
+    """Not the one that .venv is a link to, because that is exchanged."""
+    folder = run_dir.parent
+    write_text(folder / ".venv-1/bin/python", "")
+    monkeypatch.setattr(sys, "executable", str(folder / ".venv-1/bin/python"))
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv-1"))
+    for link, named in ((None, ".venv-1"), ("other", ".venv-1"), (".venv-1", ".venv")):
+        write_text(folder / "other/bin/python", "")
+        (folder / ".venv").unlink(missing_ok=True)
+        (folder / ".venv").symlink_to(link or "nowhere")
+        assert f" {folder}/{named}/bin/python " in inspect_run.next_steps(run_dir)[0]
 
 
 @pytest.mark.parametrize("is_ppo", [True, False])
@@ -180,4 +212,6 @@ def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed()
     rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
     said = inspect_run.describe_samples(rows)
     assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
-    assert "  before, score none: x" in inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
+    assert "  before, score none (the reward failed): x" in inspect_run.describe_samples(
+        [*rows, sample("a", 7, 1.0)]
+    )

@@ -38,6 +38,19 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
     assert points_in(draw(lines, x_axis="seconds")["Score"])[0] == [[0, 0.1], [16, 0.9]]
 
 
+def test_rewards_that_failed_are_drawn_where_there_are_any():
+    title, none = "Rewards that failed (share of responses)", [0.0, 0.0]
+    for failed, held_out, is_drawn in (
+        (none, none, False),
+        (none, [None, None], False),
+        ([0.0, 0.34], none, True),
+        (none, [0.01, None], True),
+    ):
+        lines = steps(objective__reward_failures=failed, eval__reward_failures=held_out)
+        others = steps(objective__scores=none, objective__reward_failures=none)
+        assert (title in draw(others, lines)) == (title in draw(lines, others)) == is_drawn
+
+
 def test_seconds_leave_out_the_first_step_of_each_process():
     lines = steps(
         time__training=[60.0, 2.0, 50.0, 3.0],

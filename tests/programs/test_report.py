@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from itertools import pairwise, product
 
 import health
@@ -306,3 +307,27 @@ def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run):
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
     )
     assert not re.search(ways, (REPO / "scripts/page/page.js").read_text())
+
+
+WORDS = ["it's", "a b", "$HOME", "`ls`", 'a"b', "", "--chat_template={{x}}", "new\nline", "ä"]
+
+
+def test_command_of_the_page_can_be_typed(make_run):
+    made = {"command": ["python", *WORDS]}
+    _, page = report_of(make_run(provenance=made))
+    assert shlex.split(page["runs"][0]["command"]) == made["command"]
+    assert report_of(make_run(provenance={}))[1]["runs"][0]["command"] == ""
+    # The page shows it as it is
+    assert (
+        'make("pre", { tabIndex: 0 }, run.command)' in (REPO / "scripts/page/page.js").read_text()
+    )
+
+
+def test_history_of_a_prompt_says_that_a_reward_failed(make_run):
+    rows = [answer(1, 0, False, score=None, failure="Traceback\nValueError: no number")]
+    _, page = report_of(make_run(samples=rows))
+    (said,) = page["answers"][0][3][0]
+    assert said["score"] is None and said["figures"].startswith(
+        "score none, the reward failed: Val"
+    )
+    assert 'each.score ?? "none (the reward failed)"' in (REPO / "scripts/page/page.js").read_text()

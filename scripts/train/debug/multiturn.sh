@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
 .venv/bin/python scripts/forks/calculator.py
 bash scripts/train/write_fork.sh multiturn grpo_multiturn.py
-exec .venv/bin/accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml grpo_multiturn.py \
+exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- --config_file scripts/accelerate/one_gpu.yaml grpo_multiturn.py \
   --env_fn scripts/forks/calculator.py:step --reward_fn scripts/forks/calculator.py:score --max_turns 3 \
   --dataset debug_assets_calculator/train.parquet --eval_dataset debug_assets_calculator/test.parquet \
   --model_name_or_path debug_assets_calculator/model --dtype float32 --no-gradient_checkpointing --response_length 40 \

@@ -57,4 +57,4 @@ config=$( ((gpus > 1)) && echo ddp || echo one_gpu)
 launch=(--config_file "scripts/accelerate/$config.yaml" --num_processes "$gpus")
 run=(grpo_lora.py --model_name_or_path "${MODEL:-Qwen/Qwen2.5-3B-Instruct}" "${flags[@]}" "$@")
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
-exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
+exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- "${launch[@]}" "${run[@]}"

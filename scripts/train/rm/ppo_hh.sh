@@ -50,7 +50,7 @@ if [ ! -d "$reward_model" ]; then  # it is complete, or not there
   # PPO's flags are asked for before the reward model trains; the reward for a form stands in for it
   .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}" --reward_model_path None --add_r1_style_format_reward
   reward_flags=(
-    --run_name hh_reward_model
+    --run_name hh_reward_model --resume_from_checkpoint latest
     --dataset data/hh_rm/train.parquet --eval_dataset data/hh_rm/test.parquet
     # Prompt and response together. One pass, since more soon overfit (2203.02155)
     --max_token_length 768 --num_train_epochs 1
@@ -62,7 +62,7 @@ if [ ! -d "$reward_model" ]; then  # it is complete, or not there
   )
   reward_run=(scripts/train_reward_model.py --model_name_or_path "$model" "${reward_flags[@]}")
   .venv/bin/python scripts/preflight.py "${launch[@]}" "${reward_run[@]}"
-  .venv/bin/accelerate launch --quiet "${launch[@]}" "${reward_run[@]}"
+  .venv/bin/python scripts/train/launch.py "$0" "$@" -- "${launch[@]}" "${reward_run[@]}"
 fi
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
-exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
+exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- "${launch[@]}" "${run[@]}"

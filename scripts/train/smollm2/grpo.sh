@@ -27,4 +27,4 @@ flags=(
 run=("${SCRIPT:-grpo_vllm_async.py}" --model_name_or_path "${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}" "${flags[@]}" "$@")
 launch=(--config_file scripts/accelerate/one_gpu.yaml)  # without a GPU a process on the CPU
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
-exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${run[@]}"
+exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- "${launch[@]}" "${run[@]}"

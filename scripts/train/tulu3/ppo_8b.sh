@@ -42,4 +42,4 @@ launch=(--config_file scripts/accelerate/fsdp2_two_nodes.yaml --num_processes 12
 nodes=(--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_PROCESS_IP" --main_process_port "${MAIN_PROCESS_PORT:-29500}")
 run=(ppo_vllm_async.py --model_name_or_path "${MODEL:-allenai/Llama-3.1-Tulu-3-8B-DPO}" "${flags[@]}" "$@")
 .venv/bin/python scripts/preflight.py "${launch[@]}" "${run[@]}"  # what is wrong, in a line each; and the plan
-exec .venv/bin/accelerate launch --quiet "${launch[@]}" "${nodes[@]}" "${run[@]}"
+exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- "${launch[@]}" "${nodes[@]}" "${run[@]}"

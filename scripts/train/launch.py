@@ -1,0 +1,97 @@
+"""Runs `accelerate launch` for a recipe. When that is stopped or fails, the last line that is
+printed says which step is saved, and the whole command that resumes the run.
+
+    python scripts/train/launch.py RECIPE [FLAG ...] -- [WORD ...]
+
+RECIPE and the FLAGs are what was typed. The WORDs are the launcher's options, the script and its
+flags.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+# What a recipe reads from the environment
+VARIABLES = "GPUS MODEL REWARD_MODEL DATA SCRIPT MACHINE_RANK MAIN_PROCESS_IP MAIN_PROCESS_PORT"
+OF_RUN = "run_name", "resume_from_checkpoint"
+
+
+def resuming(typed: list[str], run_name: str) -> list[str]:
+    """What was typed, with the flags that resume the run of this name in place of its own.
+
+    >>> resuming(["a.sh", "--run-name=old", "--seed", "2"], "mine")
+    ['a.sh', '--seed', '2', '--run_name', 'mine', '--resume_from_checkpoint', 'latest']
+    """
+    kept, last = [], ""
+    for word in typed:
+        name, _, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        is_value = last in OF_RUN
+        last = name if word.startswith("--") and "=" not in word else ""
+        if not is_value and (name not in OF_RUN or not word.startswith("--")):
+            kept.append(word)
+    return [*kept, "--run_name", run_name, "--resume_from_checkpoint", "latest"]
+
+
+def last_line(typed: list[str], launched: list[str], run_dir: Path) -> str:
+    args = json.loads((run_dir / "args.json").read_bytes())
+    # A recipe's first stage, such as a reward model, finds its run again without a flag
+    is_found = "latest" in launched and "latest" not in typed
+    words = typed if is_found else resuming(typed, args["run_name"])
+    variables = [f"{x}={shlex.quote(os.environ[x])}" for x in VARIABLES.split() if x in os.environ]
+    command = " ".join([*variables, shlex.join(["bash", *words])])
+    steps = [path.name.removeprefix("step_") for path in run_dir.glob("checkpoints/step_*")]
+    steps = [int(step) for step in steps if step.isdecimal()]
+    if not steps:
+        return f"No step is saved (--save_freq {args['save_freq']}). To start again: {command}"
+    return f"Step {max(steps)} is saved. To resume: {command}"
+
+
+def die_with_parent():
+    """The launcher dies with this process, and its scripts die with the launcher."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+
+
+def main():
+    split = sys.argv.index("--")
+    typed, launched = sys.argv[1:split], sys.argv[split + 1 :]
+    received, ranks = [], []
+    with tempfile.NamedTemporaryFile("r") as file:  # provenance.py writes the run's folder into it
+        process = subprocess.Popen(
+            [".venv/bin/accelerate", "launch", "--quiet", *launched],
+            env=os.environ | {"TANDEM_LAUNCHED": file.name},
+            preexec_fn=die_with_parent,
+        )
+
+        def pass_on(number, _):
+            received.append(number)
+            ranks.extend(psutil.Process(process.pid).children())
+            process.send_signal(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, pass_on)
+        status, run_dir = process.wait(), file.read()
+    for rank in ranks:  # one that is still importing does not die with the launcher
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+    psutil.wait_procs(ranks, timeout=10)  # nothing of theirs comes after the last line
+    if status and run_dir:
+        print(last_line(typed, launched, Path(run_dir)), flush=True)
+    elif received:
+        print("Nothing is saved, because the run had not begun", flush=True)
+    if signal.SIGINT in received:  # so that a loop of a shell ends as well
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    main()
