@@ -263,7 +263,7 @@ def read_arguments(script, options):
         vllm_gpus=(),
         vllm_tensor_parallel_size=1,
         vllm_gpu_memory_utilization=0.9,
-        reward_workers=min(8, os.cpu_count()),
+        reward_workers=min(8, len(os.sched_getaffinity(0))),  # cores that it may use
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)

@@ -239,7 +239,7 @@ def draw_run(run_dir: Path):
 
 
 def draw_lengths(run_dir: Path):
-    """How long a run's prompts are, or a sentence where all are of one length.
+    """How long a run's prompts are, unless all are of one length.
 
     The scripts write the file. Prompts above the limit are dropped and not in it.
     """
@@ -248,7 +248,6 @@ def draw_lengths(run_dir: Path):
     lengths = json.loads((run_dir / "prompt_lengths.json").read_bytes())
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
-        print(f"All {len(lengths):,} prompts have {longest} tokens")
         return
     limit = read_args(run_dir)["max_prompt_token_length"]
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")

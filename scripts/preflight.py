@@ -23,7 +23,6 @@ Memory is an estimate from the sizes of the models, by plan.py, which finds what
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import io
 import json
@@ -42,11 +41,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import paths
+
+if __name__ == "__main__" and (missing := paths.missing(sys.argv[1:])):
+    # Before the imports below, which take seconds
+    print(*(f"preflight: error: {line}" for line in missing), sep="\n", file=sys.stderr)
+    sys.exit(2)
+
 import datasets
 import fork
 import huggingface_hub
 import odd_data
-import paths
 import plan
 import torch
 import transformers
@@ -115,6 +120,7 @@ class Options:
 # Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
 # is without (docs/fork.md, "What can be deleted"). With these values it is as if they were missing
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
+ZEROS += ("add_r1_style_format_reward",)
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
 ABSENT["resume_from_checkpoint"] = None
 
@@ -135,8 +141,10 @@ class Run:
     value_model: Any = None
     reward_model: Any = None
     has_models: bool = False  # all of them
-    # Of each data source: scores of a right, a wrong and an empty answer to its first row
+    # Of each data source: scores of answers to the first of its rows that was tried. Three of them
+    # ought to be right, one is wrong, and one is empty
     answers: dict = field(default_factory=dict)
+    format: str = ""  # after how many prompts the R1 format gets its reward, if there is one
     run_dir: Path | None = None
     disk: Path | None = None  # the folder that is there, of those on the way to it
     checkpoint_dir: Path | None = None
@@ -189,13 +197,20 @@ def is_local(path):
 
 @contextlib.contextmanager
 def loading(flag, path):
-    """What goes wrong inside is about the model or tokenizer of this flag."""
+    """What goes wrong inside is about the file, data, tokenizer or model that this flag names."""
     try:
         yield
     except Exception as error:
-        text = paths.trouble_with_model(path) or describe(error)
-        if paths.may_be_on_the_hub(path) and not isinstance(error, Mistake):
-            text = f"no such folder, and no model of the hub that you may read ({text})"
+        text = paths.trouble_with(flag, path) or describe(error)
+        is_of_hub = flag not in paths.FILES and paths.may_be_on_the_hub(path)
+        if is_of_hub and isinstance(error, OSError) and not hub_answers():
+            text = (
+                "no such folder, nor a copy in the cache, and the hub does not answer. A folder "
+                "with config.json and the files of the tokenizer is enough to plan"
+            )
+        elif is_of_hub and not isinstance(error, Mistake):
+            kind = "dataset" if flag.endswith("dataset") else "model"
+            text = f"no such folder, and no {kind} of the hub that you may read ({text})"
         raise Mistake(f"--{flag} {path}: {text}") from error
 
 
@@ -400,49 +415,81 @@ def check_tokenizers(run):
                 f"{len(other):,} of its tokens have other ids than in the model's own tokenizer, "
                 f"such as {other[0]!r}: the model would read another text"
             )
+    templates = {}
+    for flag in ("reward_model_path", "value_model_path"):
+        if path := getattr(args, flag, None):
+            with loading(flag, path):
+                templates[flag] = load(path).chat_template
+    if args.chat_template:
+        with loading("chat_template", args.chat_template):
+            Path(args.chat_template).read_text("utf-8")
     tokenizer = script.load_tokenizer(args)
-    other = args.reward_model_path and load(args.reward_model_path).chat_template
+    other = templates.get("reward_model_path")
     if other not in (None, tokenizer.chat_template):
         run.notes.append(f"{args.reward_model_path} has a chat template of its own, not used")
     if run.trains_reward_model():
         stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
         if stop_token not in tokenizer.get_vocab():
-            raise Mistake(f"--stop_token {stop_token}: no token of the tokenizer {path}")
+            raise Mistake(f"--stop_token {stop_token}: the tokenizer has no such token")
         run.args.stop_token_id = tokenizer.get_vocab()[stop_token]
     run.tokenizer = tokenizer
 
 
+def plain(run, rows):
+    """Rows as the script reads them, without nulls and JSON text."""
+    script, _ = run.reader()
+    if hasattr(script, "plain_values"):
+        return [script.plain_values(row) for row in rows]
+    texts = ("tools", "chat_template_kwargs")
+    read = [row | {name: script.read_json(row.get(name)) for name in texts} for row in rows]
+    return [script.drop_nulls(row) for row in read]
+
+
 def check_data(run):
     """Reads the rows to train on, and those that are held out, as the script does."""
-    script, read, printed = run.script, [], io.StringIO()
-    load_rows = script.load_rows
+    script, args, read, printed = run.script, run.args, [], io.StringIO()
+    load_rows, is_trainer = script.load_rows, run.trains_reward_model()
+    # What a row becomes first, and what its length is
+    maker = "Pair" if is_trainer else "read_prompt"
+    make = getattr(script, maker)
+    limit = "max_token_length" if is_trainer else "max_prompt_token_length"
 
     def reading(path, *others):
         """The script's load_rows, whose rows are kept."""
-        read.append((path, []))
-        rows = load_rows(path, *others)
-        if not rows:
-            raise Mistake(f"{path}: the dataset is empty")
-        read[-1] = path, rows
+        with loading("dataset" if path == args.dataset else "eval_dataset", path):
+            rows = load_rows(path, *others)
+            if not rows:
+                raise Mistake("the dataset is empty")
+        read.append((path, rows, []))
         return rows
 
-    reads = mock.patch.object(script, "load_rows", reading)
+    def making(*values, **more):
+        """The script's read_prompt or Pair. Keeps lengths, also of rows that are dropped then."""
+        made = make(*values, **more)
+        read[-1][-1].append(made.length if is_trainer else len(made.token_ids))
+        return made
+
+    watched = mock.patch.multiple(script, **{"load_rows": reading, maker: making})
     try:
-        with contextlib.redirect_stdout(printed), reads:
-            if run.trains_reward_model():
-                loaded = load_pairs(run)
-            else:
-                loaded = script.load_datasets(run.tokenizer, run.args)
+        with contextlib.redirect_stdout(printed), watched:
+            loaded = load_pairs(run) if is_trainer else script.load_datasets(run.tokenizer, args)
     except Mistake:
         raise
     except Exception as error:
-        path, text = read[-1][0], describe(error).replace("NotImplementedError: ", "")
+        path, rows, _ = read[-1]
+        if not is_trainer and args.apply_verifiable_reward and not script.uses_reward_model(args):
+            odd_data.check_style(path, plain(run, rows))
+        text = describe(error).replace("NotImplementedError: ", "")
         text = text if path in text else f"{path}: {text}"
-        due = "docs/rewards.md" if run.trains_reward_model() else "docs/data.md"
+        due = "docs/rewards.md" if is_trainer else "docs/data.md"
         raise Mistake(f"{text}; {due} says what files and rows are to be") from error
+    finally:
+        for path, _, lengths in read:
+            run.notes += odd_data.notes_on_lost_rows(path, lengths, limit, getattr(args, limit))
     run.train_rows, run.eval_rows = loaded
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
-    for (path, rows), made in zip(read, loaded, strict=False):
+    for (path, rows, _), made in zip(read, loaded, strict=False):
+        rows = plain(run, rows)
         run.raw_rows += rows
         run.notes += odd_data.notes_on_rows(run, path, rows, made)
     run.notes += odd_data.notes_on_held_out(run)
@@ -703,21 +750,47 @@ def check_tokens(run):
 
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
+    check_format(run)
     workers = None
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
-    answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
-    texts = {row.origin: str(row.ground_truth) for row in answers}
-    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
-    run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
         try:
             workers = start_worker(run)
-            try_reward(run, workers, prompts)
+            sources = try_reward(run, workers, prompts)
         finally:
             run.script.end_children()
             if workers:  # wait for its thread, which closes a pipe that Python's end would write to
                 executor, _ = workers.get()
                 executor.shutdown()
+    texts = {row.origin: str(row.ground_truth) for row in prompts if row.data_source in sources}
+    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
+    run.notes += [f"{note}: no response can have it" for note in lost]
+
+
+def check_format(run):
+    """Notes prompts after which a response in the R1 format would not get the reward for it."""
+    if not run.args.add_r1_style_format_reward:
+        return
+    lost = {}
+    for prompt in run.train_rows:
+        response = as_response(run, prompt, in_r1_format(prompt, "b"))
+        if not run.script.has_r1_format(response):
+            lost[prompt.origin] = response
+    count = len(run.train_rows)
+    run.format = f"{count - len(lost):,} of {count:,} prompts"
+    for origin, response in [*lost.items()][:1]:
+        run.notes.append(
+            f"{origin}, and so {len(lost):,} of {count:,}: {in_r1_format(response.prompt, 'b')!r} "
+            f"does not get --r1_style_format_reward: the run reads {response.text!r} after a "
+            f"prompt that ends with {response.prompt.text[-30:]!r}, so the chat template, a stop "
+            f"token or the tokenizer has taken a part of the format"
+        )
+
+
+def in_r1_format(prompt, answer):
+    """A response in the R1 format. Some chat templates have written its beginning."""
+    text = f"<think>a</think> <answer>{answer}</answer>"
+    return text.removeprefix("<think>") if prompt.text.rstrip().endswith("<think>") else text
 
 
 def start_worker(run):
@@ -756,63 +829,73 @@ def rows_to_try(run, prompts):
     return sorted(chosen, key=lambda row: is_empty(row.ground_truth))
 
 
-POOR = "the truth scores no more than a wrong or an empty answer; is a right one of another form?"
+POOR = (
+    "no answer that ought to be right (the ground truth bare, in \\boxed{} and in the R1 format) "
+    "scores more than a wrong or an empty one. Does a right answer have another form? If the truth "
+    "is test cases or constraints, this says nothing"
+)
 PARTIAL = (
-    "the ground truth scores less than 1, which counts as right: see `right` in docs/rewards.md"
+    "answers that ought to be right score less than 1, which counts as right: see `right` in "
+    "docs/rewards.md"
 )
 
 
 def try_reward(run, workers, prompts):
-    """Tries the reward on a right, a wrong and an empty answer to some prompts, or to all.
+    """Tries the reward on five answers to some prompts, or to all. Returns sources of answers.
 
-    Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
+    Three ought to be right: the ground truth as it stands, as \\boxed{...}, and in the R1 format.
+    One is wrong, the truth of another row, and one is empty. A source of answers has a truth that
+    scored more than the empty answer, bare or in a box, so it is no test case.
     """
-
-    @functools.cache
-    def read(answer):
-        """Token ids of an answer, and what the run would read of them."""
-        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return token_ids, run.script.response_text(run.tokenizer, token_ids, run.args)
-
     start, truths, count, found = time.perf_counter(), {}, 0, {POOR: [], PARTIAL: []}
     for prompt in prompts:  # the texts of each source
         truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
-    chosen = rows_to_try(run, prompts)
+    chosen, sources = rows_to_try(run, prompts), set()
     for prompt in chosen:
         if time.perf_counter() - start > SECONDS_OF_TRIALS:
             run.notes.append(f"the reward is slow: tried on {count} of {len(chosen):,} rows")
             break
         origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
-        answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
-        bare, boxed, wrong, empty = (each.verifiable for each in graded)
+        wrong_text = next(others, "I do not know.")
+        answers = truth, f"\\boxed{{{truth}}}", in_r1_format(prompt, truth), wrong_text, ""
+        graded = [score(run, workers, as_response(run, prompt, answer)) for answer in answers]
+        *right, wrong, empty = scores = tuple(each.verifiable for each in graded)
         count += 1
-        if odd_data.is_rule(prompt.ground_truth):
-            continue
-        scores = max(bare, boxed), wrong, empty
         usual = run.answers.setdefault(source, scores)
-        if is_empty(truth) and wrong >= usual[0] > usual[1]:
+        if is_empty(truth) and wrong >= max(usual[:3]) > usual[3]:
             raise Mistake(
                 f"{origin}: the ground truth is empty, and any answer is right: "
-                f"{answers[2][:60]!r} scores {wrong:g}"
+                f"{wrong_text[:60]!r} scores {wrong:g}"
             )
-        if scores[0] <= max(wrong, empty):
+        if max(right[:2]) > empty:
+            sources.add(source)
+        if max(right) <= max(wrong, empty):
             found[POOR].append(origin)
-        elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:2]):
+        elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:3]):
             found[PARTIAL].append(origin)
     for words, origins in found.items():
         if origins:
             of_all = f"{len(origins):,} of {count:,} that were tried"
             run.notes.append(f"{origins[0]}, and so {of_all}: {words}")
+    return sources
 
 
-def score(run, workers, prompt, token_ids, text):
-    """An answer as a Response with its score. Mistake: the reward fails on it."""
-    script, args = run.script, run.args
+def as_response(run, prompt, answer):
+    """An answer as the run would have it: until the first stop token, and decoded."""
+    token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ends = [n for n, token_id in enumerate(token_ids, 1) if token_id in run.args.stop_token_ids]
+    token_ids = token_ids[: ends[0]] if ends else token_ids
+    text = run.script.response_text(run.tokenizer, token_ids, run.args)
+    # A response has a stop token at its end
+    given = {"prompt": prompt, "token_ids": token_ids if ends else [*token_ids, 0], "text": text}
+    return run.script.Response(**given, logprobs=None, stopped=True)
+
+
+def score(run, workers, response):
+    """A response with its score. Mistake: the reward fails on it."""
+    script, args, prompt, text = run.script, run.args, response.prompt, response.text
     try:
-        given = {"prompt": prompt, "token_ids": [*token_ids, 0], "text": text}  # with a stop token
-        response = script.Response(**given, logprobs=None, stopped=True)
         if args.reward_fn:
             response = script.call_worker(workers, response, args)
         else:
@@ -1001,6 +1084,15 @@ def plan_of_data(run):
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
+        count = len(run.train_rows)
+        passes = args.num_training_steps * args.rollout_batch_size / count
+        yield "", f"{passes:,.3g} passes over the {count:,} prompts"
+        if args.rollout_batch_size > count:
+            run.notes.append(
+                f"a step takes {args.rollout_batch_size:,} prompts, and there are {count:,}: each "
+                f"is there several times; lower --local_rollout_batch_size, or raise "
+                f"--number_samples_per_prompt instead"
+            )
         length = f"{run.max_length():,} tokens, {args.response_length:,} of them for the response"
         yield "", f"a row has up to {length}"
     if run.eval_rows:
@@ -1052,10 +1144,13 @@ def plan_of_reward(run):
     sources = {}  # of the same scores
     for source, scores in run.answers.items():
         sources.setdefault(scores, []).append(str(source))
-    for (right, wrong, empty), names in sources.items():
+    for (bare, boxed, in_format, wrong, empty), names in sources.items():
         shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-        yield "", f"the ground truth of a row of {shown} scores {right:g},"
+        yield "", f"the ground truth of a row of {shown} scores {bare:g}"
+        yield "", f"({boxed:g} in \\boxed{{}}, {in_format:g} in the R1 format),"
         yield "", f"a wrong answer {wrong:g}, an empty one {empty:g}"
+    if run.format:
+        yield "reward", f"{args.r1_style_format_reward:g} x the R1 format, after {run.format}"
 
 
 def plan_of_checkpoint(run):
@@ -1180,8 +1275,10 @@ def main(words):
     mistakes = check(run)
     print_plan(run)
     sys.stdout.flush()
-    for line in dict.fromkeys(map(one_line, mistakes)):
-        print(line, file=sys.stderr)
+    # Several parts read a model, and only the first one's words are shown
+    first = {mistake.partition(": ")[0]: mistake for mistake in reversed(mistakes)}
+    for mistake in reversed(first.values()):
+        print(one_line(mistake), file=sys.stderr)
     if mistakes:
         return 2
     others = ", and on each other machine by its own --machine_rank"

@@ -125,12 +125,13 @@ def load_from_hub(hub: tuple) -> Splits:
 
 
 def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
-    """The local files of each split, by their names."""
+    """The local files of each split, by their names. A single file without one is for training."""
     splits = defaultdict(list)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (".jsonl", ".parquet"):
             words = re.split("[^a-z]+", file.stem.lower())
             told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+            told = told or ({"train"} if path.is_file() else told)
             if len(told) != 1:
                 raise ValueError(
                     f"{file.name}: no split (train, validation, test) in the name; rename it"
