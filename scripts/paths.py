@@ -34,8 +34,8 @@ def may_be_on_the_hub(path: str | Path) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and not (FILE_NAME.fullmatch(name) or Path(path).exists())
 
 
-def number_of(folder: Path) -> int:
-    return int(re.sub(r"\D", "", folder.name) or 0)
+def number_of(file: Path) -> int:
+    return int(re.sub(r"\D", "", file.parent.name) or 0)
 
 
 def is_whole(file: Path) -> bool:
@@ -101,11 +101,9 @@ def trouble_with_model(path: str | Path) -> str:
         base = json.loads((path / "adapter_config.json").read_text("utf-8"))
         base = base.get("base_model_name_or_path")
         return f"it is an adapter of {base}; merge it into that (peft's merge_and_unload) and save"
-    below = [path / "model", *sorted(path.glob("checkpoint-*"), key=number_of)]
-    below += sorted(path.glob("snapshots/*"))  # in the hub's cache
-    below = [folder for folder in below if (folder / "config.json").exists()]
-    if below and not (path / "config.json").exists():
-        return f"it has no config.json; its model is in {below[-1]}"
+    for below in ("", "*/", "*/*/", "*/*/*/"):  # such as model/, checkpoint-9/, the hub's cache
+        if configs := sorted(path.glob(f"{below}config.json"), key=number_of):
+            return below and f"it has no config.json; its model is in {configs[-1].parent}"
     return ""
 
 

@@ -204,10 +204,9 @@ def loading(flag, path):
         text = paths.trouble_with(flag, path) or describe(error)
         is_of_hub = flag not in paths.FILES and paths.may_be_on_the_hub(path)
         if is_of_hub and isinstance(error, OSError) and not hub_answers():
-            text = (
-                "no such folder, nor a copy in the cache, and the hub does not answer. A folder "
-                "with config.json and the files of the tokenizer is enough to plan"
-            )
+            text = "no such folder, nor a copy in the cache, and the hub does not answer"
+            if not flag.endswith("dataset"):
+                text += "; a folder with config.json and the tokenizer's files is enough to plan"
         elif is_of_hub and not isinstance(error, Mistake):
             kind = "dataset" if flag.endswith("dataset") else "model"
             text = f"no such folder, and no {kind} of the hub that you may read ({text})"
@@ -397,14 +396,17 @@ def check_tokenizers(run):
     path, ids = getattr(args, flag), {}
 
     def load(path):
-        return AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
+        loaded = AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
+        # Without its files transformers makes one that knows special tokens alone
+        if not loaded("1 a", add_special_tokens=False)["input_ids"]:
+            raise Mistake("it has no tokenizer, such as tokenizer.json")
+        return loaded
 
     with loading(flag, path):
         tokenizer = load(path)
         if args.tokenizer_name_or_path:
             with contextlib.suppress(Exception):  # the model may come without one
-                own = load(args.model_name_or_path)
-                ids = own.get_vocab() if own("1")["input_ids"] else {}
+                ids = load(args.model_name_or_path).get_vocab()
         # Added tokens that no text has may differ
         unused = tokenizer.get_added_vocab().keys() - {tokenizer.eos_token}
         unused = {t for t in unused if t not in ids or t not in str(tokenizer.chat_template)}
@@ -422,7 +424,8 @@ def check_tokenizers(run):
                 templates[flag] = load(path).chat_template
     if args.chat_template:
         with loading("chat_template", args.chat_template):
-            Path(args.chat_template).read_text("utf-8")
+            if "{" not in Path(args.chat_template).read_text("utf-8"):
+                raise Mistake("it is no Jinja template, for it writes the same for every prompt")
     tokenizer = script.load_tokenizer(args)
     other = templates.get("reward_model_path")
     if other not in (None, tokenizer.chat_template):
@@ -762,7 +765,8 @@ def check_reward(run):
             if workers:  # wait for its thread, which closes a pipe that Python's end would write to
                 executor, _ = workers.get()
                 executor.shutdown()
-    texts = {row.origin: str(row.ground_truth) for row in prompts if row.data_source in sources}
+    judged = [row for row in prompts if row.data_source in sources]
+    texts = {row.origin: answer_in(row.ground_truth) for row in judged}
     lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
     run.notes += [f"{note}: no response can have it" for note in lost]
 
@@ -780,17 +784,21 @@ def check_format(run):
     run.format = f"{count - len(lost):,} of {count:,} prompts"
     for origin, response in [*lost.items()][:1]:
         run.notes.append(
-            f"{origin}, and so {len(lost):,} of {count:,}: {in_r1_format(response.prompt, 'b')!r} "
-            f"does not get --r1_style_format_reward: the run reads {response.text!r} after a "
-            f"prompt that ends with {response.prompt.text[-30:]!r}, so the chat template, a stop "
-            f"token or the tokenizer has taken a part of the format"
+            f"{origin}, and so {len(lost):,} of {count:,}: after a prompt that ends with "
+            f"{response.prompt.text[-30:]!r} the response {in_r1_format(response.prompt, 'b')!r} "
+            f"completes the R1 format, and does not get --r1_style_format_reward. The run reads "
+            f"{response.text!r}"
         )
 
 
 def in_r1_format(prompt, answer):
-    """A response in the R1 format. Some chat templates have written its beginning."""
-    text = f"<think>a</think> <answer>{answer}</answer>"
-    return text.removeprefix("<think>") if prompt.text.rstrip().endswith("<think>") else text
+    """Return a response in the R1 format, without the beginning that the prompt has written.
+
+    Chat templates open <think> for a model that thinks, and close it for one that must not.
+    """
+    written = re.search(r"(<think>\s*(</think>\s*(<answer>\s*)?)?)?$", prompt.text)[0]
+    parts = ["<think>", "a</think> ", "<answer>", f"{answer}</answer>"]
+    return "".join(parts[written.count(">") :])
 
 
 def start_worker(run):
@@ -830,14 +838,22 @@ def rows_to_try(run, prompts):
 
 
 POOR = (
-    "no answer that ought to be right (the ground truth bare, in \\boxed{} and in the R1 format) "
-    "scores more than a wrong or an empty one. Does a right answer have another form? If the truth "
-    "is test cases or constraints, this says nothing"
+    "{}, bare, in \\boxed{{}} and in the R1 format, scores no more than a wrong or an empty "
+    "answer. Does a right one have another form? Of test cases or constraints this says nothing"
 )
-PARTIAL = (
-    "answers that ought to be right score less than 1, which counts as right: see `right` in "
-    "docs/rewards.md"
-)
+PARTIAL = "{} scores less than 1, which counts as right: see `right` in docs/rewards.md"
+
+
+def answer_in(truth):
+    """Return the answer that a ground truth names: of a list with one entry, or its JSON, that.
+
+    >>> [answer_in(truth) for truth in ('["16"]', [16], '["4", "5"]', "[", 16)]
+    ['16', '16', '["4", "5"]', '[', '16']
+    """
+    read = truth
+    with contextlib.suppress(TypeError, ValueError):
+        read = json.loads(truth)
+    return str(read[0] if isinstance(read, list) and len(read) == 1 else truth)
 
 
 def try_reward(run, workers, prompts):
@@ -847,15 +863,15 @@ def try_reward(run, workers, prompts):
     One is wrong, the truth of another row, and one is empty. A source of answers has a truth that
     scored more than the empty answer, bare or in a box, so it is no test case.
     """
-    start, truths, count, found = time.perf_counter(), {}, 0, {POOR: [], PARTIAL: []}
+    start, truths, count, found = time.perf_counter(), {}, 0, {POOR: {}, PARTIAL: {}}
     for prompt in prompts:  # the texts of each source
-        truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
+        truths.setdefault(prompt.data_source, {})[answer_in(prompt.ground_truth)] = prompt
     chosen, sources = rows_to_try(run, prompts), set()
     for prompt in chosen:
         if time.perf_counter() - start > SECONDS_OF_TRIALS:
             run.notes.append(f"the reward is slow: tried on {count} of {len(chosen):,} rows")
             break
-        origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
+        origin, source, truth = prompt.origin, prompt.data_source, answer_in(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
         wrong_text = next(others, "I do not know.")
         answers = truth, f"\\boxed{{{truth}}}", in_r1_format(prompt, truth), wrong_text, ""
@@ -863,7 +879,7 @@ def try_reward(run, workers, prompts):
         *right, wrong, empty = scores = tuple(each.verifiable for each in graded)
         count += 1
         usual = run.answers.setdefault(source, scores)
-        if is_empty(truth) and wrong >= max(usual[:3]) > usual[3]:
+        if is_empty(prompt.ground_truth) and wrong >= max(usual[:3]) > usual[3]:
             raise Mistake(
                 f"{origin}: the ground truth is empty, and any answer is right: "
                 f"{wrong_text[:60]!r} scores {wrong:g}"
@@ -871,13 +887,13 @@ def try_reward(run, workers, prompts):
         if max(right[:2]) > empty:
             sources.add(source)
         if max(right) <= max(wrong, empty):
-            found[POOR].append(origin)
+            found[POOR][origin] = truth
         elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:3]):
-            found[PARTIAL].append(origin)
-    for words, origins in found.items():
-        if origins:
-            of_all = f"{len(origins):,} of {count:,} that were tried"
-            run.notes.append(f"{origins[0]}, and so {of_all}: {words}")
+            found[PARTIAL][origin] = truth
+    for words, answers in found.items():
+        for origin, answer in [*answers.items()][:1]:
+            of_all = f"{len(answers):,} of {count:,} that were tried"
+            run.notes.append(f"{origin}, and so {of_all}: {words.format(repr(answer[:60]))}")
     return sources
 
 
@@ -1086,7 +1102,8 @@ def plan_of_data(run):
     if run.train_rows is not None:
         count = len(run.train_rows)
         passes = args.num_training_steps * args.rollout_batch_size / count
-        yield "", f"{passes:,.3g} passes over the {count:,} prompts"
+        number = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+        yield "", f"{number} passes over the {count:,} prompts"
         if args.rollout_batch_size > count:
             run.notes.append(
                 f"a step takes {args.rollout_batch_size:,} prompts, and there are {count:,}: each "

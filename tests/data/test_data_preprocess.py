@@ -209,7 +209,7 @@ BAD = [
     ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
     ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
     ({"data.jsonl": GSM8K}, "", NO_SPLIT),
-    ({"train_test.jsonl": GSM8K}, "", NO_SPLIT),
+    ({"train_test.jsonl": GSM8K}, "train_test.jsonl", NO_SPLIT),
 ]
 
 

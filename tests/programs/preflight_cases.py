@@ -246,7 +246,11 @@ def last(**columns):
 # One line has the words, and there is no other line
 MISTAKES = {
     # In the words of a script, or of a library
-    "no file": ({"dataset": "none.parquet"}, "none.parquet | FileNotFoundError | docs/", EVERY),
+    "no file": (
+        {"dataset": "none.parquet"},
+        "--dataset none.parquet: no such file or folder",
+        EVERY,
+    ),
     "no truth": (rows(ROW, ROW | {"reward_model": {}}), "row 1: | `ground_truth` | docs/data.md"),
     "no folder": ({"model_name_or_path": "x/y/z"}, "--model_name_or_path x/y/z: no such", EVERY),
     "a mixture": (model(MIXTURE), "is a mixture of experts, whose syncs failed"),
@@ -257,6 +261,10 @@ MISTAKES = {
         last(prompt=json.dumps([ASK])),
         "row 70: the prompt is the text of",
         EVERY,
+    ),
+    "truth that is not used": (
+        rows(ROW, truth("5", reward_model={"style": "model", "ground_truth": "5"})),
+        "row 1: the style in its `reward_model` is 'model', | write 'rule'",
     ),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
     "role that is not known": passed_over([HUMAN], TO_USERS, "human"),
@@ -337,6 +345,8 @@ OF_ITS_OWN = together(IS_IN, rows(*[ROW | {"data_source": f"mine/{i}"} for i in 
 ALIKE = together(rows(*[ROW] * 35, *[truth("5")] * 35), call("return 1.0"))
 JUDGED = rows(*[ROW] * 35, *[truth("", data_source="judged")] * 35)
 NOTHING_ALONE = {"penalty_reward_value": -1.0, "r1_style_format_reward": "inf"}
+MANY = {"local_rollout_batch_size": 16, "number_samples_per_prompt": 4, "total_episodes": 640}
+MANY = together(rows(*[truth(f"{n}", prompt=f"{n}=") for n in range(4)]), MANY)
 SEVENTY = prompts(*map(str, range(10, 80)))
 # A text may be in the prompt in another form, and older answers may be left out
 REVERSED = template("{% for m in messages %}<|user|>{{ m.content | trim | reverse }}{% endfor %}")
@@ -372,7 +382,7 @@ PLANS = {
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),
     "tool's and older answers": (OLDER, "of 70 prompts 2 are distinct"),
-    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are empty or too long"),
+    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are dropped as empty"),
     "characters are lost": (
         LOST,
         "row 1, and so 35 of 70: | of the prompt, of all together '\u00e9\\u2028\u20ac'",
@@ -384,11 +394,19 @@ PLANS = {
     # The reward
     "debug": ({}, "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
     "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
-    "sources": (OF_ITS_OWN, "a row of mine/0, mine/1, | mine/9, ... scores 1, a wrong answer 0"),
+    "sources": (OF_ITS_OWN, "a row of mine/0, mine/1, | mine/9, ... scores 1 (1 in"),
     "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, which"),
+    "more than there are": (
+        MANY,
+        "40 passes over the 4 prompts | takes 16 prompts, and there are 4",
+    ),
+    "enough": (SEVENTY, "passes over the 70 prompts ! takes"),
     # Empty truths are let be where a source has no others
     "judged": (together(call("return len(text)"), JUDGED), "a row of judged scores"),
-    "a rule": (rows(*[truth('{"N": 3}')] * 64), "learners 1 ! scores"),
+    "a rule": (
+        rows(*[truth('{"N": 3}')] * 64),
+        "64 of 64 | Of test cases or constraints ! have it",
+    ),
     # Steps, flags, models, and the launch
     "steps": (TEN, "70 prompts | 10 of | 16 tokens | 1 a step, 10 in all, 64 each"),
     "pairs": ({"local_mini_batch_size": 8}, "8 of 8 of the 70 pairs | learners 1", TRAINER),

@@ -25,7 +25,7 @@ FEATURES = {
     "the recipe of Tulu 3 by PPO on two nodes": "scripts/train/tulu3/ppo_8b.sh",
     "the upload is linked with the tracked run": "test_hub.py::card_has_the_address_of_the_tracked",
     "lengths of prompts in wandb": "test_seeds.py::trackers_get_lengths_and_samples",
-    "and as a picture": "test_seeds.py::lengths_of_prompts_are_drawn_or_told",
+    "and as a picture": "test_seeds.py::lengths_of_prompts_are_drawn_unless_all_are_one",
     "samples": "test_runs.py::wandb_gets_the_metrics_the_samples",
     "samples without held-out prompts": "test_seeds.py::trackers_get_lengths_and_samples",
     "dropout is off": "test_forward.py::dropout_of_the_checkpoint_is_off",
