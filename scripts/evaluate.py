@@ -519,11 +519,8 @@ def main():
     if not (options.run / "args.json").is_file():
         parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
     model = options.model or options.run / "model"
-    is_of_the_hub = options.model and paths.may_be_on_the_hub(model)
-    trouble = paths.trouble_with_model(model)
-    if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
-        trouble = "it has no config.json: it is not the folder of a model"
-    if trouble:
+    # A run's own folder is no name of the hub
+    if trouble := paths.trouble_with_model(options.model or model.absolute()):
         parser.error(f"{model}: {trouble}")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")

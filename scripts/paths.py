@@ -104,7 +104,7 @@ def trouble_with_model(path: str | Path) -> str:
     for below in ("", "*/", "*/*/", "*/*/*/"):  # such as model/, checkpoint-9/, the hub's cache
         if configs := sorted(path.glob(f"{below}config.json"), key=number_of):
             return below and f"it has no config.json; its model is in {configs[-1].parent}"
-    return ""
+    return "it has no config.json: it is not the folder of a model"
 
 
 def not_there(flag: str, path: str) -> str:
@@ -123,9 +123,13 @@ def trouble_with(flag: str, path: str) -> str:
         return trouble
     if flag in FILES:
         return "" if flag.endswith("_fn") else trouble_with_files(Path(path).expanduser())
-    if not flag.endswith("dataset"):
-        return trouble_with_model(path)
-    return "" if may_be_on_the_hub(path) else trouble_with_data(Path(path).expanduser())
+    if may_be_on_the_hub(path):
+        return ""
+    if flag == "tokenizer_name_or_path":
+        return trouble_with_files(*Path(path).expanduser().glob("*.json"))
+    if flag.endswith("dataset"):
+        return trouble_with_data(Path(path).expanduser())
+    return trouble_with_model(path)
 
 
 def missing(words: list[str]) -> list[str]:

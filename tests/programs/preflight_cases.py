@@ -188,6 +188,8 @@ def architecture(name, **settings):
 
 BOTH_KINDS = ROW | PAIR  # a row, and a pair
 WITHOUT_WEIGHTS = without("model.safetensors")
+BARE = ("tokenizer.json", "model.safetensors")  # two parts cannot read this model
+BARE = model(*(lambda folder, name=it: (folder / name).unlink() for it in BARE))
 TEN = {"total_episodes": 640}  # updates
 # The wrong answer to a row is another row's ground truth
 IS_IN = call("return float(truth in text)")
@@ -277,6 +279,7 @@ MISTAKES = {
     "too few pairs": ({"local_mini_batch_size": 80}, "0 updates of 80 | --num_train_ep", TRAINER),
     # Models and tokenizers
     "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
+    "no tokenizer": (BARE, "--model_name_or_path | it has no tokenizer, such as", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "too few positions": ({"response_length": 512}, "--response_length | positions | 512"),

@@ -124,7 +124,7 @@ RULES = [
     (lambda text, truth: text == "print(2)", OF_TESTS, (0, 0, 0), "Of test cases | says nothing"),
     (lambda text, truth: True, "16", (1, 1, 1), POOR),
     (lambda text, truth: not text, "16", (0, 0, 0), POOR),
-    (lambda text, truth: truth in text, "1\u00b2<end>", (0, 0, 0), POOR),  # a stop token cuts it
+    (lambda text, truth: "45" in text, "4<end>5", (0, 0, 0), POOR),  # a stop token cuts it
 ]
 
 
