@@ -1,71 +1,75 @@
-r"""PPO for language models (RLHF), synchronous: vLLM generates a batch, then we train on it.
+r"""Synchronous PPO for language models (RLHF). vLLM generates first, then the learner trains.
 
-Without a GPU; this command sets itself up, and learns in minutes:
+Without a GPU, this command does all the set-up and learns within minutes:
     bash scripts/train/debug/ppo_sync.sh
-One GPU, shared by the learner and a vLLM engine (docs/scaling.md has more GPUs, and several nodes):
+On one GPU, with learner and vLLM colocated (docs/scaling.md has more GPUs, and several nodes):
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml ppo_sync.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
 
-Training step g, on every rank (a version of the policy is the number of completed steps):
+Training step g on every rank (policy version v is the policy after v completed steps):
 
     main thread                                                        vLLM (its own process)
     1. sync weights ------------------------------------------------->  weights of version g - 1
-       prompts g ---------------------------------------------------->  sample
+       prompts g ---------------------------------------------------->  generate
        verifiable rewards <------------------------------------------   responses
-       share the responses with the other ranks
+       gather the parts of all ranks
     2. checkpoint: the models after step g - 1
     3. scores: adds the reward model's
-    4. the batch: a row of each response
+    4. the batch: one row per response
     5. forward passes: log-probabilities, values
     6. rewards per token, advantages
     7. updates
     8. metrics, files
-    9. in the last step: the model is saved, then the last evaluation
+    9. in the last step: save the model, then the final evaluation
 
-The learner waits while vLLM samples, and vLLM while the learner trains; ppo_vllm_async.py has them
-work side by side.
+The learner waits while vLLM generates, and vLLM waits while the learner trains. In
+ppo_vllm_async.py they work at the same time.
 
-A prompt with its response is a row, which is padded on the right. Tensors over tokens are (rows,
-length). In a Batch all but input_ids are 0 outside the response. Models must be causal, so that no
-token sees the padding after it, and there is no attention mask. They run without dropout. Every
-rank has the whole batch, and computes its share of the forward and backward passes.
+A prompt and its response form a row, which is padded on the right. Tensors over tokens have the
+shape (rows, length). In a Batch, all of these except input_ids are 0 outside the response. There is
+no attention mask, so models must be causal, which keeps every token from seeing the padding after
+it. Models run without dropout. Every rank holds the whole batch, and computes its own part of the
+forward and backward passes.
 
-A token has three log-probabilities, all at the sampling temperature: the sampler's, by vLLM; the
-old one, by the learner before this step's updates; the new one, in an update. If beta, the weight
-of the KL, is above 0, there is a fourth: the reference policy's.
+Each token has three log-probabilities, all at the sampling temperature. vLLM returns the sampler's.
+The learner computes the old one before this step's updates, and the new one during an update. If
+beta, the weight of the KL, is above 0, there is a fourth, which is the reference policy's.
 
 Deliberate simplifications:
- 1. Sampling is by temperature alone: top-p, top-k or a minimum length would change the
+ 1. Sampling uses the temperature only. Top-p, top-k or a minimum length would change the
     distribution that is sampled from.
- 2. One reward per response; one turn, no tools; rows are padded, not packed.
- 3. A fault prints its traceback and ends the process; the launcher ends the other ranks. Resume
-    from the newest checkpoint. A vLLM that hangs while it samples is waited for.
+ 2. A response has one reward. There is one turn, there are no tools, and rows are padded instead of
+    packed.
+ 3. An error prints its traceback and ends the process, and the launcher then ends the other ranks.
+    Resume from the newest checkpoint. A vLLM that hangs during generation is not detected.
  4. This file checks few inputs. `python scripts/preflight.py SCRIPT FLAGS` checks data, chat
-    templates, models and GPUs before a run, because mistakes in them would otherwise show late or
-    never. A copy of this file is without those checks.
- 5. A response cut at `response_length` is scored like any other, unless --non_stop_penalty is set.
-    Its last token is terminal all the same: no value of what would follow is added.
+    templates, models and GPUs before a run, because errors in them would otherwise show late or
+    never. A copy of this file alone has none of those checks.
+ 5. A response truncated at `response_length` is scored like any other, unless --non_stop_penalty is
+    set. Its last token still counts as terminal, so no value of a continuation is added.
 
-Unlike in CleanRL's PPO, an episode is a response with one score. The value model shares no weights
-with the policy. Advantages are whitened over all rows of the step that have a score. By default
-lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM samples, and its
-probabilities differ a little from the learner's, so the policy's loss has an importance weight.
+Unlike in CleanRL's PPO, an episode is one response with one score. The value model shares no
+weights with the policy. Advantages are whitened over all rows of the step that have a score. By
+default lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM's probabilities
+differ a little from the learner's, so the policy's loss has an importance weight.
 
-Where a change goes. A part of the score goes into score_responses. Rewards per token and advantages
-are computed in step 6. A term of the policy's loss goes into token_losses, one of the value model's
-into value_losses. A tensor that these need is a field of Batch, filled in step 4, 5 or 6. Metrics
-come from the losses and from batch_metrics. What a resume must find again is put into `state`, or
-it is a model in `trained_models`. docs/fork.md has worked examples.
+Where to make a change: Add a part of the score in score_responses. Compute rewards per token and
+advantages in step 6. Add a term of the policy's loss in token_losses, and one of the value model's
+loss in value_losses. Make a tensor that these need a field of Batch, and fill it in step 4, 5 or 6.
+Metrics come from the losses and from batch_metrics. What a resume must find again belongs in
+`state`, or in `trained_models` if it is a model. docs/fork.md has worked examples.
 
-Read on to the banner ("The algorithm ends here"), for an hour or a little more. Look up what
-follows it when you need it. Where this script differs from another,
-tests/promise/test_scripts_agree.py has the reason.
-"Collective." in a docstring means that every rank must call the function, in the same order.
+Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
+rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
+gives the reason. Ranks that exchange data wait for each other, so the docstring of a function in
+which they do ends with "Every rank must call this, in the same order."
+
 arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's details 2403.17031.
 """
 
 import contextlib
 import ctypes
+import glob
 import hashlib
 import importlib.util
 import inspect
@@ -86,7 +90,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -106,7 +110,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast_object_list,
     clear_environment,
-    patch_environment,
 )
 from accelerate.utils.other import get_free_port
 from pyarrow import parquet
@@ -125,55 +128,55 @@ from transformers import (
 
 @dataclass
 class Algorithm:
-    """The options that a reader of the loop needs. Args, below the banner, adds all others.
+    """Options that a reader of the loop needs. Args, below the banner, adds all others.
 
-    Flags give the sizes of one rank. The script computes from them, for all ranks:
-        rollout_batch_size    prompts of a step: local_rollout_batch_size times the ranks
-        episodes_per_step     responses of a step, which are the rows of its batch:
+    Flags give the sizes of one rank. From them the script computes those of all ranks:
+        rollout_batch_size    prompts of a step, local_rollout_batch_size times the ranks
+        episodes_per_step     responses of a step, which are the rows of its batch,
                               rollout_batch_size * number_samples_per_prompt
-        mini_batch_size       rows of one update: local_mini_batch_size times the ranks
+        mini_batch_size       rows of one update, local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
     A micro-batch is the rows that a rank runs at once. It has at most per_device_train_batch_size
     rows (local_rollout_forward_batch_size for the reference policy and the reward model). If
-    micro_batch_tokens is above 0, it has instead as many rows as fit that number of tokens.
+    micro_batch_tokens is above 0, it has instead as many rows as fit into that number of tokens.
 
-    By default a step has 256 prompts of one response on one rank, and makes 4 updates of 64 rows.
-    Gamma and both lambdas are 1, so that before whitening a token's advantage is the sum of the
-    rewards from this token on, minus its value.
+    By default a step has 256 prompts with one response each on one rank, and makes 4 updates of 64
+    rows. Gamma and both lambdas are 1. Before whitening, a token's advantage is therefore the sum
+    of the rewards from this token on, minus its value.
     """
 
     beta: float = 0.001
-    """weight of the KL penalty in the reward; 0: no reference policy"""
+    """Weight of the KL penalty in the reward. 0 means that there is no reference policy."""
     whiten_rewards: bool = False
-    """to unit variance, keeping the mean"""
+    """Scale rewards per token to unit variance before GAE. Their mean is kept."""
     cliprange: float = 0.2
-    """the ratio is clipped to [1 - this, 1 + this]"""
+    """Limit of the ratio's change. The ratio is clipped to [1 - cliprange, 1 + cliprange]."""
     cliprange_value: float = 0.0
-    """values are clipped to within this of the old ones; 0: no clipping"""
+    """Clip new values to within this distance of the old ones. 0 disables value clipping."""
     gamma: float = 1.0
-    """discount per token"""
+    """Discount factor per token."""
     lam: float = 1.0
-    """GAE's lambda for advantages; below 1, warm the value model up first (docs/scripts.md)"""
+    """Lambda of GAE for advantages. Below 1, warm up the value model first (docs/scripts.md)."""
     value_lam: float = 1.0
-    """GAE's lambda for the value targets; 1: plain returns (2503.01491)"""
+    """Lambda of GAE for the value targets. 1 makes them plain returns (2503.01491)."""
     tis_cap: float = 2.0
-    """truncated importance sampling: cap of a token's weight old/sampler in the loss; 0: none"""
+    """Cap of truncated importance weights (old / sampler) in the loss. 0 makes all weights 1."""
     num_epochs: int = 1
-    """how often each row of a batch is trained on"""
+    """Number of epochs over each batch. Each epoch trains on every row once."""
     learning_rate: float = 1e-6
-    """learning rate of the policy"""
+    """Learning rate of the policy."""
     value_learning_rate: float = 1e-5
-    """learning rate of the value model"""
+    """Learning rate of the value model."""
     max_grad_norm: float = 1.0
-    """gradients of a model are clipped to this norm"""
+    """Norm to which the gradient of each model is clipped."""
     temperature: float = 1.0
-    """of sampling, and of all log-probabilities"""
+    """Temperature of sampling. All log-probabilities are computed at the same temperature."""
     non_stop_penalty: bool = False
-    """a response without a stop token scores penalty_reward_value instead"""
+    """Score a response without a stop token with penalty_reward_value instead."""
     penalty_reward_value: float = -10.0
-    """with non_stop_penalty: score of a response without a stop token"""
+    """Score of a response without a stop token, if non_stop_penalty is set."""
     value_warmup_steps: int = 0
-    """first steps, in which only the value model learns"""
+    """Number of first steps in which only the value model is trained."""
 
 
 @dataclass
@@ -181,80 +184,81 @@ class Prompt:
     origin: str  # file and row, for messages
     text: str
     token_ids: list[int]
-    data_source: str | None  # chooses the verifiable reward
-    ground_truth: Any  # None: no verifiable reward
+    data_source: str | None  # selects the verifiable reward
+    ground_truth: Any  # None if there is no verifiable reward
     extra_info: dict | None  # for --reward_fn
 
 
 @dataclass
 class Response:
-    """A sampled response, which gains fields on its way from vLLM to the loss."""
+    """A response, which gains fields on its way from vLLM to the loss."""
 
     prompt: Prompt
-    token_ids: np.ndarray  # (length,), as sampled; a stop token is the last one
+    token_ids: np.ndarray  # (length,), as sampled. A stop token is the last one
     logprobs: np.ndarray  # (length,), the sampler's
-    stopped: bool  # by a stop token; else it was cut
-    # From generate_rollout
+    stopped: bool  # by a stop token. Otherwise the response is truncated
+    # Filled in by generate_rollout
     text: str = ""
-    verifiable: float | None = None  # None: no ground truth, or the call failed
-    reward_metrics: dict[str, float] = field(default_factory=dict)  # what --reward_fn told besides
+    verifiable: float | None = None  # None without a ground truth, or if the call failed
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # other results of --reward_fn
     failure: str | None = None  # why the call failed
-    # From the learner
-    model_score: float | None = None  # by the reward model
-    score: float | None = None  # sum of the rewards, or the non-stop penalty; None: not known
+    # Filled in by the learner
+    model_score: float | None = None  # from the reward model
+    score: float | None = None  # sum of the rewards, or the non-stop penalty. None if unknown
 
     @property
     def row(self):
-        """Token ids of the prompt with the response."""
+        """Return the token ids of the prompt and the response."""
         return np.concatenate([self.prompt.token_ids, self.token_ids])
 
 
 @dataclass
 class Request:
-    """What the learner asks of generation."""
+    """What the learner requests from generation."""
 
-    prompts: list[Prompt]  # (rows,): number_samples_per_prompt copies of each, side by side
+    prompts: list[Prompt]  # (rows,), number_samples_per_prompt copies of each, side by side
     seeds: list[int]  # (rows,)
-    eval_prompts: list[Prompt]  # empty where no evaluation is due
+    eval_prompts: list[Prompt]  # empty if no evaluation is due
 
 
 @dataclass
 class Rollout:
-    """The responses to a Request: one engine's share, or all of them after gather_rollout."""
+    """The responses to a Request, either one engine's part or all of them after gather_rollout."""
 
-    policy_version: int  # of the policy that sampled
+    policy_version: int  # of the policy that generated
     responses: list[Response]
     eval_responses: list[Response]
-    times: dict[str, float]  # metrics: seconds
+    times: dict[str, float]  # seconds, by the name of a metric
 
 
 @dataclass
 class Batch:
-    """What a training step works on. A row is a prompt with its response, padded on the right.
+    """The tensors of a step. A row is a prompt with its response, padded on the right.
 
-    `length` is the longest row's. Tensors of that length are 0 outside responses, except input_ids.
+    `length` is the length of the longest row. Tensors with this dimension are 0 outside responses,
+    except input_ids.
     """
 
-    # By collate
+    # Filled in by collate
     input_ids: Tensor  # (rows, length)
-    lengths: Tensor  # (rows,), int64, tokens of a row
-    mask: Tensor  # (rows, length), 1.0 where there is a response token
+    lengths: Tensor  # (rows,), int64, number of tokens in a row
+    mask: Tensor  # (rows, length), 1.0 at response tokens
     loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows without a score
-    scores: Tensor  # (rows,), 0.0 where there is none
+    scores: Tensor  # (rows,), 0.0 if there is none
     has_score: Tensor  # (rows,), 1.0 or 0.0
-    sampler_logprobs: Tensor  # (rows, length), by vLLM
-    # By steps 5 and 6: (rows, length)
-    logprobs: Tensor | None = None  # the old ones: by the policy before this step's updates
-    entropies: Tensor | None = None  # the policy's, before this step's updates
+    sampler_logprobs: Tensor  # (rows, length), from vLLM
+    # Filled in by steps 5 and 6, all (rows, length)
+    logprobs: Tensor | None = None  # the old ones, from before this step's updates
+    entropies: Tensor | None = None  # the policy's, from before this step's updates
     ref_logprobs: Tensor | None = None  # None with beta 0
-    values: Tensor | None = None  # by the value model before this step's updates
+    values: Tensor | None = None  # the old ones, from before this step's updates
     kl_rewards: Tensor | None = None  # the KL's part of the rewards. None with beta 0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
-    returns: Tensor | None = None  # what the value model is to predict
+    returns: Tensor | None = None  # what the value model should predict
 
     def cut(self, rows, length):
-        """A Batch of some rows, which are `length` tokens long at most."""
+        """Return a Batch of some rows, which are at most `length` tokens long."""
         parts = {
             name: tensor[rows, :length] if tensor.dim() == 2 else tensor[rows]
             for name, tensor in vars(self).items()
@@ -276,15 +280,15 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    args.num_sources = len({prompt.data_source for prompt in prompts})
-    # What a resume needs besides the models. A fork may add to it
+    # `state` holds what a resume needs in addition to the models. A fork can add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
-    start_time -= state["seconds"]  # those before a resume
+    start_time -= state["seconds"]  # count the seconds before a resume, too
 
     limit_memory(accelerator.device, args)
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
-    # One set of weights: the wrapper, policy, is what trains; language_model is synced and saved
+    # There is one set of weights. The wrapper `policy` is trained, language_model is synced and
+    # saved
     policy = place_model(accelerator, PolicyModel(language_model, args), args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     value_model = load_value_model(accelerator, args)
@@ -298,7 +302,10 @@ def main(args):
     open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args)
 
     def generate(training_step):
-        """Collective. The Rollout of a step: responses with their verifiable rewards."""
+        """Return the Rollout of a step, whose responses have their verifiable rewards.
+
+        Every rank must call this, in the same order.
+        """
         request = make_request(training_step, train_prompts, eval_prompts, args)
         share = generate_rollout(engine, workers, tokenizer, request, args)
         return gather_rollout(share, cpu_group)
@@ -310,34 +317,34 @@ def main(args):
         is_last = training_step == args.num_training_steps
         metrics = {}
 
-        # 1. The current weights go to vLLM, which samples the responses to this step's prompts
+        # 1. Send vLLM the current weights. It generates the responses to this step's prompts
         with timed(metrics, "weight_sync"):
             sync_weights(engine, language_model, version, args)
         rollout = generate(training_step)
 
-        # 2. Every save_freq steps, a checkpoint of the models as the previous step has left them.
-        # It comes before step 3, which may write into the run's files, because it copies them. In
-        # the first step of a process there is nothing new to save
+        # 2. Every save_freq steps, save the models as the previous step left them. Save before step
+        # 3, which can write to the run's files, because a checkpoint copies them. In the first step
+        # of a process there is nothing new to save
         if args.save_freq and version % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             with timed(metrics, "checkpoint"):
                 save_checkpoint(trained_models, run_dir, version, state, args)
 
-        # 3. Scores: the verifiable rewards came with the responses, the reward model's are made
-        # now. Where an evaluation was due, its responses came along and are scored as well
+        # 3. Scores. Verifiable rewards came with the responses, and the reward model runs here. If
+        # an evaluation was due, its responses came with the batch and are scored here, too
         with timed(metrics, "reward_model"):
             if rollout.eval_responses:
                 metrics |= report_evaluation(accelerator, reward_model, rollout, run_dir, args)
             responses = score_responses(accelerator, reward_model, rollout.responses, args)
 
-        # 4. The batch: one row of each response, behind its prompt. And its mini-batches
+        # 4. Build the batch, one row per response with its prompt, and assign rows to mini-batches
         batch = collate(responses, accelerator.device)
-        check_rewards(responses)  # the run ends if the reward has failed on all of them
+        check_rewards(responses)  # ends the run if the reward failed on all of them
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes, before any update. They use the micro-batches of the first epoch, since
-        # other padding would change the last bits. So in the first update all ratios are exactly 1
-        # (on a CPU)
+        # 5. Forward passes before any update. They use the micro-batches of the first epoch,
+        # because other padding would change the last bits. In the first update all ratios are
+        # therefore exactly 1 (on a CPU)
         size = args.per_device_train_batch_size
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
@@ -346,26 +353,26 @@ def main(args):
             batch.values, _ = forward_all(accelerator, value_model, batch, epochs[0], size, args)
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
-        # vLLM's log-probabilities must agree with ours up to a small KL. Otherwise the run ends,
-        # because vLLM has sampled with other weights
+        # vLLM's log-probabilities must agree with the learner's up to a small KL. Otherwise the run
+        # ends, because vLLM has generated with other weights
         check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
-        # 6. Rewards per token. Advantages by lam, whitened over the rows that have a score. Returns
-        # by value_lam, which the value model is to predict
+        # 6. Rewards per token. Advantages use lam, and are whitened over the rows that have a
+        # score. Returns use value_lam, and are what the value model should predict
         batch.kl_rewards, batch.rewards = token_rewards(batch, args)
         rewards, values = batch.rewards, batch.values
         advantages, _ = compute_gae(rewards, values, batch.mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, batch.loss_mask)
         _, batch.returns = compute_gae(rewards, values, batch.mask, args.gamma, args.value_lam)
 
-        # 7. Updates. In the first value_warmup_steps steps the value model learns alone
+        # 7. Updates. In the first value_warmup_steps steps only the value model is trained
         models = [(value_model, value_losses)]
         trains_policy = training_step > args.value_warmup_steps
         if trains_policy:
             models.append((policy, token_losses))
         updates_before_policy = args.num_updates - args.num_policy_updates  # of the value model
         sums, grad_norms = defaultdict(int), defaultdict(int)
-        lr = 0.0  # of the policy, if it is not updated in this step
+        lr = 0.0  # the policy's, in a step that does not update it
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
@@ -373,8 +380,8 @@ def main(args):
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("there are updates without a row in the loss; they are left out")
-                    continue  # because AdamW would move the weights by its moments alone
-                # apply_gradients sums gradients over ranks, clips them, and steps
+                    continue  # because AdamW would move weights by its moments without a gradient
+                # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
                     accelerator, value_model, value_optimizer, value_lr, batch, run_dir, args
@@ -387,7 +394,7 @@ def main(args):
                     norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
                     grad_norms["optim/grad_norm"] += norm / args.updates_per_step
 
-        # 8. Metrics, and responses to look at
+        # 8. Compute the metrics, and log responses to look at
         loss_tokens = args.num_epochs * batch.loss_mask.sum().item()
         metrics |= update_metrics(accelerator, sums, loss_tokens, args)
         metrics |= batch_metrics(batch, args)
@@ -397,12 +404,12 @@ def main(args):
         metrics["epoch"] = training_step * args.rollout_batch_size / len(train_prompts)
         log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args)
 
-        # 9. After the last update the model is saved, and then comes the last evaluation
+        # 9. After the last update, save the model. Then comes the final evaluation
         if is_last:
             save_model(accelerator, language_model, tokenizer, run_dir / "model", args)
             if eval_prompts:
                 sync_weights(engine, language_model, training_step, args)
-                # Past the end: answers to held-out prompts alone
+                # The request of a step after the last has only held-out prompts
                 last = generate(training_step + 1)
                 metrics |= report_evaluation(accelerator, reward_model, last, run_dir, args)
         write_metrics(accelerator, metrics, run_dir, args)
@@ -412,12 +419,12 @@ def main(args):
 
 
 def evaluation_is_due(steps, args):
-    """Whether the policy is evaluated after this number of training steps.
+    """Return whether the policy is evaluated after this number of steps.
 
-    ppo_sync.py answers an evaluation after s steps by version s. The asynchronous scripts answer it
-    by version s - 1, and after 0 steps by version 0. So evaluations are at least two steps apart,
-    because after 0 steps and after 1 they would be the same. The last one is answered by the last
-    version, in every script.
+    In ppo_sync.py, an evaluation after s steps is answered by version s. In the asynchronous
+    scripts it is answered by version s - 1, and after 0 steps by version 0. Evaluations are
+    therefore at least two steps apart, because those after 0 steps and after 1 step would be the
+    same. In every script the last version answers the last evaluation.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -428,11 +435,12 @@ def evaluation_is_due(steps, args):
 
 
 def kl_penalty(logprobs, ref_logprobs, estimator):
-    """KL(policy || reference), estimated at each sampled token; logprobs' shape.
+    """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. With kl3 the reward would
-    hardly pull towards the reference near it, because there kl3 is about d^2 / 2 (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. A reward with kl3 would
+    hardly pull the policy towards a reference that is near, because there kl3 is about d^2 / 2
+    (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -444,9 +452,10 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
 
 
 def token_rewards(batch, args):
-    """Return the KL's part of each token's reward, or None with beta 0; and the whole reward.
+    """Return the KL's part of each token's reward (None with beta 0), and the whole reward.
 
-    The score of a response is the reward of its last token. Both results are (rows, length).
+    The score of a response is part of the reward of its last token. Both results have the shape
+    (rows, length).
     """
     kl_rewards, rewards = None, torch.zeros_like(batch.mask)
     if args.beta > 0:
@@ -460,16 +469,17 @@ def token_rewards(batch, args):
 
 
 def compute_gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (1506.02438): advantages, and returns (advantages + values).
+    """Compute advantages and returns by generalized advantage estimation (1506.02438).
 
-    All are (rows, length). The mask is one run of 1s in a row, whose last token is terminal;
-    results are 0 outside.
+    Returns are advantages + values. All tensors have the shape (rows, length). In each row of the
+    mask, the 1s stand side by side, and the last of them is at the terminal token. Results are 0
+    outside the mask.
 
     >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 9.0]])
     >>> compute_gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=1.0, lam=0.5)
     (tensor([[0.2500, 0.5000, 0.0000]]), tensor([[0.7500, 1.0000, 0.0000]]))
     """
-    # What comes after the last token counts as 0
+    # Rewards and values after the last token count as 0
     rewards = rewards * mask
     values = values * mask
     advantages = torch.zeros_like(values)
@@ -484,9 +494,10 @@ def compute_gae(rewards, values, mask, gamma, lam):
 
 
 def masked_whiten(values, mask, shift_mean=True):
-    """Scales values to unit variance (Bessel-corrected, eps 1e-8). Shapes alike; 0 where mask is 0.
+    """Scale values to unit variance (Bessel-corrected, eps 1e-8).
 
-    Their mean becomes 0; with shift_mean=False it stays.
+    Their mean becomes 0. With shift_mean=False it stays. values, mask and the result have the same
+    shape. The result is 0 where mask is 0.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0])).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
@@ -500,7 +511,9 @@ def masked_whiten(values, mask, shift_mean=True):
 
 
 def masked_mean(values, mask):
-    """Mean of values where mask is 1; 0 if it is nowhere 1. Shapes alike; a scalar.
+    """Return the mean of the values at which mask is 1, as a scalar.
+
+    It is 0 if mask is 1 nowhere. values and mask have the same shape.
 
     >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0])).item()
     1.5
@@ -512,13 +525,17 @@ def masked_mean(values, mask):
 
 
 def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
-    """Run rows of the batch forward and backward, of which this rank takes its share. Collective.
+    """Run this rank's part of some rows of the batch forward and backward.
 
-    models: pairs of a model and the function that computes its losses. divisor: that of the whole
-    mini-batch, on all ranks. Every rank divides by it, and apply_gradients sums over the ranks, so
-    the gradient does not depend on how the rows are split up. sums: {metric: sum}, to which this
-    rank adds its sums over loss tokens, the tokens of its rows (val/update_tokens), and its part of
-    the losses of all models (objective/loss).
+    Args:
+        models: pairs of a model and the function that computes its losses.
+        divisor: the divisor of the whole mini-batch on all ranks. Every rank divides by it, and
+            apply_gradients sums over the ranks, so the gradient does not depend on how the rows are
+            split up.
+        sums: {metric: sum}. This rank adds its sums over loss tokens, the tokens of its rows
+            (val/update_tokens), and its part of the losses of all models (objective/loss).
+
+    Every rank must call this, in the same order.
     """
     size = args.per_device_train_batch_size
     for _, part in cut_micro_batches(accelerator, batch, rows, size, args):
@@ -535,19 +552,19 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 
 
 def token_losses(outputs, part, args):
-    """Return the policy's loss of each token, and what is logged of it: {metric: tensor}.
+    """Return the policy's loss for each token, and {metric: tensor} to log.
 
         ratio  = new / old                      of the token's probabilities
         weight = min(old / sampler, tis_cap)    see importance_weights
         loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A) * weight
 
-    A is the token's advantage. outputs: the policy's new log-probabilities and entropies. part: a
-    Batch, which has the old ones. All tensors are (rows, length).
+    A is the token's advantage. outputs holds the policy's new log-probabilities and entropies. part
+    is a micro-batch (a Batch), which holds the old ones. All tensors have the shape (rows, length).
     """
     new_logprobs, entropies = outputs
     mask = part.loss_mask
     tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
-    # The mask comes before exp, because 0 * inf would be NaN
+    # Multiply by the mask before exp, because 0 * inf would be NaN
     log_ratio = (new_logprobs - part.logprobs) * mask
     losses, clipped = policy_loss(
         log_ratio,
@@ -563,25 +580,27 @@ def token_losses(outputs, part, args):
         "policy/clipfrac_avg": clipped,
         "policy/entropy_avg": entropies,
         "val/ratio": ratio,
-        "val/ratio_var": (ratio - 1) ** 2,  # the mean of the ratio is 1 under the old policy
+        "val/ratio_var": (ratio - 1) ** 2,  # under the old policy, the mean of the ratio is 1
     }
     return losses, per_token
 
 
 def value_losses(values, part, args):
-    """Return the value model's loss of each token, and what is logged of it: {metric: tensor}.
+    """Return the value model's loss for each token, and {metric: tensor} to log.
 
-    values: the value model's new ones. part: a Batch, which has the old ones and the returns.
+    values are the value model's new ones. part is a micro-batch (a Batch), which holds the old ones
+    and the returns.
     """
     losses, clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
     return losses, {"loss/value_avg": losses, "val/clipfrac_avg": clipped}
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, args):
-    """Return the importance weight of each token, old/sampler and at most tis_cap: (rows, length).
+    """Return the importance weight of each token, which is old / sampler but at most tis_cap.
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1. The result
+    has the shape (rows, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -595,10 +614,11 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
 
 
 def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher):
-    """PPO's clipped surrogate (1707.06347) times the importance weight, and where a clip binds.
+    """Return PPO's clipped surrogate loss (1707.06347), weighted, and where a clip binds.
 
-    log_ratio: new - old. The ratio is clipped to [1 - cliprange, 1 + cliprange_higher]. A number
-    for each token, all of one shape.
+    The weights are tis_weights, the importance weights. log_ratio is new - old. The ratio is
+    clipped to [1 - cliprange, 1 + cliprange_higher]. All tensors have the same shape, with one
+    number per token.
 
     >>> loss, clipped = policy_loss(
     ...     log_ratio=torch.tensor([0.0, 1.0]),
@@ -616,9 +636,10 @@ def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher)
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error, and where a clip binds, per token; all of one shape.
+    """Return half the squared error of each value, and where a clip binds.
 
-    Values are clipped to within cliprange_value (0: not) of the old ones.
+    Values are clipped to within cliprange_value of the old ones. If it is 0, they are not clipped.
+    All tensors have the same shape, with one number per token.
 
     >>> value_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([2.0]), 1.0)
     (tensor([0.5000]), tensor([True]))
@@ -633,7 +654,7 @@ def value_loss(values, old_values, returns, cliprange_value):
 
 @torch.no_grad()
 def add_sums(sums, per_token, mask):
-    """Adds to sums[metric] the sum over the mask of each tensor in per_token, {metric: tensor}."""
+    """Add to sums[metric] the sum over the mask of each tensor in per_token, {metric: tensor}."""
     for name, tensor in per_token.items():
         sums[name] += (tensor * mask).sum(dtype=torch.float64)
 
@@ -641,15 +662,15 @@ def add_sums(sums, per_token, mask):
 def loss_divisor(loss_mask):
     """Return the divisor of a mini-batch's loss, which is the number of its loss tokens.
 
-    loss_mask: (rows, length).
+    loss_mask has the shape (rows, length).
     """
     return max(1, int(loss_mask.sum()))
 
 
 def deal_rows(training_step, args):
-    """Return the mini-batches of a step's epochs, equal on all ranks: [epoch][mini_batch] -> rows.
+    """Return the mini-batches of a step's epochs as [epoch][mini_batch] -> rows.
 
-    In each epoch all rows of the batch are shuffled again.
+    They are equal on all ranks. In each epoch all rows of the batch are shuffled again.
     """
     seed = stable_hash(args.seed, "minibatches", training_step)
     generator = torch.Generator().manual_seed(seed)
@@ -661,11 +682,10 @@ def deal_rows(training_step, args):
 
 
 def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
-    """Return this rank's share of a mini-batch in micro-batches: (rows, a Batch of them) of each.
+    """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
 
-    Rows are sorted by length, so that little of a micro-batch is padding. A rank takes every
-    num_ranks-th of them. All ranks cut at the same places, because under FSDP2 they compute
-    together.
+    Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
+    num_ranks-th row. All ranks split at the same places, because under FSDP2 they compute together.
 
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
@@ -677,8 +697,8 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
     num_ranks, lengths = accelerator.num_processes, batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted. So
-    # all ranks cut by the lengths of the last one's, and pad to them
+    # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted.
+    # All ranks therefore split by the lengths of the last rank's rows, and pad to them
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     places = cut_places(longest, micro_batch_size, args.micro_batch_tokens)
     parts = [(own_rows[start:end], longest[end - 1]) for start, end in itertools.pairwise(places)]
@@ -686,10 +706,10 @@ def cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
 
 
 def cut_places(lengths, max_rows, max_tokens):
-    """Return where rows of these lengths, in ascending order, are cut into micro-batches.
+    """Return the places at which rows of these lengths are split into micro-batches.
 
-    A micro-batch has at most max_rows rows. If max_tokens is above 0, it has instead as many rows
-    as stay within max_tokens, padding included, but at least one.
+    lengths are in ascending order. A micro-batch has at most max_rows rows. If max_tokens is above
+    0, it has instead as many rows as stay within max_tokens, padding included, but at least one.
 
     >>> cut_places([3, 4, 4, 10], max_rows=2, max_tokens=0)
     [0, 2, 4]
@@ -706,13 +726,17 @@ def cut_places(lengths, max_rows, max_tokens):
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
-    """Sum the gradients over ranks, clip them, and step the optimizer. Collective.
+    """Sum the gradients over ranks, clip them, and step the optimizer.
 
     Each trained weight has a float32 master, whose gradient is the sum over the backward passes
     (see make_optimizer). The optimizer updates the masters. round_masters then sets each weight to
     its master, rounded to args.dtype, because the learner must compute with the same weights as
-    vLLM. Return the norm before clipping, a tensor. If it is not finite, save the batch and raise
-    FloatingPointError. The norm is the same on all ranks, so all of them raise.
+    vLLM.
+
+    Return the norm before clipping, as a tensor. If it is not finite, save the batch and raise
+    FloatingPointError. All ranks then raise it, because the norm is the same on all of them.
+
+    Every rank must call this, in the same order.
     """
     masters = optimizer.param_groups[0]["params"]
     sum_over_ranks(accelerator, [master.grad for master in masters])
@@ -722,7 +746,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     if not torch.isfinite(norm):
         if is_rank_0():
             torch.save(vars(batch), run_dir / "bad_batch.pt")
-        # The batch must be saved first, because the launcher ends all ranks when one ends
+        # Wait until the batch is saved, because the launcher ends all ranks when one ends
         accelerator.wait_for_everyone()
         raise FloatingPointError(f"the gradient is not finite; its batch is {run_dir}/bad_batch.pt")
     optimizer.param_groups[0]["lr"] = lr
@@ -733,7 +757,9 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 
 
 def lr_multiplier(update, num_updates, args):
-    """Return the factor on the learning rate in a model's n-th update, counted from 0; never 0.
+    """Return the factor on the learning rate in a model's n-th update, with n from 0.
+
+    The factor is never 0.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -754,26 +780,31 @@ def lr_multiplier(update, num_updates, args):
 
 @torch.no_grad()
 def forward_all(accelerator, model, batch, mini_batches, micro_batch_size, args):
-    """Run a model over mini-batches, which are lists of rows. Collective.
+    """Run a model over mini-batches, which are lists of rows.
 
-    Return log-probabilities, values or scores on every rank, and a policy's entropies. Each is
-    (rows, length), and 0 in rows that were not run.
+    Return log-probabilities, values or scores on every rank, and a policy's entropies. Each has the
+    shape (rows, length), and is 0 in rows that were not run.
+
+    Every rank must call this, in the same order.
     """
     whole, entropies = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for mini_batch in mini_batches:
-        # Each rank has equally many of its micro-batches
+        # Each rank has the same number of micro-batches
         for rows, part in cut_micro_batches(accelerator, batch, mini_batch, micro_batch_size, args):
             outputs = model(part.input_ids, part.mask)
-            if isinstance(outputs, tuple):  # a policy's
+            if isinstance(outputs, tuple):  # a policy's outputs
                 outputs, part_entropies = outputs
                 entropies[rows, : part_entropies.shape[1]] = part_entropies
             whole[rows, : outputs.shape[1]] = outputs
-    # The sum over ranks is exact: a row is 0 on all of them but one
+    # The sum over ranks is exact, because a row is 0 on all of them except one
     return accelerator.reduce(whole), accelerator.reduce(entropies)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
-    """Collective. Log-probabilities by the reference policy: (rows, length)."""
+    """Return log-probabilities of the reference policy, (rows, length).
+
+    Every rank must call this, in the same order.
+    """
     all_rows = list(range(len(batch.lengths)))
     logprobs, _ = forward_all(
         accelerator, ref_policy, batch, [all_rows], args.local_rollout_forward_batch_size, args
@@ -790,26 +821,27 @@ class PolicyModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Log-probabilities of the response tokens and entropies: (rows, length), 0 elsewhere.
+        """Return log-probabilities of the response tokens, and entropies.
 
-        mask: 1 where there is a response token.
+        Both have the shape (rows, length), and are 0 elsewhere. mask is 1 at response tokens.
         """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
-        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines take the same tokens
-        # in the same order
+        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines select the same
+        # tokens in the same order
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
-        # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature, in
-        # chunks, because all logits together would need too much memory. Both results have
-        # gradients. Those of the entropies are computed only if a loss uses them
+        # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature. It
+        # does so in chunks, because all logits together would need too much memory. Both results
+        # have gradients, but those of the entropies are computed only if a loss uses them
         logprobs, entropies = ChunkedHead.read(self.model, hidden, labels, self.args)
         return to_rows(logprobs, mask), to_rows(entropies, mask)
 
 
 def token_logprobs(logits, labels):
-    """Log-probabilities of the labels, and entropies: each (positions,).
+    """Return log-probabilities of the labels, and entropies, each (positions,).
 
-    logits: (positions, vocabulary), at the sampling temperature; labels: (positions,), token ids.
+    logits are (positions, vocabulary), at the sampling temperature. labels are token ids,
+    (positions,).
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     entropies = -torch.linalg.vecdot(logprobs.exp(), logprobs)
@@ -825,31 +857,33 @@ class RewardModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Scores of the texts up to and with each token: (rows, length)."""
+        """Return the scores of the texts that end with each token, (rows, length)."""
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
 
 class ValueModel(RewardModel):
-    """A one-label sequence classifier, which predicts the reward that is still to come.
+    """A one-label sequence classifier, which predicts the rewards that are still to come.
 
-    It does so before token t is chosen. So the value at t is read at t - 1, like the token's
-    log-probability.
+    It predicts this before token t is chosen. The value at t is therefore read at t - 1, like the
+    token's log-probability.
     """
 
     def forward(self, input_ids, mask):
-        """Values, 0 outside the mask of response tokens: (rows, length)."""
-        # Moved right by one. The last one comes round to t = 0, where the mask is 0
+        """Return the values, (rows, length), which are 0 outside the mask of response tokens."""
+        # Shift right by one. The last value moves to t = 0, where the mask is 0
         return super().forward(input_ids, mask).roll(1, dims=1) * mask
 
 
 def hidden_states(model, input_ids):
-    """What a model's head reads: (rows, length, hidden_size)."""
+    """Return the hidden states that a model's head reads, (rows, length, hidden_size)."""
     return model.base_model(input_ids, use_cache=False).last_hidden_state
 
 
 def collate(responses, device):
-    """A Batch with one row of each response; what steps 5 and 6 make is None.
+    """Build a Batch with one row per response.
+
+    The fields that steps 5 and 6 fill in are still None.
 
     >>> prompt = Prompt("row 0", "", [5, 6], None, None, None)
     >>> responses = [
@@ -869,7 +903,8 @@ def collate(responses, device):
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    # A failed reward is no wrong answer: the response is left out of the loss
+    # A response whose reward failed is left out of the loss, because it is not known to be
+    # incorrect
     has_score = torch.tensor([float(response.score is not None) for response in responses])
     return Batch(
         input_ids=to_rows(torch.tensor(np.concatenate(rows)), is_token).to(device),
@@ -883,7 +918,7 @@ def collate(responses, device):
 
 
 def to_rows(values, mask):
-    """Puts values where the mask is 1, in order, and 0 elsewhere. Returns a tensor like the mask.
+    """Return a tensor like the mask that has the values where mask is 1, in order, and 0 elsewhere.
 
     >>> to_rows(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([[0, 1, 1], [0, 1, 0]]))
     tensor([[0., 5., 6.],
@@ -896,12 +931,15 @@ def to_rows(values, mask):
 
 
 def score_responses(accelerator, reward_model, responses, args, is_eval=False):
-    """Collective. Copies of the responses with their scores.
+    """Return copies of the responses with their scores.
 
-    A score is the weighted sum of the reward model's, the verifiable and the format reward. In an
-    evaluation the reward model's counts only where there is no ground truth. The score is None if
-    the verifiable reward failed. With non_stop_penalty, a response that was cut or is shorter than
-    min_response_length has the penalty for its score instead, even if its reward failed.
+    A score is the weighted sum of the reward model's score, the verifiable reward and the format
+    reward. In an evaluation the reward model's score counts only if there is no ground truth. The
+    score is None if the verifiable reward failed. With non_stop_penalty, a response that is
+    truncated or shorter than min_response_length gets the penalty as its score instead, even if its
+    reward failed.
+
+    Every rank must call this, in the same order.
     """
     model_scores = reward_model_scores(accelerator, reward_model, responses, args)
     with_scores = []
@@ -915,18 +953,16 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
         if args.add_r1_style_format_reward and has_r1_format(response):
             score += args.r1_style_format_reward
         if response.failure:
-            score = None  # which does not mean wrong
+            score = None  # unknown, which does not mean incorrect
         is_complete = response.stopped and len(response.token_ids) >= args.min_response_length
-        if args.non_stop_penalty and not is_complete:  # also if the reward failed
+        if args.non_stop_penalty and not is_complete:  # even if the reward failed
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
-
-    failed = [response for response in responses if response.failure]
-    if failed and is_rank_0():
-        print(
-            f"Warning: the reward failed on {len(failed)} of {len(responses)} responses, first on "
-            f"{failed[0].prompt.origin}: {failed[0].failure}"
-        )
+        if response.failure:
+            # Each type of error once; metrics count them all
+            kind = response.failure.splitlines()[-1].partition(":")[0]
+            origin = response.prompt.origin
+            warn_once(f"the reward failed on {origin}: {response.failure}", kind)
     return with_scores
 
 
@@ -934,9 +970,9 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 
 
 def generate_rollout(engine, workers, tokenizer, request, args):
-    """Sample this rank's share of a Request, and grade it: a Rollout.
+    """Generate this rank's part of the responses to a Request, and grade it. Return a Rollout.
 
-    Each rank has the whole Request, of which its engine takes its share of the prompts.
+    Each rank has the whole Request, of which its engine takes its part of the prompts.
     """
     times = {}
     with timed(times, "generation"):
@@ -944,7 +980,7 @@ def generate_rollout(engine, workers, tokenizer, request, args):
     with timed(times, "reward"):
         responses = grade_responses(responses, tokenizer, workers, args)
     with timed(times, "evaluation"):
-        # With the same seeds in every evaluation
+        # The seeds are the same in every evaluation
         answers = engine.sample(
             request.eval_prompts, range(len(request.eval_prompts)), args.eval_temperature
         )
@@ -953,29 +989,37 @@ def generate_rollout(engine, workers, tokenizer, request, args):
 
 
 # ================================================================================================
-# The algorithm ends here. What follows is machinery: look it up when you need it.
+# The algorithm ends here. What follows is machinery. Look it up when you need it.
 # ================================================================================================
 
 
 # --------------------------------------------------------------------------------------- arguments
 
 
-FilledIn = tyro.conf.Suppress  # computed by the script: no command-line option
+FilledIn = tyro.conf.Suppress  # computed by the script, so not a command-line option
 
 
 @dataclass
 class Args(Algorithm):
-    """What a run is told."""
+    """Options of a training run.
+
+    Nearly every run sets --dataset, --model_name_or_path, --total_episodes, --response_length,
+    --learning_rate, --local_rollout_batch_size, --local_mini_batch_size, and --reward_fn or
+    --reward_model_path. Sizes with `local_` in their names are those of one rank.
+
+    The options of the algorithm come first. Then come batches, optimization, generation, rewards,
+    models, data and evaluation, engines, checkpoints, and trackers.
+    """
 
     # -- Batches
     total_episodes: int = 100_000
-    """responses to train on"""
+    """Number of responses to train on."""
     number_samples_per_prompt: int = 1
-    """responses sampled for each prompt: a group"""
+    """Number of responses generated for each prompt. Together they are a group."""
     local_rollout_batch_size: int = 256
-    """prompts per training step and rank"""
+    """Prompts per step and rank."""
     local_mini_batch_size: int = 64
-    """responses per optimizer update and rank"""
+    """Responses per optimizer update and rank."""
     per_device_train_batch_size: int = 8
     """responses per forward and backward pass of a rank: a micro-batch"""
     local_rollout_forward_batch_size: int = 32
@@ -985,160 +1029,153 @@ class Args(Algorithm):
 
     # -- Optimization
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """learning rate after its warm-up"""
+    """Schedule of the learning rate after its warm-up."""
     warm_up_steps: int = 0
-    """a model's first updates (not steps), in which its learning rate rises"""
+    """Number of a model's first updates (not steps) in which its learning rate rises."""
     warmup_ratio: float = 0.0
-    """warm_up_steps as a share of the policy's updates"""
+    """Warm-up as a fraction of the policy's updates. It is used if warm_up_steps is 0."""
     eps: float = 1e-8
-    """AdamW's; 1e-5 (2403.17031) would halve large models' steps"""
+    """Epsilon of AdamW. The 1e-5 of 2403.17031 would halve the updates of large models."""
     weight_decay: float = 0.0
-    """AdamW's"""
+    """Weight decay of AdamW."""
 
     # -- Generation
     response_length: int = 256
-    """most tokens in a response"""
+    """Largest number of tokens in a response."""
     stop_token: str | None = None
-    """another token that ends a response; "eos": the tokenizer's"""
+    """Further token that ends a response. "eos" means the tokenizer's end token."""
     stop_token_id: int | None = None
-    """another token that ends a response, as an id"""
+    """Id of a further token that ends a response."""
 
     # -- Reward
     reward_model_multiplier: float = 1.0
-    """times the reward model's score; 0: PPO's value model still starts from it"""
+    """Factor on the reward model's score. At 0, PPO's value model still starts from it."""
     apply_verifiable_reward: bool = True
-    """score responses with compute_score or reward_fn"""
+    """Score responses with compute_score or reward_fn."""
     verification_reward: float = 1.0
-    """times the verifiable score"""
+    """Factor on the verifiable reward."""
     reward_fn: str | None = None
-    """path/to/file.py:function in place of compute_score (docs/rewards.md)"""
+    """Function in place of compute_score, as path/to/file.py:function (docs/rewards.md)."""
     reward_workers: int | None = None
-    """processes that call reward_fn, for each engine; None: a core each, 8 at most"""
+    """Processes per engine that call reward_fn. Unset means one per core, but at most 8."""
     reward_timeout: float = 10.0
-    """seconds for a call of reward_fn; one that fails leaves the response out of the loss"""
+    """Seconds for a call of reward_fn. If it fails or is late, the loss omits the response."""
     add_r1_style_format_reward: bool = False
-    """reward <think>...</think><answer>...</answer>"""
+    """Reward the form <think>...</think><answer>...</answer>."""
     r1_style_format_reward: float = 1.0
-    """worth of that form"""
+    """Size of the reward that add_r1_style_format_reward gives."""
     min_response_length: int = 0
-    """with non_stop_penalty: shorter responses are penalized, too"""
+    """Number of tokens below which non_stop_penalty also penalizes a complete response."""
 
     # -- Models
     model_name_or_path: str = "debug_assets/model"
-    """policy and reference policy: a folder or a name on the hub; setup.sh makes this one"""
+    """Policy and reference policy, a folder or a Hub name. scripts/setup.sh makes the default."""
     model_revision: str | None = None
-    """its revision on the hub"""
+    """Revision of model_name_or_path on the Hub."""
     tokenizer_name_or_path: str | None = None
-    """None: the policy's"""
+    """Tokenizer, a folder or a Hub name. Unset means the policy's."""
     chat_template: str | None = None
-    """file with a Jinja chat template; None: the tokenizer's own"""
+    """File with a Jinja chat template. Unset means the tokenizer's own."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """data type of weights, in the learner and in vLLM; the optimizer updates float32 masters"""
+    """Data type of weights in learner and vLLM. The optimizer updates float32 masters."""
     attn_implementation: str = "sdpa"
-    """sdpa, eager, flash_attention_2, ..."""
+    """Implementation of attention, such as sdpa, eager or flash_attention_2."""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: less memory, a third slower"""
     reward_model_path: str | None = None
-    """one-label classifier with the policy's tokenizer"""
+    """Reward model, a one-label classifier with the policy's tokenizer. Unset means none."""
     reward_model_revision: str | None = None
-    """its revision on the hub"""
+    """Revision of reward_model_path on the Hub."""
     value_model_path: str | None = None
-    """start of the value model; None: the reward model, or else the policy"""
+    """Start of the value model. Unset means the reward model or, without one, the policy."""
 
     # -- Data and evaluation
     dataset: str = "debug_assets/train.parquet"
-    """training prompts: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    """Training prompts in a .parquet or .jsonl file, a folder, or a dataset on the Hub."""
     dataset_config: str | None = None
-    """its configuration, where there are several"""
+    """Configuration of the dataset, if it has several."""
     dataset_split: str = "train"
-    """its split, unless it is a file"""
+    """Split of the dataset, unless it is a file."""
     eval_dataset: str | None = None
-    """held-out prompts, in the same form; None: no evaluation"""
+    """Held-out prompts in the same form as the dataset. Unset means no evaluation."""
     eval_dataset_config: str | None = None
-    """its configuration, where there are several"""
+    """Configuration of eval_dataset, if it has several."""
     eval_dataset_split: str = "test"
-    """its split, unless it is a file"""
+    """Split of eval_dataset, unless it is a file."""
     max_prompt_token_length: int = 256
-    """longer prompts are dropped"""
+    """Largest number of tokens in a prompt. Longer prompts are dropped."""
     num_evals: int = 10
-    """evaluations while training, the first before any update; one more at the end"""
+    """Evaluations during training, the first before any update. One more follows at the end."""
     num_eval_prompts: int = 500
-    """held-out prompts, the same for every seed; 0: all"""
+    """Number of held-out prompts, which are the same for every seed. 0 means all."""
     eval_temperature: float = 0.0
-    """of evaluations; 0: greedy"""
+    """Temperature of evaluations. 0 means greedy decoding."""
 
     # -- Engines' GPUs
     vllm_gpus: tuple[int, ...] = ()
-    """each node's GPUs for vLLM alone, as indices; none: an engine on every learner's GPU"""
+    """Indices of each node's GPUs for vLLM only. Unset means an engine on each learner's GPU."""
     vllm_tensor_parallel_size: int = 1
-    """GPUs of one engine (tensor parallel); needs vllm_gpus"""
+    """Number of GPUs per engine (tensor parallel). More than one needs vllm_gpus."""
     vllm_gpu_memory_utilization: float | None = None
-    """vLLM's share of a GPU; None: 0.9 of its own GPUs, 0.3 of a shared one"""
+    """Fraction of a GPU for vLLM. Unset means 0.9 of its own GPUs, or 0.3 of a colocated one."""
     vllm_enforce_eager: bool = False
-    """no CUDA graphs: starts faster, generates slower"""
+    """Do without CUDA graphs. vLLM then starts faster but generates slower."""
 
     # -- The run and its checkpoints
     exp_name: str = Path(__file__).stem
-    """name of the experiment"""
+    """Name of the experiment."""
     seed: int = 1
-    """seed of everything random"""
+    """Seed of everything random."""
     run_name: str | None = None
-    """name of the run, its folder in output_dir; None: exp_name, seed, time and random letters"""
+    """Name of the run and its folder. Unset means exp_name, seed, time and random letters."""
     output_dir: str = "output"
-    """folder of all runs"""
+    """Folder that contains the folders of all runs."""
     save_freq: int = 0
-    """steps between checkpoints; 0: no checkpoints"""
+    """Steps between checkpoints. 0 means no checkpoints."""
     keep_last_n: int = 3
-    """newest checkpoints to keep; 0: all"""
+    """Number of newest checkpoints to keep. 0 means all."""
     resume_from_checkpoint: str | None = None
-    """checkpoint to resume from; latest: run_name's newest, or a new run. Newer ones are removed"""
+    """Checkpoint to resume, or latest (run_name's newest, or a new run). Removes newer ones."""
 
     # -- Trackers and the hub
     with_tracking: bool = False
-    """log to Weights & Biases as well"""
+    """Log to Weights & Biases as well."""
     wandb_project_name: str = os.environ.get("WANDB_PROJECT", "tandem")
-    """project there"""
+    """Project on Weights & Biases."""
     wandb_entity: str | None = None
-    """its owner (user or team)"""
+    """Owner of the project on Weights & Biases, a user or a team."""
     push_to_hub: bool = False
-    """upload the model at the end, by scripts/push_to_hub.py"""
+    """Upload the model at the end, by scripts/push_to_hub.py."""
     hf_entity: str | None = None
-    """owner of the repository; None: who is logged in"""
+    """Owner of the repository on the Hub. Unset means the user who is logged in."""
     hf_repo_id: str | None = None
-    """repository; None: exp_name"""
+    """Repository on the Hub. Unset means exp_name."""
     hf_repo_revision: str | None = None
-    """branch; None: the run's name"""
+    """Branch of the repository on the Hub. Unset means the run's name."""
 
     # -- Filled in at run time
     mini_batch_size: FilledIn[int] = 0
-    """responses per update, over all ranks"""
+    """Responses per update on all ranks."""
     world_size: FilledIn[int] = 1
-    """learner processes"""
+    """Number of ranks."""
     local_world_size: FilledIn[int] = 1
-    """learner processes of a node"""
+    """Number of ranks on a node."""
     rollout_batch_size: FilledIn[int] = 0
-    """prompts per step, over all ranks"""
+    """Prompts per step on all ranks."""
     episodes_per_step: FilledIn[int] = 0
-    """responses per step, over all ranks"""
+    """Responses per step on all ranks."""
     updates_per_step: FilledIn[int] = 0
-    """optimizer updates per step"""
+    """Optimizer updates per step."""
     start_day: FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
-    """YYYY-MM-DD on which the run was first started, for chat templates that write the date"""
+    """Day (YYYY-MM-DD) of the run's first start, for chat templates that write the date."""
     num_training_steps: FilledIn[int] = 0
-    """of the run"""
+    """Steps of the run."""
     num_updates: FilledIn[int] = 0
-    """of the run"""
+    """Optimizer updates of the run."""
     num_policy_updates: FilledIn[int] = 0
-    """those of the policy, which follow on the value model's warm-up"""
+    """Updates of the policy, which start after the value model's warm-up."""
     stop_token_ids: FilledIn[tuple[int, ...]] = ()
-    """ids that end a response"""
-    num_sources: FilledIn[int] = 0
-    """data sources of all prompts"""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, str):  # no shell expands a quoted ~
-                setattr(self, name, os.path.expanduser(value))
+    """Ids of the tokens that end a response."""
 
 
 # ------------------------------------------------------------------------------------------ set-up
@@ -1156,6 +1193,12 @@ def start_ranks(args):
     # On new GPUs torch 2.13 prefers cuDNN's attention, which may give gradients of NaN (pytorch
     # issue 196678), and prepares itself for each shape
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # Under FSDP2 this would give zeros to all ranks but the first of a node
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    # accelerate would take the tasks of Slurm or MPI for ranks, which only a launcher starts
+    if "LOCAL_RANK" not in os.environ:
+        for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+            os.environ.pop(name, None)
     timeout = timedelta(hours=2)  # others wait while a rank loads or saves a model
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # else torchrun's processes would not meet on a CPU
@@ -1163,15 +1206,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    # FSDP2 is "FSDP", too. Its RAM-efficient loading gives all ranks but a node's first zeros
-    is_refused = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.is_fsdp2:
-        is_refused = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    if is_refused:
-        raise ValueError(
-            "launch as the files in scripts/accelerate do: models are sharded by FSDP2 alone "
-            "(fsdp_version 2, fsdp_cpu_ram_efficient_loading false)"
-        )
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1179,15 +1213,6 @@ def start_ranks(args):
 
 def fill_in(args, world_size):
     """A copy with the fields of run time. ValueError: arguments do not fit together."""
-    if not (
-        args.apply_verifiable_reward or args.add_r1_style_format_reward or uses_reward_model(args)
-    ):
-        raise ValueError(
-            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
-            "--reward_model_path whose --reward_model_multiplier is above 0"
-        )
-    if args.min_response_length and not args.non_stop_penalty:
-        raise ValueError("--min_response_length needs --non_stop_penalty")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
 
@@ -1210,14 +1235,9 @@ def fill_in(args, world_size):
     args.num_policy_updates = args.num_updates - warm_up_of_values
     if args.warm_up_steps == 0:
         args.warm_up_steps = round(args.warmup_ratio * args.num_policy_updates)
-    if args.warm_up_steps >= args.num_policy_updates:
-        raise ValueError(
-            f"--warm_up_steps ({args.warm_up_steps}) must be below the number of the policy's "
-            f"updates ({args.num_policy_updates}); see --total_episodes, --value_warmup_steps"
-        )
     num_engines = count_engines(args)
     if not args.reward_workers:
-        args.reward_workers = min(8, os.cpu_count() // num_engines or 1)
+        args.reward_workers = min(8, count_cores() // num_engines or 1)
     if not args.vllm_gpu_memory_utilization:
         args.vllm_gpu_memory_utilization = 0.9 if args.vllm_gpus else 0.3
     return args
@@ -1227,11 +1247,13 @@ def fill_in(args, world_size):
 
 
 def agree_on_run(args):
-    """Let rank 0 choose the run's folder for all ranks. Collective.
+    """Let rank 0 choose the run's folder for all ranks.
 
     Return args with run_name and start_day, the folder, and the checkpoint to resume from (or
     None). The name can be random, and other nodes can see a new folder late, so only rank 0 looks.
     A resumed run keeps its first day, because chat templates can write the date into prompts.
+
+    Every rank must call this, in the same order.
     """
     found = None
     if is_rank_0():
@@ -1247,20 +1269,13 @@ def find_run(args):
     """Return the run's folder, and the checkpoint to resume from (None if there is none).
 
     With "latest" a run without a checkpoint starts again from step 1. Raise ValueError if the
-    folder holds another run, or a finished run without checkpoints, or is not that of run_name.
+    folder holds another run, or a finished run without checkpoints.
     """
     if args.resume_from_checkpoint == "latest" and not args.run_name:
         raise ValueError("--resume_from_checkpoint latest needs a --run_name")
     if args.resume_from_checkpoint not in (None, "latest"):
         checkpoint_dir = Path(os.path.abspath(args.resume_from_checkpoint))
-        run_dir = checkpoint_dir.parents[1]
-        named = Path(args.output_dir, args.run_name or ".")
-        if args.run_name and named.resolve() != run_dir.resolve():
-            raise ValueError(
-                f"{checkpoint_dir} is no checkpoint of the run {named}, such as "
-                f"{named}/checkpoints/step_100"
-            )
-        return run_dir, checkpoint_dir
+        return checkpoint_dir.parents[1], checkpoint_dir
     # Random letters, because two runs can start in the same second
     start = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.urandom(3).hex()}"
     run_dir = Path(args.output_dir, args.run_name or f"{args.exp_name}__{args.seed}__{start}")
@@ -1268,7 +1283,7 @@ def find_run(args):
     if args.resume_from_checkpoint and checkpoints:
         return run_dir, checkpoints[-1]
     # args.json exists as soon as a run has started, and model/ only after its last update. With
-    # "latest" an unfinished run starts again; without it, any run in this folder is refused
+    # "latest" an unfinished run starts again. Without "latest", any run in this folder is refused
     of_another = "model" if args.resume_from_checkpoint else "args.json"
     if (run_dir / of_another).exists():
         raise ValueError(
@@ -1305,7 +1320,11 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
 
 
 def load_tokenizer(args):
-    """Load the tokenizer. Raise ValueError if a reward or value model gives tokens other ids."""
+    """Load the tokenizer.
+
+    Raise ValueError if the tokenizer of a reward or value model gives the policy's tokens other
+    ids.
+    """
     path = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
     if args.chat_template:
@@ -1317,20 +1336,23 @@ def load_tokenizer(args):
         if not path:
             continue
         other = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
-        if not vocabulary.items() <= other.get_vocab().items():  # it may know more
+        if not vocabulary.items() <= other.get_vocab().items():  # it may have more tokens
             raise ValueError(f"--{flag} {path} must know the policy's tokens by the same ids")
     return tokenizer
 
 
 def find_stop_tokens(args, tokenizer, model):
-    """The ids that end a response: the model's end tokens, the tokenizer's, and the flags'."""
+    """Return the ids of the tokens that end a response.
+
+    These are the end tokens of the model and of the tokenizer, and the tokens of the flags. Raise
+    ValueError if there are none, or if one is not in the vocabulary.
+    """
     eos = model.generation_config.eos_token_id
     stop_ids = {args.stop_token_id, tokenizer.eos_token_id}
     stop_ids |= set(eos if isinstance(eos, list) else [eos])
     if args.stop_token:
         stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
-        # inf: not in the vocabulary, and refused below
-        stop_ids.add(tokenizer.get_vocab().get(stop_token, math.inf))
+        stop_ids.add(tokenizer.get_vocab()[stop_token])
     stop_ids.discard(None)
     if not stop_ids or max(stop_ids) >= model.config.get_text_config().vocab_size:
         raise ValueError(
@@ -1341,7 +1363,7 @@ def find_stop_tokens(args, tokenizer, model):
 
 
 def load_datasets(tokenizer, args):
-    """The prompts to train on, and those that are held out (none without eval_dataset)."""
+    """Return the prompts to train on, and the held-out prompts (none without eval_dataset)."""
     train_prompts = load_prompts(
         args.dataset, args.dataset_config, args.dataset_split, tokenizer, args, is_eval=False
     )
@@ -1362,30 +1384,38 @@ def load_datasets(tokenizer, args):
 
 
 def load_prompts(path, config, split, tokenizer, args, is_eval):
-    """The prompts of a dataset. ValueError: a row is unusable, or none is left."""
-    rows = load_rows(path, config, split)
+    """Return the prompts of a dataset, and say how many are left out.
+
+    Raise ValueError if a row cannot be used, or if no prompt is left.
+    """
     prompts = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(load_rows(path, config, split)):
         with naming_row(path, index):
-            prompt = read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval)
-        if 0 < len(prompt.token_ids) <= args.max_prompt_token_length:
-            prompts.append(prompt)
-    if not prompts:
-        raise ValueError(
-            f"{path}: prompts are longer than --max_prompt_token_length, or the tokenizer drops all"
-        )
+            prompts.append(read_prompt(row, f"{path}, row {index}", tokenizer, args, is_eval))
+    asked = [prompt for prompt in prompts if prompt.token_ids]
+    kept = [prompt for prompt in asked if len(prompt.token_ids) <= args.max_prompt_token_length]
+    counts = (
+        f"{path}: {len(kept)} prompts; {len(prompts) - len(asked)} are empty, and "
+        f"{len(asked) - len(kept)} are longer than --max_prompt_token_length"
+    )
+    if not kept:
+        raise ValueError(counts)
     if is_rank_0():
-        print(f"{path}: {len(prompts)} prompts; {len(rows) - len(prompts)} are empty or too long")
-    return prompts
+        print(counts)
+    return kept
 
 
 def read_prompt(row, origin, tokenizer, args, is_eval):
-    """A row of a dataset as a Prompt. ValueError: it lacks what its reward needs.
+    """Return a row of a dataset as a Prompt.
 
     Its columns are verl's, `prompt` (a string, or messages), `data_source`, `reward_model: {style,
-    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`.
+    ground_truth}`, `extra_info`, or open-instruct's, `messages`, `dataset`, `ground_truth`. Raise
+    ValueError if it has no prompt, or lacks what its reward needs.
     """
+    row = plain_values(row)
     content = row.get("messages") or row.get("prompt")
+    if content is None:
+        raise ValueError(f"it has neither `messages` nor `prompt`, but {', '.join(row)}")
     data_source = row.get("data_source") or row.get("dataset")
     ground_truth = row.get("ground_truth")
     rule = row.get("reward_model") or {}
@@ -1400,7 +1430,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         ground_truth = None
     if ground_truth is not None and not args.reward_fn:
         compute_score(data_source, "", ground_truth)  # it must know the source
-    # For templates it is the run's first day: a resume must make the same prompts
+    # For templates it is the run's first day, because a resume must make the same prompts
     variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     text, token_ids = tokenize_prompt(content, row, tokenizer, variables)
     return Prompt(origin, text, token_ids, data_source, ground_truth, row.get("extra_info"))
@@ -1410,68 +1440,86 @@ def tokenize_prompt(prompt, row, tokenizer, variables=None):
     """Return the text of a prompt and its token ids, or "" and [] if nothing is asked.
 
     prompt: a string; or messages, which the chat template renders with the row's `tools` and
-    `chat_template_kwargs` (or their JSON), and further variables. An answer that ends them is left
-    out. Raise ValueError if there is no prompt.
+    `chat_template_kwargs`, and further variables. An answer that ends them is left out.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"] if prompt.strip() else []
-    messages = drop_nulls(prompt)
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ValueError("it has no prompt")
+    messages = prompt[:-1] if prompt and prompt[-1]["role"] == "assistant" else prompt
     asked = [message.get("content") or "" for message in messages if message["role"] == "user"]
-    if not all(str(content).strip() for content in asked):
+    if not messages or not all(str(content).strip() for content in asked):
         return "", []
     text = tokenizer.apply_chat_template(
         messages,
-        tools=drop_nulls(read_json(row.get("tools"))),
+        tools=row.get("tools"),
         tokenize=False,
         add_generation_prompt=True,
-        **(variables or {}) | drop_nulls(read_json(row.get("chat_template_kwargs")) or {}),
+        **(variables or {}) | (row.get("chat_template_kwargs") or {}),
     )
     # The template has written the special tokens
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def load_rows(path, config, split):
-    """Rows of a .parquet or .jsonl file, of a folder, or of a dataset on the hub: dictionaries.
+# Columns, and keys inside them, that are objects. They may come as JSON text
+OBJECTS = {"tools", "arguments", "chat_template_kwargs", "reward_model", "extra_info"}
 
-    ValueError: of a file a split is asked that is no default; or a folder has files of several
-    formats, of which datasets would read one.
+
+def plain_values(value, name=None):
+    """Return a row, or the value of a name in it, without null entries and JSON text.
+
+    Arrow adds null entries, because it gives all rows the same keys.
+
+    >>> plain_values({"tools": '[{"name": "add"}]', "prompt": [{"content": "[]", "role": None}]})
+    {'tools': [{'name': 'add'}], 'prompt': [{'content': '[]'}]}
     """
-    is_saved = Path(path, "state.json").exists()  # by Dataset.save_to_disk
-    is_default = split in (None, Args.dataset_split, Args.eval_dataset_split)
-    if not is_default and (is_saved or Path(path).is_file()):
-        raise ValueError(f"{path} has no splits, such as {split}; leave it out, or give a folder")
-    formats = {file.suffix for file in Path(path).rglob("*")} & {".jsonl", ".parquet", ".csv"}
-    is_described = is_saved or Path(path, "README.md").exists()
-    if len(formats) > 1 and not is_described:
-        raise ValueError(
-            f"{path} has files of {sorted(formats)}, of which one format would be read; keep one, "
-            f"or name the files in a README.md, as on the hub"
-        )
-    if path.endswith(".jsonl"):
-        # datasets would make "01" beside 2 a 1
-        rows = []
-        with open(path, "rb") as file:
-            for line in file:
-                with naming_row(path, len(rows)):
-                    rows.append(json.loads(line))
-        return rows
+    if name in OBJECTS and isinstance(value, str):
+        value = json.loads(value or "null")
+    if isinstance(value, list):
+        return [plain_values(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain_values(item, key) for key, item in value.items() if item is not None}
+    return value
+
+
+def load_rows(path, config, split):
+    """Return the rows of a .jsonl or .parquet file, of a folder, or of a dataset on the hub.
+
+    Of a folder (or, with a config, of the folder with this name in it) all such files are read, in
+    sorted order. If the name of one has "train" or "test" in it, then only those are read that have
+    the split's name in theirs, such as train.jsonl and train/0.parquet.
+    """
+    if not os.path.exists(path):
+        return datasets.load_dataset(path, config, split=split).to_list()
+    if os.path.isfile(path):
+        return read_file(path)
+    folder = os.path.join(path, config or "")
+    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
+        return datasets.load_from_disk(folder).to_list()
+    names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
+    names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
+    if any("train" in name or "test" in name for name in names):
+        names = [name for name in names if split in name]
+    rows = []
+    for name in names:
+        rows += read_file(os.path.join(folder, name))
+    return rows
+
+
+def read_file(path):
+    """Return the rows of a .parquet file, or of a file with one JSON object a line."""
     if path.endswith(".parquet"):
         return parquet.read_table(path).to_pylist()
-    if is_saved:
-        return datasets.load_from_disk(path).to_list()
-    with tempfile.TemporaryDirectory() as cache:
-        # datasets knows a folder by its name: it would take the rows of another one, or older ones
-        cache_dir = cache if Path(path).is_dir() else None
-        return datasets.load_dataset(path, config, split=split, cache_dir=cache_dir).to_list()
+    # Python's own reader, because that of `datasets` would make 1 of "01" beside 2
+    rows = []
+    with open(path, "rb") as file:
+        for line in file:
+            with naming_row(path, len(rows)):
+                rows.append(json.loads(line))
+    return rows
 
 
 @contextlib.contextmanager
 def naming_row(path, index):
-    """Turns any error inside into a ValueError that names file and row."""
+    """Turn any error inside into a ValueError that names file and row."""
     try:
         yield
     except Exception as error:
@@ -1479,32 +1527,15 @@ def naming_row(path, index):
         raise ValueError(f"{path}, row {index}: {kind}{error}") from error
 
 
-def read_json(value):
-    """A value; of a text, what it says as JSON (nothing: None)."""
-    return json.loads(value or "null") if isinstance(value, str) else value
-
-
-def drop_nulls(value):
-    """A value without the null entries of its dictionaries, which Arrow adds and templates see.
-
-    >>> drop_nulls([{"role": "user", "tool_calls": None}])
-    [{'role': 'user'}]
-    """
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
-
-
 def uses_reward_model(args):
     return args.reward_model_path and args.reward_model_multiplier
 
 
 def make_request(training_step, train_prompts, eval_prompts, args):
-    """The request for a training step; after the last, for the last evaluation alone.
+    """Build the request of a step or, after the last step, that of the final evaluation only.
 
-    Seeds are hashes: with sums, runs of neighbouring --seed would share responses.
+    Seeds are hashes, because with sums, runs with neighbouring values of --seed would share
+    responses.
     """
     steps_before, num_steps = training_step - 1, args.num_training_steps
     count = args.rollout_batch_size if steps_before < num_steps else 0
@@ -1520,9 +1551,9 @@ def make_request(training_step, train_prompts, eval_prompts, args):
 
 
 def draw_prompts(num_prompts, start, count, seed):
-    """Indices of prompts number `start` to `start + count` of the run.
+    """Return the indices of the prompts with the numbers `start` to `start + count` of the run.
 
-    Each pass over the dataset is a seeded permutation.
+    Each traversal of the dataset (a data epoch) is a permutation that depends on the seed.
 
     >>> sorted(draw_prompts(5, 0, 3, seed=1) + draw_prompts(5, 3, 2, seed=1))
     [0, 1, 2, 3, 4]
@@ -1548,7 +1579,7 @@ def load_model(auto_class, path, args, trained, **config_options):
     """
     revision = revision_of(path, args)
     config = AutoConfig.from_pretrained(path, revision=revision, **config_options)
-    for part in (config, config.get_text_config()):  # of a vision model another one
+    for part in (config, config.get_text_config()):  # a vision model has two configs
         for name, value in vars(part).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(part, name, 0.0)
@@ -1567,13 +1598,13 @@ def load_model(auto_class, path, args, trained, **config_options):
         raise ValueError(f"the checkpoint {path} lacks {', '.join(missing)}")
     if auto_class is AutoModelForCausalLM:
         head = model.get_output_embeddings()
-        # vLLM starts from this config. A head that the checkpoint has is not tied, whatever the
-        # config says; and of a vision model the language model alone has been loaded
+        # vLLM starts from this config. A head that the checkpoint contains is not tied, even if the
+        # config says that it is. Of a vision model, only the language model has been loaded
         model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
         model.config.architectures = [type(model).__name__]
     if trained and args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    # Gradient checkpointing needs training mode. Dropout is off by the config
+    # Gradient checkpointing needs training mode. The config has turned dropout off
     model.train(trained).requires_grad_(trained)
     return model
 
@@ -1586,7 +1617,10 @@ def revision_of(path, args):
 
 
 def load_reference_policy(accelerator, policy, args):
-    """Collective. The policy as it was loaded; with beta 0, which needs none, the policy itself."""
+    """Load the reference policy. With beta 0, which needs none, return the policy itself.
+
+    Every rank must call this, in the same order.
+    """
     if args.beta == 0:
         return policy
     model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=False)
@@ -1594,22 +1628,30 @@ def load_reference_policy(accelerator, policy, args):
 
 
 def load_value_model(accelerator, args):
-    """Collective. Of value_model_path, else it starts as the reward model or the policy."""
+    """Load the value model.
+
+    It starts from value_model_path or, if that is unset, from the reward model or else the policy.
+
+    Every rank must call this, in the same order.
+    """
     path = args.value_model_path or args.reward_model_path or args.model_name_or_path
     return load_classifier(accelerator, ValueModel, path, args, trained=True)
 
 
 def load_reward_model(accelerator, args):
-    """Collective. None: the run has none."""
+    """Load the reward model. Return None if the run has none.
+
+    Every rank must call this, in the same order.
+    """
     if not uses_reward_model(args):
         return None
     return load_classifier(accelerator, RewardModel, args.reward_model_path, args, trained=False)
 
 
 def load_classifier(accelerator, model_class, path, args, trained):
-    """Load a RewardModel or ValueModel with a float32 head. Collective.
+    """Load a RewardModel or ValueModel with a float32 head.
 
-    With a bfloat16 head many scores would be equal.
+    With a bfloat16 head many scores would be equal. Every rank must call this, in the same order.
     """
     model = load_model(AutoModelForSequenceClassification, path, args, trained, num_labels=1)
     model.score.float()
@@ -1617,10 +1659,12 @@ def load_classifier(accelerator, model_class, path, args, trained):
 
 
 def place_model(accelerator, model, args):
-    """Move a PolicyModel, RewardModel or ValueModel to this rank's device. Collective.
+    """Move a PolicyModel, RewardModel or ValueModel to this rank's device.
 
     Under FSDP2 each rank holds a part of each parameter. Otherwise each rank holds a whole copy.
     The copies start equal, because all ranks load the same files.
+
+    Every rank must call this, in the same order.
     """
     if not accelerator.is_fsdp2:
         return model.to(accelerator.device)
@@ -1654,7 +1698,7 @@ def make_optimizer(model, args):
 
 
 def trained_weights(model):
-    """Return {name: parameter} of the parameters that train."""
+    """Return {name: parameter} of the parameters that are trained."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
@@ -1672,7 +1716,10 @@ def round_masters(model):
 
 
 def sum_over_ranks(accelerator, gradients):
-    """Sum gradients over the ranks, in place, because each rank had other rows. Collective."""
+    """Sum gradients over the ranks, in place, because each rank had other rows.
+
+    Every rank must call this, in the same order.
+    """
     for gradient in gradients:
         if accelerator.is_fsdp2:  # FSDP2 has averaged them
             gradient *= accelerator.num_processes
@@ -1700,28 +1747,30 @@ class ChunkedHead(torch.autograd.Function):
 
     @classmethod
     def read(cls, model, hidden, labels, args):
-        """Log-probabilities of labels (positions,) and entropies, at the sampling temperature.
+        """Return log-probabilities of labels, and entropies, at the sampling temperature.
 
-        hidden: what the language model's head reads, (positions, hidden_size).
+        Both are (positions,). labels are token ids, (positions,). hidden is what the language
+        model's head reads, (positions, hidden_size).
         """
         # Some models scale their logits (Cohere, Granite), or cap them (Gemma)
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0  # MPT's is None
         scale = scale / getattr(config, "logits_scaling", 1.0) / args.temperature
-        # Capped and scaled by s: s * cap * tanh(x / cap), which is s * x with the cap s * cap
+        # Scaling a capped logit by s gives s * cap * tanh(x / cap), which is s * x with the cap s *
+        # cap
         soft_cap = getattr(config, "final_logit_softcapping", None)
         if soft_cap:
             soft_cap *= scale
         head = model.get_output_embeddings().weight
-        # Logits are float32 (2506.13585)
+        # Compute the logits in float32 (2506.13585)
         hidden = hidden.to(torch.promote_types(head.dtype, torch.float32)) * scale
         return cls.apply(hidden, head, labels, soft_cap)
 
     @staticmethod
     def logits(hidden, head, soft_cap):
-        """Logits, kept within plus or minus soft_cap unless that is None.
+        """Return logits, which stay within plus or minus soft_cap unless that is None.
 
-        hidden: (positions, hidden_size); head: (vocabulary, hidden_size).
+        hidden is (positions, hidden_size), and head is (vocabulary, hidden_size).
         """
         logits = hidden @ head.T
         if not soft_cap:
@@ -1739,7 +1788,7 @@ class ChunkedHead(torch.autograd.Function):
                 logits = ChunkedHead.logits(hidden[part], head, soft_cap)
                 logprobs[part], entropies[part] = token_logprobs(logits, labels[part])
         ctx.save_for_backward(hidden, weight, labels, entropies)
-        ctx.set_materialize_grads(False)  # of an output that no loss has backward() gets None
+        ctx.set_materialize_grads(False)  # backward() gets None for an output that no loss uses
         return logprobs, entropies
 
     @staticmethod
@@ -1754,7 +1803,7 @@ class ChunkedHead(torch.autograd.Function):
                 logits = ChunkedHead.logits(hidden[part], head, ctx.soft_cap)
                 # The gradient of log p(label) is onehot(label) - p
                 factors = -logprobs_grad[part, None]
-                if entropies_grad is not None:  # that of the entropy H is -p (log p + H)
+                if entropies_grad is not None:  # the gradient of the entropy H is -p (log p + H)
                     factors = factors - entropies_grad[part, None] * (
                         torch.log_softmax(logits, dim=-1) + entropies[part, None]
                     )
@@ -1783,15 +1832,17 @@ def in_dtype(weight, dtype):
 # -------------------------------------------------------------------------------------- the engine
 
 
-# Seconds for the start of vLLM or a reward worker, and for each call of a weight sync
+# Time limits in seconds. They hold for the start of vLLM or a reward worker, and for each call of a
+# weight sync
 START_TIMEOUT = 1800
 WEIGHT_SYNC_TIMEOUT = 300
 
 
 def start_engine(accelerator, config, prompts, args):
-    """This rank's engine, a VLLM or NoEngine, and a queue of its reward workers, or None.
+    """Start this rank's engine and its reward workers.
 
-    config: of the policy.
+    Return a VLLM, or a NoEngine if this rank owns no engine, and the queue of reward workers (or
+    None). config is the policy's.
     """
     placement = place_engine(accelerator.process_index, torch.cuda.device_count(), args)
     if not placement:
@@ -1803,12 +1854,13 @@ def start_engine(accelerator, config, prompts, args):
 
 
 class VLLM:
-    """One vLLM engine in a process of its own. One thread at a time may use it."""
+    """One vLLM engine in a process of its own. Only one thread at a time may use it."""
 
     def __init__(self, placement, config, max_length, args):
-        """Starts the engine, and waits until it is up.
+        """Start the engine, and wait until it is up.
 
-        placement: see place_engine; max_length: of a prompt with its response.
+        For placement see place_engine. max_length is the length of the longest prompt with its
+        response.
         """
         self.index, self.count, self.gpus = placement
         self.args = args
@@ -1819,28 +1871,31 @@ class VLLM:
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
-            options["max_num_seqs"] = responses_at_once(args.episodes_per_step // self.count)
+            # vLLM's default, or fewer, because its plan of the memory leaves out its sampler's
+            most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
+            options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
-        # vLLM and torch read the environment when they are imported: the process is born with it
+        # vLLM and torch read the environment when they are imported, so the process must start with
+        # it
         with clear_environment():
             os.environ.update(environment)
             start = self.submit(start_llm, options, config, self.folder)
         process_groups.append(start.result(START_TIMEOUT))
 
     def submit(self, function, *args, **kwargs):
-        """Makes vLLM's process run a function. If it fails, this process ends at once."""
+        """Run a function in vLLM's process. If it fails, this process ends at once."""
         call = self.executor.submit(function, *args, **kwargs)
         call.add_done_callback(end_if_failed)
         return call
 
     def call(self, method, *args, **kwargs):
-        """Has vLLM's process call a method of LLM, with the time limit of weight syncs."""
+        """Call a method of LLM in vLLM's process, with the time limit of weight syncs."""
         return self.submit(call_llm, method, *args, **kwargs).result(WEIGHT_SYNC_TIMEOUT)
 
     def sample(self, prompts, seeds, temperature):
-        """Samples the Responses to this engine's share of some Prompts."""
+        """Generate the Responses to this engine's part of some Prompts."""
         first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
         return self.submit(
             sample_responses, prompts[first:end], seeds[first:end], temperature, self.args
@@ -1850,8 +1905,8 @@ class VLLM:
         """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
         if self.way == "pipe":
             for named_weight in weights:
-                # Pickled here, because the executor's own pickler would move the learner's
-                # parameter to shared memory. One at a time, because each queued one is a copy
+                # Pickle here, because the executor's own pickler would move the learner's parameter
+                # to shared memory. Send one weight at a time, because each queued one is a copy
                 self.submit(receive_weight, pickle.dumps(named_weight)).result(WEIGHT_SYNC_TIMEOUT)
             self.submit(reload_weights).result(WEIGHT_SYNC_TIMEOUT)
         else:
@@ -1861,7 +1916,7 @@ class VLLM:
         self.policy_version = version
 
     def send_weights(self, weights):
-        """Sends weights by the protocol of vLLM's workers ("ipc", "nccl"), in vLLM's dtype."""
+        """Send weights by the protocol of vLLM's workers ("ipc" or "nccl"), in vLLM's dtype."""
         if self.policy_version is None:
             self.connect()
         self.call("start_weight_update")
@@ -1879,19 +1934,19 @@ class VLLM:
                 for tensor in tensors:
                     self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
-            tensors.clear()  # before the next are gathered
+            tensors.clear()  # before the next ones are gathered
         self.call("finish_weight_update")
-        torch.cuda.ipc_collect()  # memory that vLLM has read
+        torch.cuda.ipc_collect()  # frees memory that vLLM has read
 
     def connect(self):
-        """Prepares vLLM's workers for "ipc" or "nccl", before the first weight sync."""
+        """Prepare vLLM's workers for "ipc" or "nccl", before the first weight sync."""
         if self.way == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
         port = get_free_port()
-        world_size = 1 + len(self.gpus)  # this rank is number 0, vLLM's workers follow
+        world_size = 1 + len(self.gpus)  # this rank is number 0, and vLLM's workers follow
         info = {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -1906,11 +1961,10 @@ class VLLM:
 
 
 def way_of_weights(gpus, args):
-    """How weights get to an engine: by the name of the way.
+    """Return the name of the method by which weights are transferred to an engine.
 
-    pipe:    without a GPU: copies, through the pipe to vLLM's process
-    ipc:     on a shared GPU: handles of the learner's memory
-    nccl:    to vLLM's own GPUs: the numbers
+    pipe sends copies through the pipe to vLLM's process, if there is no GPU. ipc sends handles of
+    the learner's memory, if the GPU is colocated. nccl sends the numbers to vLLM's own GPUs.
     """
     if not gpus:
         return "pipe"
@@ -1918,9 +1972,9 @@ def way_of_weights(gpus, args):
 
 
 def in_messages(weights, num_bytes=2**28):
-    """Weights as (names, contiguous tensors): each time as many as reach so many bytes together.
+    """Yield weights in messages of at least num_bytes, each (names, contiguous tensors).
 
-    A message costs 3 ms (docs/results.md, "On a GPU").
+    Only the last message can be smaller. A message costs 3 ms (docs/results.md, "On a GPU").
     """
     names, tensors = [], []
     for name, tensor in weights:
@@ -1934,8 +1988,12 @@ def in_messages(weights, num_bytes=2**28):
 
 
 def gather_weights(model, args):
-    """Yield (name, whole tensor) of a policy's weights. Collective."""
-    # On a CPU vLLM has its own copy of a tied head, so it is also sent under the head's name
+    """Yield (name, whole tensor) for each of a policy's weights.
+
+    Every rank must call this, in the same order.
+    """
+    # On a CPU vLLM has its own copy of a tied head, so the weight is also sent under the head's
+    # name
     for name, parameter in model.named_parameters(remove_duplicate=model.device.type == "cuda"):
         # This is the same tensor, except for modules that a model keeps in float32
         weight = parameter.detach().to(getattr(torch, args.dtype))
@@ -1945,20 +2003,26 @@ def gather_weights(model, args):
 
 
 def sync_weights(engine, language_model, version, args):
-    """Collective. Gives each engine a version's weights."""
+    """Give each engine the weights of a version.
+
+    Every rank must call this, in the same order.
+    """
     engine.sync_weights(gather_weights(language_model, args), version)
 
 
 def gather_rollout(share, cpu_group):
-    """Collective. The shares of all ranks, each a Rollout, as one Rollout.
+    """Join the parts of all ranks, each a Rollout, into one Rollout.
 
-    cpu_group: the ranks' gloo group; None: one rank. Shares by rank are in the request's order.
+    cpu_group is the ranks' gloo group, or None with one rank. The parts, in the order of the ranks,
+    are in the order of the request.
+
+    Every rank must call this, in the same order.
     """
     if not cpu_group:
         return share
     shares = [None] * cpu_group.size()
     torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = shares  # the first rank's, which has an engine: its times are reported
+    rollout, *others = shares  # rank 0 has an engine, so its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -1966,15 +2030,16 @@ def gather_rollout(share, cpu_group):
 
 
 def check_sampler(logprobs, sampler_logprobs, mask, args):
-    """vLLM must have sampled with exactly the learner's weights. For on-policy batches only.
+    """Check that vLLM has generated with exactly the learner's weights. Return the KL.
 
-    All are (rows, length). RuntimeError: the KL of vLLM's policy to the learner's is above
-    0.015 (in float32 1e-4), divided by a temperature below 1. Right runs stayed below a third of
-    it, above which there is a warning (docs/results.md, "Checks"). A NaN passes: apply_gradients
-    finds it, and saves the batch. Returns the KL.
+    This holds for on-policy batches only. All tensors have the shape (rows, length). Raise
+    RuntimeError if the KL of vLLM's policy to the learner's is above 0.015 (1e-4 in float32),
+    divided by the temperature if that is below 1. Healthy runs stayed below a third of this limit,
+    so there is a warning above a third (docs/results.md, "Checks"). A NaN raises nothing here,
+    because apply_gradients finds it and saves the batch.
     """
     kl = masked_mean(kl_penalty(sampler_logprobs * mask, logprobs * mask, "kl3"), mask).item()
-    # In float32 vLLM's kernels on a GPU may use TF32
+    # In float32, vLLM's kernels on a GPU can use TF32
     limit = (1e-4 if args.dtype == "float32" else 0.015) / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
@@ -1986,20 +2051,9 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
 
 
 def end_if_failed(call):
-    """Ends this process where a call of vLLM's has failed, or its process has died."""
+    """End this process if a call of vLLM has failed or vLLM's process has died."""
     if call.exception() is not None:
         end_at_once(call.exception())
-
-
-def responses_at_once(share):
-    """The most that vLLM samples at once on a GPU: no more than its default, or a step's share.
-
-    The memory of its sampler grows with them, which its plan of the GPU's memory leaves out. 128 at
-    least, for evaluations.
-    """
-    device = torch.cuda.get_device_properties()
-    is_large = device.total_memory >= 70 * 2**30 and "A100" not in device.name
-    return min(1024 if is_large else 256, max(128, share))
 
 
 def vllm_settings(gpus, folder, max_length, args):
@@ -2046,7 +2100,7 @@ def vllm_settings(gpus, folder, max_length, args):
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count() // (2 * args.local_world_size) or 1)
+        environment["OMP_NUM_THREADS"] = str(count_cores() // (2 * args.local_world_size) or 1)
     # For vLLM 0.32: another version may need none of these. FlashInfer's sampler is for top-k and
     # top-p, which we do not use, and its import may fail
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -2072,10 +2126,11 @@ def count_engines(args):
 
 
 def place_engine(rank, num_gpus, args):
-    """A rank's engine: its number, how many there are, its GPUs; None: the rank owns none.
+    """Return a rank's engine as (its number, the number of engines, its GPUs), or None.
 
-    Without vllm_gpus every rank owns one, on its own GPU; with them a node's first ranks do. GPUs
-    are indices into the node's num_gpus visible ones; () is the CPU.
+    Without vllm_gpus every rank owns an engine, on its own GPU. With vllm_gpus the first ranks of a
+    node own one each, and the result is None for the others. GPUs are indices into the node's
+    num_gpus visible ones. () means the CPU.
 
     >>> [place_engine(3, gpus, Args(world_size=4, local_world_size=2)) for gpus in (2, 0)]
     [(3, 4, (1,)), (3, 4, ())]
@@ -2096,7 +2151,7 @@ def place_engine(rank, num_gpus, args):
 
 
 class NoEngine:
-    """In place of a VLLM, on a rank that has none: no prompt is in its share."""
+    """What a rank without an engine has instead of a VLLM. No prompt is in its part."""
 
     count, policy_version = 0, None
 
@@ -2104,19 +2159,22 @@ class NoEngine:
         return []
 
     def sync_weights(self, weights, version):
-        """Going through the weights gathers them: this rank has a part."""
+        """Iterate over the weights, because gathering them needs this rank's part."""
         for _ in weights:
             pass
 
 
 def limit_memory(device, args):
-    """Leaves room on a GPU for what is not PyTorch's: CUDA contexts, NCCL, vLLM if it shares it."""
+    """Leave room on a GPU for memory that is not PyTorch's.
+
+    CUDA contexts and NCCL need such memory, and so does vLLM if it is colocated.
+    """
     if device.type != "cuda":
         return
     gib = 2**30 / torch.cuda.get_device_properties().total_memory
     share = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization  # vLLM's of this GPU
-    # A GiB for the context of each process on this GPU, and one for NCCL, which connects ranks, and
-    # a rank to an engine on other GPUs
+    # 1 GiB is for the CUDA context of each process on this GPU. 1 GiB is for NCCL, which connects
+    # ranks with each other, and a rank with an engine on other GPUs
     room = 2 if args.vllm_gpus or args.world_size == 1 else 3
     torch.cuda.set_per_process_memory_fraction(1 - share - room * gib)
 
@@ -2125,32 +2183,33 @@ def limit_memory(device, args):
 
 
 llm = None  # vLLM's LLM
-received = []  # weights of a sync by "pipe" that is not complete yet: (name, tensor)
+received = []  # (name, tensor) of the weights in an incomplete sync by "pipe"
 
 
 def start_llm(options, config, folder):
-    """Makes the LLM. Returns the id of the process, which is its process group's, too.
+    """Create the LLM. Return the id of this process, which is also that of its process group.
 
-    config: of the policy; folder: the engine's own.
+    config is the policy's, and folder is the engine's own.
     """
     global llm
-    # vLLM's cache of compiled code goes by the model's path: "." in every run
+    # vLLM's cache of compiled code depends on the model's path, which is "." in every run
     os.chdir(folder)
     config.save_pretrained(".")
-    # vLLM has no prefix cache of a hybrid's states without chunked prefill, which is off on a CPU
+    # vLLM has no prefix cache for the states of a hybrid model without chunked prefill, which is
+    # off on a CPU
     if {"conv", "mamba", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}:
         options["enable_prefix_caching"] = options.get("enable_chunked_prefill", True)
     from vllm import LLM
 
     try:
         llm = LLM(**options)
-    except Exception as error:  # vLLM's own may not pickle
+    except Exception as error:  # vLLM's own error may not be picklable
         raise RuntimeError(f"vLLM does not start: {error!r}") from error
     return os.getpid()
 
 
 def call_llm(method, *args, **kwargs):
-    """Calls a method of vLLM's LLM."""
+    """Call a method of vLLM's LLM."""
     return getattr(llm, method)(*args, **kwargs)
 
 
@@ -2169,7 +2228,7 @@ def reload_weights():
 
 
 def sample_responses(prompts, seeds, temperature, args):
-    """Samples a Response to each Prompt, each with its seed."""
+    """Generate a Response to each Prompt, each with its own seed."""
     from vllm import SamplingParams
 
     inputs = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
@@ -2179,8 +2238,8 @@ def sample_responses(prompts, seeds, temperature, args):
             temperature=temperature,
             max_tokens=args.response_length,
             stop_token_ids=args.stop_token_ids,
-            ignore_eos=True,  # stop_token_ids alone end a response
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # only stop_token_ids end a response
+            logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
         )
@@ -2206,10 +2265,10 @@ def special_ids(tokenizer):
 
 
 def response_text(tokenizer, token_ids, args):
-    """The text of a response, for rewards, samples and evaluations.
+    """Return the text of a response, for rewards, samples and evaluations.
 
-    It leaves out special stop tokens, begin token and padding, and keeps other special tokens, such
-    as <tool_call>: they are part of an answer.
+    Special stop tokens, the begin token and padding are left out. Other special tokens, such as
+    <tool_call>, stay, because they are part of the response.
     """
     left_out = {*args.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
     left_out &= special_ids(tokenizer)
@@ -2217,9 +2276,9 @@ def response_text(tokenizer, token_ids, args):
 
 
 def grade_responses(responses, tokenizer, workers, args):
-    """Copies of the responses with texts and verifiable rewards.
+    """Return copies of the responses with their texts and verifiable rewards.
 
-    workers: see start_reward_workers; None: there is no --reward_fn.
+    For workers see start_reward_workers. It is None if there is no --reward_fn.
     """
 
     def grade(response):
@@ -2239,15 +2298,17 @@ def grade_responses(responses, tokenizer, workers, args):
 
 
 def check_rewards(responses):
-    """Raise RuntimeError if every reward of a batch failed, as it does where a judge has died."""
+    """Raise RuntimeError if every reward of a batch failed, for example if a judge has died."""
     if all(response.failure for response in responses):
         raise RuntimeError(f"the reward failed on all responses: {responses[0].failure}")
 
 
 def reward_model_scores(accelerator, reward_model, responses, args):
-    """Collective. The reward model's scores at the last token of each response, or Nones.
+    """Return the reward model's score at the last token of each response, or Nones.
 
-    Equal responses are scored once: what else is in a micro-batch moves the last bits.
+    Equal responses are scored once, because the other rows of a micro-batch change the last bits.
+
+    Every rank must call this, in the same order.
     """
     if not reward_model:
         return [None] * len(responses)
@@ -2264,7 +2325,7 @@ def reward_model_scores(accelerator, reward_model, responses, args):
 
 
 def compute_score(data_source: str, response: str, ground_truth: str) -> float:
-    """The verifiable reward of a response."""
+    """Return the verifiable reward of a response."""
     if data_source == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
     if "gsm8k" in str(data_source):
@@ -2276,9 +2337,10 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
 
 
 def grade_gsm8k(response, ground_truth):
-    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
+    """Return 1.0 if a response has the ground truth as its answer, else 0.0.
 
-    scripts/rewards/graders.py also knows fractions, units and other forms (docs/rewards.md).
+    The answer is the first number after the last "####" or, without a "####", the last number.
+    scripts/rewards/graders.py also reads fractions, units and other forms (docs/rewards.md).
 
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
@@ -2296,15 +2358,15 @@ def grade_gsm8k(response, ground_truth):
     return float(read(answer) == truth)
 
 
-# The parts may hold anything but these tags
+# The parts can hold anything except these tags
 NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 R1_FORMAT = re.compile(rf"\s*<think>{NO_TAG}</think>\s*<answer>{NO_TAG}</answer>\s*", re.DOTALL)
 
 
 def has_r1_format(response):
-    """Whether a response has the form <think>...</think><answer>...</answer>.
+    """Return whether a response has the form <think>...</think><answer>...</answer>.
 
-    The prompt may have opened <think> already.
+    The prompt can have opened <think> already.
     """
     text = response.text
     if response.prompt.text.rstrip().endswith("<think>"):
@@ -2317,10 +2379,8 @@ def start_reward_workers(args):
     # The fork server imports these slow modules once, and workers inherit them
     mp.set_forkserver_preload(["accelerate", "datasets", "transformers.models.auto", "tyro"])
     workers = queue.Queue()
-    # The current folder can contain a random.py, which Python must not import for its own
-    with patch_environment(PYTHONSAFEPATH="1"):
-        for _ in range(args.reward_workers):
-            workers.put(start_reward_worker(args))
+    for _ in range(args.reward_workers):
+        workers.put(start_reward_worker(args))
     return workers
 
 
@@ -2333,7 +2393,7 @@ def start_reward_worker(args):
     try:
         file = read_reward_file(args.reward_fn)
         executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
-    except BaseException:  # such as of sys.exit() in the file
+    except BaseException:  # for example that of sys.exit() in the file
         kill_group(process_group)
         raise
     return executor, process_group
@@ -2343,7 +2403,7 @@ def start_reward_worker(args):
 def read_reward_file(reward_fn):
     """Return the content of the file in path/to/file.py:function.
 
-    It is cached, so that a later edit of the file is noticed.
+    It is cached, so that a later edit of the file can be noticed.
     """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
@@ -2386,13 +2446,12 @@ def start_reward_process(reward_fn, file):
             f"the file of {reward_fn} has changed since the run began, and the other workers have "
             f"the old one; restore it, or stop and resume the run to use the new one"
         )
-    os.environ.pop("PYTHONSAFEPATH", None)  # it was only for the fork server
-    reward_arguments(load_reward_fn(reward_fn), "data_source", "response", "ground_truth", {})
+    load_reward_fn(reward_fn)
 
 
 @cache
 def load_reward_fn(reward_fn):
-    """The function of path/to/file.py:function, which can import its neighbours."""
+    """Load the function of path/to/file.py:function, which can import its neighbours."""
     path, _, name = reward_fn.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -2427,9 +2486,9 @@ def call_reward_fn(reward_fn, response):
 
 
 def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info):
-    """Return those of these arguments that a reward function takes, by name.
+    """Return the arguments that a reward function takes, by name.
 
-    solution_str is verl's name for the response. Raise ValueError if the function takes neither.
+    solution_str is verl's name for the response.
 
     >>> reward_arguments(lambda solution_str, ground_truth: 0, "gsm8k", "#### 4", "4", None)
     {'solution_str': '#### 4', 'ground_truth': '4'}
@@ -2441,17 +2500,14 @@ def reward_arguments(reward_fn, data_source, response, ground_truth, extra_info)
         "ground_truth": ground_truth,
         "extra_info": extra_info,
     }
-    signature = inspect.signature(reward_fn)
-    parameters = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return values
-    if not {"solution_str", "response"} & parameters.keys():
-        raise ValueError(f"it takes {signature}, and neither solution_str nor response")
+    parameters = inspect.signature(reward_fn).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
 
 def read_score(result):
-    """The score in what a reward function returned, and its metrics (verl's return a dictionary).
+    """Return the score in the result of a reward function, and its metrics.
+
+    The functions of verl return a dictionary.
 
     >>> read_score({"score": 0.5, "acc": True, "pred": "42"})
     (0.5, {'acc': 1.0})
@@ -2470,15 +2526,18 @@ def read_score(result):
 
 
 def update_metrics(accelerator, sums, loss_tokens, args):
-    """Return the metrics of a step's updates, from each rank's sums. Collective.
+    """Return the metrics of a step's updates, from each rank's sums.
 
-    loss_tokens: those of all updates, on all ranks. GRPO computes only a part of them.
+    loss_tokens is the number of loss tokens in all updates, on all ranks. GRPO computes only a part
+    of them.
+
+    Every rank must call this, in the same order.
     """
     totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
     totals = dict(zip(sums, accelerator.reduce(totals).tolist(), strict=True))
     metrics = {
         "objective/loss": totals.pop("objective/loss") / args.updates_per_step,
-        "val/update_tokens": totals.pop("val/update_tokens"),  # with their prompts'
+        "val/update_tokens": totals.pop("val/update_tokens"),  # with the tokens of prompts
     }
     computed = totals.pop("tokens")
     for name, total in totals.items():
@@ -2523,7 +2582,7 @@ def batch_metrics(batch, args):
 
 
 def run_metrics(training_step, responses, step_start, start_time, args):
-    """Where the run is, and how fast: metrics of a step."""
+    """Return metrics of a step that show the run's progress and its speed."""
     memory = torch.cuda.max_memory_allocated() or psutil.Process().memory_info().rss
     seconds = time.perf_counter() - step_start
     lengths = [len(response.token_ids) for response in responses]
@@ -2564,13 +2623,13 @@ def score_metrics(prefix, responses, args):
         for name, value in parts.items():
             if value is not None:
                 collected[f"{prefix}/{name}"].append(value)
-                if len(sources) > 1 and args.num_sources <= 50:
+                if 1 < len(sources) <= 50:
                     collected[f"{prefix}/{name}/{response.prompt.data_source}"].append(value)
     return {name: sum(values) / len(values) for name, values in collected.items()}
 
 
 def describe(response, policy_version):
-    """What samples.jsonl and rollouts.jsonl say of a response."""
+    """Return what samples.jsonl and rollouts.jsonl record about a response."""
     return {
         "prompt": response.prompt.text,
         "response": response.text,
@@ -2597,7 +2656,7 @@ def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir,
     count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
     samples = [describe(response, rollout.policy_version) for response in responses[:count]]
     every = math.ceil(args.num_training_steps / 200)
-    has_tokens = (training_step - 1) % every == 0 or training_step == args.num_training_steps
+    has_tokens = (training_step - 1) % every == 0
     for row, sample in enumerate(samples):
         line = sample | {"training_step": training_step}
         if has_tokens:
@@ -2617,7 +2676,10 @@ def log_samples(accelerator, samples):
 
 
 def report_evaluation(accelerator, reward_model, rollout, run_dir, args):
-    """Collective. Scores answers to held-out prompts, writes them, returns eval/*."""
+    """Score the responses to held-out prompts, write them to files, and return the metrics eval/*.
+
+    Every rank must call this, in the same order.
+    """
     responses = score_responses(
         accelerator, reward_model, rollout.eval_responses, args, is_eval=True
     )
@@ -2635,7 +2697,10 @@ def append_line(path, line):
 
 
 def report_prompt_lengths(accelerator, prompts, run_dir):
-    """Histograms of the prompts' token counts: in the trackers; end_run has the picture."""
+    """Record the number of tokens of each prompt.
+
+    The trackers get a histogram of them, and end_run draws one.
+    """
     lengths = [len(prompt.token_ids) for prompt in prompts]
     (run_dir / "prompt_lengths.json").write_text(json.dumps(lengths))
     for tracker in accelerator.trackers:
@@ -2644,50 +2709,62 @@ def report_prompt_lengths(accelerator, prompts, run_dir):
         tracker.log({"prompt_lengths": wandb.Histogram(lengths)}, commit=False)
 
 
+step_seconds = deque(maxlen=10)  # of this process's last steps
+
+
 def write_metrics(accelerator, metrics, run_dir, args):
-    """Writes a step's metrics to metrics.jsonl and the trackers, and shows some."""
+    """Write a step's metrics to metrics.jsonl and the trackers, and print some."""
     metrics = {name: float(value) for name, value in metrics.items()}
     accelerator.log(metrics)
     append_line(run_dir / "metrics.jsonl", metrics)
     if not is_rank_0():
         return
     step, num_steps = metrics["training_step"], args.num_training_steps
-    left = timedelta(seconds=round(metrics["time/from_scratch"] / step * (num_steps - step)))
-    print(f"step {step:.0f} of {num_steps}, {left} left  ", end="")
+    step_seconds.append(metrics["time/training"])
+    left = sum(step_seconds) / len(step_seconds) * (num_steps - step)
+    # The first step of a process is slow, and says little of the others
+    left = f", {timedelta(seconds=round(left))} left" if len(step_seconds) > 1 else ""
+    print(f"step {step:.0f} of {num_steps}{left}  ", end="")
     for name in ("objective/scores", "eval/scores"):
         if name in metrics:
             print(f"{name}: {metrics[name]:.4g}  ", end="")
+    if failures := metrics["objective/reward_failures"]:
+        print(f"rewards failed: {failures:.0%}  ", end="")
     print(flush=True)
 
 
-# Programs that work on a run's folder; a copy of this script may be without
+# Programs that work on a run's folder. A copy of this script may lack them
 PROGRAMS = Path(__file__).with_name("scripts")
 
 
 def run_program(name, run_dir, *options):
-    """Runs one of the PROGRAMS on the run's folder, on rank 0."""
+    """Run one of the PROGRAMS on the run's folder, on rank 0."""
     path = PROGRAMS / name
     if is_rank_0() and path.exists():
-        # Out of a Ctrl-C's reach, which is for this script
+        # A new session keeps a Ctrl-C, which is meant for this script, from reaching the program
         subprocess.run([sys.executable, path, run_dir, *options], start_new_session=True)
 
 
 def save_model(accelerator, model, tokenizer, path, args):
-    """Collective. Writes a model and its tokenizer in Hugging Face format.
+    """Write a model and its tokenizer in Hugging Face format.
 
-    The generation config is the model's, with the run's end tokens.
+    Its generation config makes others sample as the run did, and not by the base model's top-k or
+    repetition penalty.
+
+    Every rank must call this, in the same order.
     """
     weights = accelerator.get_state_dict(model)  # gathered under FSDP2
     if not is_rank_0():
         return
-    generation_config = model.generation_config
-    generation_config.eos_token_id = list(args.stop_token_ids)
-    # transformers refuses to save some that models come with (a temperature without do_sample): it
-    # saves a default, and we write this file
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=list(args.stop_token_ids),
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=args.temperature,
+        top_k=0,  # none
+    )
     model.save_pretrained(path, state_dict=weights)
     tokenizer.save_pretrained(path)
-    generation_config.to_json_file(path / "generation_config.json")
 
 
 # -------------------------------------------------------------------------- checkpoints and resume
@@ -2747,7 +2824,10 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
 
 
 def load_checkpoint(trained_models, checkpoint_dir):
-    """Collective. Fills models and optimizers from a checkpoint, if there is one."""
+    """Fill models and optimizers from a checkpoint, if there is one.
+
+    Every rank must call this, in the same order.
+    """
     if checkpoint_dir:
         for part, folder in checkpoint_parts(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
@@ -2756,10 +2836,12 @@ def load_checkpoint(trained_models, checkpoint_dir):
 
 
 def save_checkpoint(trained_models, run_dir, step, state, args):
-    """Write checkpoints/step_N with models, optimizers, `state` and the run's files. Collective.
+    """Write checkpoints/step_N with models, optimizers, `state` and the run's files.
 
-    It is written as `unfinished`, and renamed when it is complete. Older checkpoints than the
-    newest keep_last_n are removed.
+    It is written as `unfinished`, and renamed when it is complete. Checkpoints older than the
+    newest keep_last_n are removed. With 0 all are kept.
+
+    Every rank must call this, in the same order.
     """
     folder = run_dir / "checkpoints/unfinished"
     for part, path in checkpoint_parts(trained_models, folder):
@@ -2777,11 +2859,13 @@ def save_checkpoint(trained_models, run_dir, step, state, args):
 
 
 def checkpoint_parts(trained_models, folder):
-    """Yield (state dict, folder) for each model and each optimizer in a checkpoint. Collective.
+    """Yield (state dict, folder) for each model and each optimizer in a checkpoint.
 
     trained_models: {name: (model, its optimizer)}. A model's state dict holds the float32 masters,
-    which checkpoint.load fills in place. A resume can use another number of ranks, with FSDP2 or
-    without.
+    which checkpoint.load fills in place. A resume can use another number of ranks, with or without
+    FSDP2.
+
+    Every rank must call this, in the same order.
     """
     for name, (model, optimizer) in trained_models.items():
         masters = {key: weight.master for key, weight in trained_weights(model).items()}
@@ -2811,16 +2895,16 @@ def step_of(checkpoint_dir):
 
 
 def remove_checkpoints(checkpoints):
-    """Remove checkpoints. Each is first renamed, so that no half of one looks complete."""
+    """Remove checkpoints.
+
+    Each is renamed first, so that a checkpoint that is only partly removed does not look complete.
+    """
     for path in checkpoints:
-        unfinished = path.with_name("unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        path.rename(unfinished)
-        shutil.rmtree(unfinished)
+        shutil.rmtree(path.rename(path.with_name("unfinished")))
 
 
 def rewind_run(run_dir, checkpoint_dir):
-    """Take a run's files back to a checkpoint, or to the start, and remove what is newer."""
+    """Restore a run's files to a checkpoint, or to the start, and remove everything newer."""
     for name in ("checkpoints/unfinished", "model"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in RUN_FILES:
@@ -2835,28 +2919,38 @@ def rewind_run(run_dir, checkpoint_dir):
 # ----------------------------------------------------------------------------------------- helpers
 
 
+def count_cores():
+    """Return the number of cores that this process may use, which a cluster can restrict."""
+    return len(os.sched_getaffinity(0))
+
+
 def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-@cache
-def warn_once(text):
-    if is_rank_0():
+warned = set()  # kinds of warnings
+
+
+def warn_once(text, kind=None):
+    """Print a warning, unless one of this kind was printed. The kind is its text if not given."""
+    kind = kind or text
+    if kind not in warned and is_rank_0():
         print(f"Warning: {text}")
+    warned.add(kind)
 
 
 def stable_hash(*parts):
-    """A 63-bit integer, the same in every process and on every machine."""
+    """Return a 63-bit integer, which is the same in every process and on every node."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @contextlib.contextmanager
 def timed(metrics, name):
-    """Notes the seconds spent inside, as the metric time/<name>."""
+    """Record the seconds spent inside, as the metric time/<name>."""
     start = time.perf_counter()
     yield
-    # Kernels run behind Python; only the main thread starts any
+    # Wait for kernels, which run asynchronously. Only the main thread starts any
     if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     metrics[f"time/{name}"] = time.perf_counter() - start
@@ -2866,7 +2960,10 @@ def timed(metrics, name):
 
 
 def end_run(accelerator, run_dir, args):
-    """End the child processes; then programs in scripts/ draw, sum up and upload. Collective."""
+    """End the child processes. Then let programs in scripts/ draw, summarize and upload.
+
+    Every rank must call this, in the same order.
+    """
     end_children()
     accelerator.end_training()
     run_program("plot_runs.py", run_dir, "--lengths")
@@ -2908,10 +3005,10 @@ def die_with_script(folder=""):
     a shell in that group, which waits for the script's end. Three simpler ways would fail. The
     kernel's death signal would not reach a reward worker, because its parent is the fork server,
     which outlives the script. A thread could wait for ever for Python's lock, which a reward can
-    hold. A shell that is our child could be waited for by a reward that waits for all its children,
-    so it runs in the background of another shell, which ends.
+    hold. A reward that waits for all its children would also wait for a shell that is one of them,
+    so the shell runs in the background of another shell, which ends.
     """
-    os.setsid()  # a Ctrl-C is for the script alone
+    os.setsid()  # a Ctrl-C is meant for the script only
     watch = ["sh", "-c", END_WITH_SCRIPT, folder]
     subprocess.run(watch, stdin=mp.parent_process().sentinel, check=True)
 
@@ -2949,7 +3046,7 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know only ASCII
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     command_line = tyro.cli(Args, use_underscores=True)
     try:
         main(command_line)

@@ -438,20 +438,11 @@ def check_tokenizers(run):
     run.tokenizer = tokenizer
 
 
-def plain(run, rows):
-    """Rows as the script reads them, without nulls and JSON text."""
-    script, _ = run.reader()
-    if hasattr(script, "plain_values"):
-        return [script.plain_values(row) for row in rows]
-    texts = ("tools", "chat_template_kwargs")
-    read = [row | {name: script.read_json(row.get(name)) for name in texts} for row in rows]
-    return [script.drop_nulls(row) for row in read]
-
-
 def check_data(run):
     """Reads the rows to train on, and those that are held out, as the script does."""
     script, args, read, printed = run.script, run.args, [], io.StringIO()
     load_rows, is_trainer = script.load_rows, run.trains_reward_model()
+    plain = run.reader()[0].plain_values
     # What a row becomes first, and what its length is
     maker = "Pair" if is_trainer else "read_prompt"
     make = getattr(script, maker)
@@ -481,7 +472,7 @@ def check_data(run):
     except Exception as error:
         path, rows, _ = read[-1]
         if not is_trainer and args.apply_verifiable_reward and not script.uses_reward_model(args):
-            odd_data.check_style(path, plain(run, rows))
+            odd_data.check_style(path, [plain(row) for row in rows])
         text = describe(error).replace("NotImplementedError: ", "")
         text = text if path in text else f"{path}: {text}"
         due = "docs/rewards.md" if is_trainer else "docs/data.md"
@@ -492,7 +483,7 @@ def check_data(run):
     run.train_rows, run.eval_rows = loaded
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for (path, rows, _), made in zip(read, loaded, strict=False):
-        rows = plain(run, rows)
+        rows = [plain(row) for row in rows]
         run.raw_rows += rows
         run.notes += odd_data.notes_on_rows(run, path, rows, made)
     run.notes += odd_data.notes_on_held_out(run)
@@ -950,7 +941,7 @@ def check_run_folder(run):
             args.start_day = json.loads((run_dir / "args.json").read_bytes())["start_day"]
 
 
-MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint", "num_sources"}
+MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint"}
 
 
 def check_checkpoint(run):

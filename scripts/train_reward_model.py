@@ -47,10 +47,10 @@ import ppo_sync as ppo
 
 # preflight.py looks for these here
 from ppo_sync import (  # noqa: F401
-    drop_nulls,
     find_run,
     list_checkpoints,
     load_rows,
+    plain_values,
     read_state,
     step_of,
     tokenize_prompt,
@@ -145,8 +145,6 @@ class Args:
     # YYYY-MM-DD on which the run was first started, for chat templates that write the date
     start_day: ppo.FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
 
-    __post_init__ = ppo.Args.__post_init__  # expands a quoted ~
-
 
 @dataclass
 class Pair:
@@ -187,7 +185,7 @@ def split_pair(row):
     ValueError: there is no prompt, or each response has another one. Of two dialogues all messages
     but the last must agree.
     """
-    row = drop_nulls(row)  # equal messages may differ in them
+    row = plain_values(row)  # equal messages may differ in them
     prompt, chosen = split_row(row.get("prompt"), row["chosen"])
     other, rejected = split_row(row.get("prompt"), row["rejected"])
     if not prompt:

@@ -115,7 +115,10 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, capsys):
     tokenizer = characters(template=BEGINS, begin="^")
     kept = load(path, tokenizer, max_prompt_token_length=4)  # the tokens of the fourth
     assert [prompt.origin[-1] for prompt in kept] == ["0", "3"]
-    assert "data.jsonl: 2 prompts; 6 are empty or too long\n" in capsys.readouterr().out
+    assert (
+        "data.jsonl: 2 prompts; 5 are empty, and 1 are longer than --max_prompt"
+        in capsys.readouterr().out
+    )
     kept = load(path, tokenizer, max_prompt_token_length=50)
     assert [prompt.origin[-1] for prompt in kept] == ["0", "1", "3"]
 
@@ -187,46 +190,61 @@ def test_day_that_a_template_writes_is_that_of_the_runs_start(tokenizer, tmp_pat
     assert prompt.text.partition("<")[0] == date.today().strftime("%Y%m%d")
 
 
-def test_split_that_a_file_has_not_is_refused(tmp_path):
-    """It would be passed over, and held-out rows would be trained on."""
+# The files of a folder, a configuration and a split, and the files whose rows are read
+FOLDERS = [
+    ("a.jsonl b/c.parquet d.jsonl", None, "train", "a.jsonl b/c.parquet d.jsonl"),
+    ("a.jsonl b/c.parquet", "b", "train", "b/c.parquet"),
+    ("a.jsonl b.csv .ipynb_checkpoints/a.jsonl", None, "test", "a.jsonl"),
+    ("train.jsonl test.jsonl", None, "train", "train.jsonl"),
+    (
+        "main/train-0.parquet main/train-1.parquet other/test-0.parquet",
+        None,
+        "test",
+        "other/test-0.parquet",
+    ),
+    (
+        "main/train-0.parquet main/train-1.parquet other/train-0.parquet",
+        "main",
+        "train",
+        "main/train-0.parquet main/train-1.parquet",
+    ),
+    ("test/x.jsonl train/x.jsonl", None, "train", "train/x.jsonl"),
+    ("gsm8k_train.jsonl gsm8k_test.jsonl", None, "test", "gsm8k_test.jsonl"),
+    ("validation.jsonl train.jsonl", None, "validation", "validation.jsonl"),
+    # It would be trained on what is held out, or evaluated on what is trained on
+    ("train.jsonl", None, "test", ""),
+    ("test.jsonl more.jsonl", None, "train", ""),
+    ("train.jsonl", None, "train[:2]", ""),
+]
+
+
+def test_rows_of_a_folder_are_those_of_its_files_by_the_split_in_their_names(tmp_path):
+    """`datasets` took the files of one split or one format, and passed over the others."""
+    for number, (files, config, split, read) in enumerate(FOLDERS):
+        folder, rows = tmp_path / str(number), {}
+        for file in files.split():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            # Columns of another form in each file
+            rows[file] = [{"prompt": file, "extra_info": {file: 1}}]
+            write_rows(folder / file, rows[file]) if file[-4:] != ".csv" else (
+                folder / file
+            ).touch()
+        expected = [row for file in read.split() for row in rows[file]]
+        assert script.load_rows(str(folder), config, split) == expected, files
+
+
+def test_folder_that_datasets_saved_is_read(tmp_path):
     import datasets
 
-    rows = [{"prompt": f"{i}="} for i in range(4)]
-    paths = [write_rows(tmp_path / f"data.{suffix}", rows) for suffix in ("jsonl", "parquet")]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    for path in map(str, [*paths, tmp_path / "saved"]):
-        for split in (None, "train", "test"):  # the defaults
-            assert script.load_rows(path, None, split) == rows
-        for split in ("train[:2]", "validation"):
-            with pytest.raises(ValueError, match=r"has no splits, such as \w+"):
-                script.load_rows(path, None, split)
-    folder = write_configurations(tmp_path / "of files", {"main": rows})
-    assert script.load_rows(str(folder), "main", "train[:2]") == rows[:2]
-
-
-def test_folder_of_two_formats_is_refused(tmp_path):
-    """datasets reads the files of the one that has most."""
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "2="}])
-    (tmp_path / "dataset_infos.json").write_text("{}")  # describes the data, and is none
-    assert {"prompt": "2="} in script.load_rows(str(tmp_path), None, "train")
-    write_rows(tmp_path / "more.parquet", [{"prompt": "1="}])
-    with pytest.raises(ValueError, match=r"files of \['.jsonl', '.parquet'\], of which one"):
-        script.load_rows(str(tmp_path), None, "train")
-
-
-def test_folder_is_read_as_it_is_now(tmp_path):
-    """Not as it was in an earlier run, nor as another folder of its name is."""
-    for text in ("1=", "2="):
-        for folder in (tmp_path / "old" / "same", tmp_path / "new" / "same"):
-            write_configurations(folder, {"main": [{"prompt": text}]})
-            assert script.load_rows(str(folder), "main", "train") == [{"prompt": text}]
+    datasets.Dataset.from_list(ROWS_OF_2 := [{"prompt": "1="}, {"prompt": "2="}]).save_to_disk(
+        tmp_path
+    )
+    assert script.load_rows(str(tmp_path), None, "train") == ROWS_OF_2
 
 
 def test_run_trains_on_one_configuration_and_is_evaluated_on_another(run_main, tmp_path):
     rows = {"main": [{"prompt": "1="} | RULE] * 4, "socratic": [{"prompt": "12="} | RULE] * 4}
     folder = write_configurations(tmp_path, rows)
-    with pytest.raises(ValueError, match=r"main.*socratic"):  # nobody says which
-        script.load_rows(str(folder), None, "train")
     options = {"dataset": folder, "dataset_config": "main", "eval_dataset": folder}
     options |= {"eval_dataset_config": "socratic", "eval_dataset_split": "train", "num_evals": 1}
     run = run_main("ppo_sync.py", **options)

@@ -34,28 +34,13 @@ LAUNCHERS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_
 USERS = {"RANKING": "mine", "VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": "3,GPU-5,7"}
 
 
-H100 = "NVIDIA H100 80GB HBM3"
-AT_ONCE = [(H100, 80, 512, 512), (H100, 80, 4096, 1024), (H100, 80, 8, 128)]
-AT_ONCE += [("NVIDIA A100-SXM4-80GB", 80, 512, 256), ("NVIDIA L40S", 45, 512, 256)]
-
-
-@pytest.mark.parametrize(("name", "gib", "share", "most"), AT_ONCE)
-def test_engine_has_no_room_for_more_responses_than_a_step_asks_of_it(
-    name, gib, share, most, monkeypatch
-):
-    """vLLM does not count its sampler's memory; its defaults are 256, or 1,024 on large GPUs."""
-    device = SimpleNamespace(name=name, total_memory=gib * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
-    assert script.responses_at_once(share) == most
-
-
 def test_engine_is_no_rank_and_sees_its_own_gpus_alone(tmp_path, monkeypatch):
     def settings(gpus, **changes):
         return script.vllm_settings(gpus, "folder", 77, vllm_args(**changes))
 
     for name, value in (USERS | dict.fromkeys(LAUNCHERS, "1")).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     own = {"vllm_gpus": (1, 2), "vllm_tensor_parallel_size": 2, "vllm_enforce_eager": False}
     with monkeypatch.context() as patch:
@@ -100,7 +85,7 @@ def test_rounding_is_no_lost_weight(dtype, temperature, limit, capsys):
         """The mean over the response's tokens counts, of differences of either sign: d^2 / 2."""
         return logprobs + (2 * kl) ** 0.5 * torch.tensor([[-1.0, 1.0, 9e9]])
 
-    script.warn_once.cache_clear()
+    script.warned.clear()
     largest = 1e-4 / 3 if dtype == "float32" else 0.005  # of a right run
     script.check_sampler(logprobs, off_by(0.95 * largest), mask, args)
     script.check_sampler(logprobs, logprobs + math.nan, mask, args)  # which is another error's

@@ -6,16 +6,15 @@ with a fault in test_ends.py.
 """
 
 import json
+import os
+import signal
 from collections import Counter
 from types import SimpleNamespace
 
 import fork
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers import ASYNC, GRPO, LORA, REPO, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
@@ -67,16 +66,15 @@ def test_launcher_reads_our_files(name, processes, machines, monkeypatch):
     assert sharding == (fsdp2.ENVIRONMENT if args.use_fsdp else {})
 
 
-@pytest.mark.parametrize("is_fsdp2", [False, True])
-def test_fsdp1_and_loading_on_one_rank_alone_are_refused(is_fsdp2, run_main, tmp_path, monkeypatch):
-    """By the latter the frozen models of all ranks but one would be zeros."""
-    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(Accelerator, "is_fsdp2", is_fsdp2)
-    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(ValueError, match=r"scripts/accelerate.*FSDP2 alone"):
-        run_main("ppo_vllm_async.py", output_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_each_rank_loads_its_models_and_no_task_of_slurm_is_a_rank(monkeypatch):
+    """Loaded on one rank alone, the frozen models of the others would be zeros."""
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    accelerator, cpu_group = ppo.start_ranks(rollouts.tiny_args())
+    assert (accelerator.num_processes, cpu_group) == (1, None)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
 
 
 @pytest.mark.parametrize("count", [1, 5, 6])

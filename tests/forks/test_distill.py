@@ -155,7 +155,6 @@ REFUSED = [
     ({"beta": 0.0}, "a --beta above 0"),
     # One ratio of a response would give each token the mean of all returns
     ({"returns_to_go": True, "importance_sampling_level": "sequence"}, "for each token"),
-    ({"reward_weight": 1.0, "apply_verifiable_reward": False}, "no reward"),
     ({"reward_weight": 1.0, "number_samples_per_prompt": 1}, "at least 2 samples"),
 ]
 
