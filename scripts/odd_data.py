@@ -5,8 +5,10 @@ tells what is surely not meant. Rows are the dictionaries that the script has re
 """
 
 import inspect
+import os
 import re
 import unicodedata
+from pathlib import Path
 
 
 class Mistake(Exception):
@@ -30,6 +32,8 @@ def messages_of(row):
     return prompt if isinstance(prompt, list) else []
 
 
+# Names of files that say a split
+SPLITS = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 # Columns of other formats that hold a part of what the model is to read
 OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_prompt")
 OF_PROMPTS += ("instruction", "input", "history", "context")
@@ -69,6 +73,28 @@ def check_words(tokenizer, path, prompts):
         )
 
 
+def notes_on_files(path, read, split):
+    """Files of a local folder that could hold rows, and are not read; other splits aside."""
+    path = os.path.normpath(path)
+    if not os.path.isdir(path) or os.path.exists(os.path.join(path, "state.json")):
+        return
+    kinds = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
+    others = []
+    for file in sorted(Path(path).rglob("*")):
+        name = str(file.relative_to(path))
+        is_of_another_split = SPLITS.search(name) and split and split not in name
+        if kinds.search(name) and str(file) not in read and not is_of_another_split:
+            others += [name] if "/." not in f"/{name}" else []
+    page = Path(path, "README.md")
+    if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
+        yield f"{path}: the rows of all configurations are read; see --dataset_config"
+    if others:
+        yield (
+            f"{path}: {len(others):,} files that may hold rows are not read, first {others[0]}; "
+            f"rows are read from .jsonl and .parquet, by the split if any name has train or test"
+        )
+
+
 def notes_on_lost_rows(path, lengths, flag, limit):
     """Rows that are dropped, if they are more than a tenth. lengths: of all rows, in tokens."""
     num_empty = lengths.count(0)
@@ -81,19 +107,32 @@ def notes_on_lost_rows(path, lengths, flag, limit):
         )
 
 
-def check_style(path, rows):
-    """Raise a Mistake if a row has the ground truth that the reward needs, and says not to use it.
+def check_row(path, index, row, needs_truth):
+    """Raise a Mistake if a row that the script has refused has one of these well-known forms."""
+    where, prompt = f"{path}, row {index}", prompt_of(row)
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    for message in messages:
+        if not (isinstance(message, dict) and "role" in message) and message is not prompt:
+            found = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
+            raise Mistake(f"{where}: a message has `role` and `content`; one has {found}")
+    if isinstance(prompt, dict):
+        raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
+    if any("\ud800" <= character <= "\udfff" for character in texts_in(prompt)):
+        raise Mistake(f"{where}: the prompt has half a character, which no text may have")
+    rule = row.get("reward_model") or {}
+    # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
+    is_of_model = rule.get("style") == "model" and not rule.get("eval")
+    if needs_truth and is_of_model and "ground_truth" in rule and "ground_truth" not in row:
+        raise Mistake(
+            f"{where}: the style in its `reward_model` is 'model', which means that its ground "
+            f"truth is not used; write 'rule'"
+        )
 
-    The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`.
-    """
-    for index, row in enumerate(rows):
-        rule = row.get("reward_model") or {}
-        is_of_model = rule.get("style") == "model" and not rule.get("eval")
-        if is_of_model and "ground_truth" in rule and "ground_truth" not in row:
-            raise Mistake(
-                f"{path}, row {index}: the style in its `reward_model` is 'model', which means "
-                f"that its ground truth is not used; write 'rule'"
-            )
+
+def texts_in(value):
+    """All texts in a value, as one."""
+    values = value.values() if isinstance(value, dict) else value
+    return value if isinstance(value, str) else "".join(map(texts_in, values or ()))
 
 
 def notes_on_columns(run, path, rows):

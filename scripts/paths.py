@@ -12,6 +12,7 @@ POINTER = b"version https://git-lfs"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Nothing on the hub has a name that ends so
 FILE_NAME = re.compile(r".*\.(arrow|csv|gz|jinja2?|jsonl?|parquet|py|safetensors|txt|ya?ml|zip)")
+TILDE = "no shell expands ~ in quotes; write the whole path"
 # Flags that name a file on this machine, and what it must be. Other flags may name something on the
 # hub
 FILES = {
@@ -75,7 +76,8 @@ def trouble_with_files(*files: Path) -> str:
 def trouble_with_data(path: Path) -> str:
     """Return why the rows of a file or a folder cannot be read; "" if a look shows nothing."""
     if path.is_file():
-        return trouble_with_files(path)
+        other = "rows are read from .jsonl and .parquet files"
+        return trouble_with_files(path) or other * (path.suffix not in (".jsonl", ".parquet"))
     if snapshots := sorted(path.glob("snapshots/*")):
         return f"it is a folder of the hub's cache; its files are in {snapshots[-1]}"
     kinds = (".arrow", ".json", ".jsonl", ".parquet")
@@ -87,7 +89,7 @@ def trouble_with_model(path: str | Path) -> str:
 
     The answer is "" if a look shows nothing.
     """
-    path = Path(path).expanduser()
+    path = Path(path)
     if may_be_on_the_hub(path):
         return ""
     if not path.exists():
@@ -109,7 +111,11 @@ def trouble_with_model(path: str | Path) -> str:
 
 def not_there(flag: str, path: str) -> str:
     """Return why there is nothing at the path that a flag names; "" if there may be."""
-    place = Path(path.rpartition(":")[0] if flag.endswith("_fn") else path).expanduser()
+    place = Path(path.rpartition(":")[0] if flag.endswith("_fn") else path)
+    if flag == "config_file":
+        place = place.expanduser()  # as the preflight does
+    elif path.startswith("~"):
+        return f"no such path, because {TILDE}"
     if flag in FILES and not place.is_file():
         return f"{'it is a folder' if place.is_dir() else 'no such file'}; give {FILES[flag]}"
     if flag in FILES or place.exists() or may_be_on_the_hub(path):
@@ -122,13 +128,13 @@ def trouble_with(flag: str, path: str) -> str:
     if trouble := not_there(flag, path):
         return trouble
     if flag in FILES:
-        return "" if flag.endswith("_fn") else trouble_with_files(Path(path).expanduser())
+        return "" if flag.endswith("_fn") else trouble_with_files(Path(path))
     if may_be_on_the_hub(path):
         return ""
     if flag == "tokenizer_name_or_path":
-        return trouble_with_files(*Path(path).expanduser().glob("*.json"))
+        return trouble_with_files(*Path(path).glob("*.json"))
     if flag.endswith("dataset"):
-        return trouble_with_data(Path(path).expanduser())
+        return trouble_with_data(Path(path))
     return trouble_with_model(path)
 
 

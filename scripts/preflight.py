@@ -302,6 +302,7 @@ SIZES += ("lora_rank", "lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
 NEED_ANOTHER = {
+    "min_response_length": "non_stop_penalty",
     "kl_estimator": "beta",
     "penalty_reward_value": "non_stop_penalty",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -309,12 +310,14 @@ NEED_ANOTHER = {
 
 
 def check_numbers(run):
-    """Refuses numbers out of range. Notes flags that do nothing."""
+    """Refuses numbers out of range, and a ~ that is not expanded. Notes flags that do nothing."""
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
         needed, least = NEED_ANOTHER.get(name, ""), LEAST.get(name, 0)
         if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
             run.notes.append(f"--{name} does nothing without --{needed}")
+        if isinstance(value, str) and value.startswith("~"):
+            raise Mistake(f"--{name} {value}: {paths.TILDE}")
         # A bool is no number here, which isinstance would take for an int. NaN is not above
         if type(value) in (int, float) and not value >= least:
             raise Mistake(f"--{name} is {value}; it must be at least {least:g}")
@@ -352,8 +355,24 @@ def check_arguments(run):
     if run.trains_reward_model():
         args.mini_batch_size = args.local_mini_batch_size * options.num_processes
         return
+    if not (
+        args.apply_verifiable_reward
+        or args.add_r1_style_format_reward
+        or run.script.uses_reward_model(args)
+    ):
+        raise Mistake(
+            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
+            "--reward_model_path whose --reward_model_multiplier is above 0"
+        )
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
         args = run.args = run.script.fill_in(args, options.num_processes)
+    updates = getattr(args, "num_policy_updates", args.num_updates)
+    if args.warm_up_steps >= updates:
+        args.num_updates = 0  # that is: not known
+        raise Mistake(
+            f"--warm_up_steps {args.warm_up_steps}: the policy has {max(0, updates)} updates, and "
+            f"must have more; see --total_episodes, and --value_warmup_steps where there is one"
+        )
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -430,10 +449,10 @@ def check_tokenizers(run):
     other = templates.get("reward_model_path")
     if other not in (None, tokenizer.chat_template):
         run.notes.append(f"{args.reward_model_path} has a chat template of its own, not used")
+    stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
+    if run.args.stop_token and stop_token not in tokenizer.get_vocab():
+        raise Mistake(f"--stop_token {run.args.stop_token}: the tokenizer has no such token")
     if run.trains_reward_model():
-        stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
-        if stop_token not in tokenizer.get_vocab():
-            raise Mistake(f"--stop_token {stop_token}: the tokenizer has no such token")
         run.args.stop_token_id = tokenizer.get_vocab()[stop_token]
     run.tokenizer = tokenizer
 
@@ -442,18 +461,26 @@ def check_data(run):
     """Reads the rows to train on, and those that are held out, as the script does."""
     script, args, read, printed = run.script, run.args, [], io.StringIO()
     load_rows, is_trainer = script.load_rows, run.trains_reward_model()
-    plain = run.reader()[0].plain_values
     # What a row becomes first, and what its length is
     maker = "Pair" if is_trainer else "read_prompt"
     make = getattr(script, maker)
     limit = "max_token_length" if is_trainer else "max_prompt_token_length"
 
-    def reading(path, *others):
+    def reading(path, config, split):
         """The script's load_rows, whose rows are kept."""
+        files.clear()
         with loading("dataset" if path == args.dataset else "eval_dataset", path):
-            rows = load_rows(path, *others)
+            rows = load_rows(path, config, split)
+            is_default = split in (None, args_class.dataset_split, args_class.eval_dataset_split)
+            for index, row in enumerate(rows):
+                if not isinstance(row, dict):
+                    raise Mistake(f"row {index} is no JSON object, but {row!r:.40}")
+            has_split = files and all(split in file for file in files)
+            if is_local(path) and not (is_default or has_split):
+                raise Mistake(f"its files have no split {split} in their names; leave it out")
+            run.notes += odd_data.notes_on_files(os.path.join(path, config or ""), files, split)
             if not rows:
-                raise Mistake("the dataset is empty")
+                raise Mistake(f"no row was read of the split {split}; the dataset is empty")
         read.append((path, rows, []))
         return rows
 
@@ -463,16 +490,24 @@ def check_data(run):
         read[-1][-1].append(made.length if is_trainer else len(made.token_ids))
         return made
 
+    def read_file(path):
+        files.append(os.path.normpath(path))
+        return read_rows(path)
+
+    reader, _ = run.reader()
+    plain, read_rows, args_class, files = reader.plain_values, reader.read_file, type(args), []
     watched = mock.patch.multiple(script, **{"load_rows": reading, maker: making})
+    reads = mock.patch.object(reader, "read_file", read_file)
     try:
-        with contextlib.redirect_stdout(printed), watched:
+        with contextlib.redirect_stdout(printed), watched, reads:
             loaded = load_pairs(run) if is_trainer else script.load_datasets(run.tokenizer, args)
     except Mistake:
         raise
     except Exception as error:
         path, rows, _ = read[-1]
-        if not is_trainer and args.apply_verifiable_reward and not script.uses_reward_model(args):
-            odd_data.check_style(path, [plain(row) for row in rows])
+        needs_truth = not is_trainer and not script.uses_reward_model(args)
+        for index in map(int, re.findall(r", row (\d+): ", str(error))[:1]):
+            odd_data.check_row(path, index, plain(rows[index]), needs_truth)
         text = describe(error).replace("NotImplementedError: ", "")
         text = text if path in text else f"{path}: {text}"
         due = "docs/rewards.md" if is_trainer else "docs/data.md"
@@ -929,7 +964,11 @@ def check_run_folder(run):
     found = run.script.find_run(args)
     # A script without checkpoints finds the folder alone
     run_dir, checkpoint_dir = found if "resume_from_checkpoint" in vars(args) else (found, None)
-    args.run_name = os.path.relpath(run_dir, args.output_dir)
+    run_name, args.run_name = args.run_name, os.path.relpath(run_dir, args.output_dir)
+    named = os.path.join(args.output_dir, run_name or "")
+    is_of_another = run_name and os.path.realpath(named) != os.path.realpath(run_dir)
+    if is_of_another and checkpoint_dir and (checkpoint_dir / "state.json").exists():
+        raise Mistake(f"--resume_from_checkpoint {checkpoint_dir}: it is not of the run {named}")
     run_dir = run_dir.absolute()
     folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
