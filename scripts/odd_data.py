@@ -5,6 +5,7 @@ tells what is surely not meant. Rows are the dictionaries that the script has re
 """
 
 import inspect
+import json
 import os
 import re
 import unicodedata
@@ -117,7 +118,7 @@ def check_row(path, index, row, needs_truth):
             raise Mistake(f"{where}: a message has `role` and `content`; one has {found}")
     if isinstance(prompt, dict):
         raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
-    if any("\ud800" <= character <= "\udfff" for character in texts_in(prompt)):
+    if re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False)):
         raise Mistake(f"{where}: the prompt has half a character, which no text may have")
     rule = row.get("reward_model") or {}
     # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
@@ -127,12 +128,6 @@ def check_row(path, index, row, needs_truth):
             f"{where}: the style in its `reward_model` is 'model', which means that its ground "
             f"truth is not used; write 'rule'"
         )
-
-
-def texts_in(value):
-    """All texts in a value, as one."""
-    values = value.values() if isinstance(value, dict) else value
-    return value if isinstance(value, str) else "".join(map(texts_in, values or ()))
 
 
 def notes_on_columns(run, path, rows):
