@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import fits
+import learner
 import plan
 import torch
 from torch import nn
@@ -52,29 +53,14 @@ class Tracker(MemTracker):
 # --------------------------------------------------------------------------------- models and ranks
 
 
-def load_model(run, config, model_class, is_trained):
-    """A model by the script's load_model, on "meta": peft cannot add adapters to fake tensors."""
-    script = run.script
-
-    def from_pretrained(path, config, dtype, attn_implementation, **_):
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        return model_class._from_config(config, **options), {"missing_keys": []}
-
-    loader = SimpleNamespace(from_pretrained=from_pretrained)
-    patch = mock.patch.object(script.AutoConfig, "from_pretrained", return_value=config)
-    with patch, torch.device("meta"):
-        model = script.load_model(loader, "", run.args, is_trained)
-    if hasattr(model, "score"):  # as in load_classifier
-        model.score.float().requires_grad_(is_trained)
-    return model
-
-
 def load_models(run):
     """PolicyModels and ValueModels on "meta", by the roles that they have in the plan."""
     script, args, models = run.script, run.args, {}
     trained = plan.trained_models(run)
     for role, model in (trained | plan.frozen_weights(run)).items():
-        loaded = load_model(run, copy.deepcopy(model.config), type(model), role in trained)
+        config = copy.deepcopy(model.config)
+        # On "meta", because peft cannot add adapters to fake tensors
+        loaded = learner.load_model(config, type(model), args, role in trained, "meta", script)
         if hasattr(model, "score"):
             wrapper = script.ValueModel if role in trained else script.RewardModel
             models[role] = wrapper(loaded, args)

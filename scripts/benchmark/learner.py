@@ -13,7 +13,6 @@ A cell is a JSON line:
                     what gather_weights does before any message
     tokens_per_s    of an update, for each model that trains
     mfu, hfu        of the update, by 6 N and attention; hfu counts the recomputed forward pass
-    plan_s          what scripts/plan.py expects of forward passes and update, at this op_us
     allocated_gib, reserved_gib    the peak, by PyTorch
     op_us           microseconds of an operation on one number, which is the machine's own cost
     ratio           the largest |new/old - 1| of the first update: 0 without compiled layers on CPUs
