@@ -1,6 +1,6 @@
 """What is wrong with a path that a user gave for a file, a dataset or a model.
 
-scripts/preflight.py and evaluate.py say it. Nothing large is imported here, because the preflight
+The preflight and evaluate.py print it. Nothing large is imported here, because the preflight
 looks for missing paths before it imports what takes seconds.
 """
 

@@ -187,7 +187,6 @@ def split_pair(row):
     ValueError: there is no prompt, or each response has another one. Of two dialogues all messages
     but the last must agree.
     """
-    row = plain_values(row)  # equal messages may differ in them
     prompt, chosen = split_row(row.get("prompt"), row["chosen"])
     other, rejected = split_row(row.get("prompt"), row["rejected"])
     if not prompt:
@@ -214,6 +213,7 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
     variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     for index, row in enumerate(rows):
         with ppo.naming_row(path, index):
+            row = plain_values(row)
             prompt, *responses = split_pair(row)
             _, prompt_ids = tokenize_prompt(prompt, row, tokenizer, variables)
             response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
