@@ -414,7 +414,7 @@ def main(args):
                 divisor = loss_divisor(batch.loss_mask[mini_batch])
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
-                    warn_once("there are updates without a row in the loss; they are left out")
+                    warn_once("updates are skipped if no row of their mini-batch is in the loss")
                     continue  # because AdamW would move weights by its moments without a gradient
                 # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
@@ -1396,7 +1396,7 @@ def load_tokenizer(args):
             continue
         other = AutoTokenizer.from_pretrained(path, revision=revision_of(path, args))
         if not vocabulary.items() <= other.get_vocab().items():  # it may have more tokens
-            raise ValueError(f"--{flag} {path} must know the policy's tokens by the same ids")
+            raise ValueError(f"--{flag} {path} must give the policy's tokens the same ids")
     return tokenizer
 
 
@@ -1474,7 +1474,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
     row = plain_values(row)
     content = row.get("messages") or row.get("prompt")
     if content is None:
-        raise ValueError(f"it has neither `messages` nor `prompt`, but {', '.join(row)}")
+        raise ValueError(f"no `messages` and no `prompt` among its columns: {', '.join(row)}")
     data_source = row.get("data_source") or row.get("dataset")
     ground_truth = row.get("ground_truth")
     rule = row.get("reward_model") or {}
@@ -1483,7 +1483,7 @@ def read_prompt(row, origin, tokenizer, args, is_eval):
         ground_truth = rule.get("ground_truth")
     # Without a ground truth a row may be scored by the reward model
     if ground_truth is None and args.apply_verifiable_reward and not uses_reward_model(args):
-        raise ValueError("it has no `ground_truth`, which the reward needs")
+        raise ValueError("no `ground_truth`, which the reward needs")
     # Held-out prompts are scored by a rule where they can be
     if not args.apply_verifiable_reward and not is_eval:
         ground_truth = None
@@ -2109,10 +2109,11 @@ def check_sampler(logprobs, sampler_logprobs, mask, args):
     limit = (1e-4 if args.dtype == "float32" else 0.015) / min(1.0, args.temperature)
     if kl > limit:
         raise RuntimeError(
-            f"vLLM's log-probabilities are off the learner's by a KL of {kl:.2g} at equal weights"
+            f"vLLM's log-probabilities differ from the learner's by a KL of {kl:.2g} at equal "
+            f"weights"
         )
     if kl > limit / 3:
-        warn_once(f"a KL of vLLM's policy to the learner's above {limit / 3:.2g}: in no right run")
+        warn_once(f"the KL of vLLM's policy to the learner's is above {limit / 3:.2g}")
     return kl
 
 
@@ -2395,8 +2396,9 @@ def compute_score(data_source: str, response: str, ground_truth: str) -> float:
     if "gsm8k" in str(data_source):
         return grade_gsm8k(response, ground_truth)
     raise NotImplementedError(
-        f"{data_source!r} is neither debug/sorting nor *gsm8k*; for *math*, *hellaswag*, code and "
-        f"constraints --reward_fn scripts/rewards/graders.py:compute_score, else one of your own"
+        f"no rule for the data source {data_source!r}: this file grades debug/sorting and *gsm8k*. "
+        f"For MATH, HellaSwag, code and constraints use --reward_fn "
+        f"scripts/rewards/graders.py:compute_score, and for others a function of your own"
     )
 
 
@@ -2490,7 +2492,7 @@ def call_worker(workers, response, args):
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
         is_late = isinstance(error, TimeoutError)
-        cause = f"it took over {args.reward_timeout:g} s" if is_late else error
+        cause = f"the call took over {args.reward_timeout:g} s" if is_late else error
         return replace(response, failure=f"{type(error).__name__}: {cause}")
     finally:
         workers.put((executor, process_group))
@@ -2878,8 +2880,8 @@ def read_state(run_dir, checkpoint_dir, prompts, args):
     saved = json.loads((checkpoint_dir / "state.json").read_bytes())
     if saved["data_hash"] != data:
         raise ValueError(
-            "--resume_from_checkpoint: the prompts were others; the data, the chat template or the "
-            "tokenizer has changed"
+            "--resume_from_checkpoint: the prompts have changed, because the data, the chat "
+            "template or the tokenizer has"
         )
     step = step_of(checkpoint_dir)
     if is_rank_0():
@@ -2917,7 +2919,7 @@ def save_checkpoint(trained_models, run_dir, step, state, args):
         if (run_dir / name).exists():
             shutil.copy(run_dir / name, folder)
     folder = folder.rename(folder.with_name(f"step_{step}"))
-    print(f"To go on from step {step}: --resume_from_checkpoint {folder}")
+    print(f"To resume from step {step}: --resume_from_checkpoint {folder}")
     if args.keep_last_n > 0:
         remove_checkpoints(list_checkpoints(run_dir)[: -args.keep_last_n])
 

@@ -133,7 +133,7 @@ def main():
     if not path.is_file():
         parser.error(f"there is no {path}")
     if "TANDEM_LAUNCHED" in os.environ:  # scripts/train/launch.py asks which run it has started
-        Path(os.environ["TANDEM_LAUNCHED"]).write_text(str(path.parent), "utf-8")
+        Path(os.environ["TANDEM_LAUNCHED"]).write_bytes(os.fsencode(path.parent))
     process = psutil.Process().parent()
     script = find_script(process)
     if script is None:

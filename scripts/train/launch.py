@@ -64,7 +64,7 @@ def main():
     split = sys.argv.index("--")
     typed, launched = sys.argv[1:split], sys.argv[split + 1 :]
     received, ranks = [], []
-    with tempfile.NamedTemporaryFile("r") as file:  # provenance.py writes the run's folder into it
+    with tempfile.NamedTemporaryFile() as file:  # provenance.py writes the run's folder into it
         process = subprocess.Popen(
             [".venv/bin/accelerate", "launch", "--quiet", *launched],
             env=os.environ | {"TANDEM_LAUNCHED": file.name},
@@ -78,7 +78,7 @@ def main():
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
-        status, run_dir = process.wait(), file.read()
+        status, run_dir = process.wait(), os.fsdecode(file.read())
     for rank in ranks:  # one that is still importing does not die with the launcher
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()

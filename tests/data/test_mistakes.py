@@ -124,7 +124,7 @@ SOURCES = ["debug/sorting", "gsm8k", "--reward_fn"]
 BAD_ROWS = [
     (ROW | {"reward_model": None}, ["ground_truth"]),
     (ROW | {"reward_model": HH}, ["ground_truth"]),  # one for a reward model
-    ({"question": "53812="}, ["neither `messages` nor `prompt`, but question"]),
+    ({"question": "53812="}, ["no `messages` and no `prompt` among its columns: question"]),
     (ROW | {"prompt": 5}, ["'int' object"]),
     (ROW | {"data_source": None}, ["None", *SOURCES]),
     (ROW | {"data_source": "mine"}, ["'mine'", *SOURCES]),

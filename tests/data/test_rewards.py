@@ -290,7 +290,7 @@ else:
     answer = 0.0
 """
 DIED = "BrokenProcessPool: A process in the process pool was terminated"
-LATE = "TimeoutError: it took over"
+LATE = "TimeoutError: the call took over"
 # What a response has the function do: what the cause must hold; None: it is right
 WAYS_TO_FAIL = {
     "raise OSError('no paper')": 'File "<string>", line 1, in <module>\nOSError: no paper',

@@ -27,7 +27,7 @@ BROKEN = "concurrent.futures.process.BrokenProcessPool: A"
 KILLED = f"{BROKEN} process in the process pool was terminated"
 BURNT = "OSError: the engine is on fire"
 OWN = "OSError: out of luck"
-LOST = "RuntimeError: vLLM's log-probabilities are off the learner's"
+LOST = "RuntimeError: vLLM's log-probabilities differ from the learner's"
 NOT_FINITE = "FloatingPointError: the gradient is not finite"
 AT_WORK, IDLE = "vllm killed at work", "vllm killed while idle"
 
@@ -104,7 +104,7 @@ def test_fault_ends_the_run_at_once_and_leaves_nothing(
     # In step 2 vLLM samples before step_1 is written, or meanwhile; the update comes after it
     may_lack_it = fault.startswith(("vllm", "generation"))
     assert "step_1" in names or (may_lack_it and names == [])
-    told = re.findall(r"^To go on from step .*_checkpoint (.*)$", run.stdout, re.MULTILINE)
+    told = re.findall(r"^To resume from step .*_checkpoint (.*)$", run.stdout, re.MULTILINE)
     assert {Path(path).name for path in told} >= set(names)
 
 

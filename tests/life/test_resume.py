@@ -220,7 +220,7 @@ def test_resume_of_another_run_is_refused(broken, assets):
     first, *others = train + held_out
     changed = [replace(first, **{name: None}) for name in ("token_ids", "ground_truth")]
     for prompts in ([*others, first], train, *([prompt, *others] for prompt in changed)):
-        with pytest.raises(ValueError, match=r"--resume_from_checkpoint: the prompts were others"):
+        with pytest.raises(ValueError, match=r"--resume_from_checkpoint: the prompts have changed"):
             read(prompts)
     # All else may change: files may move
     may = {"per_device_train_batch_size": 2, "world_size": 2, "learning_rate": 77.0}

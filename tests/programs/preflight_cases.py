@@ -528,7 +528,7 @@ OTHER_RUNS = {
     "another script's": ({}, "another run | gamma was None", PPO, SAVED_BY_GRPO),
     "no checkpoint": ({"resume_from_checkpoint": "output/run"}, "no checkpoint | /step_1", EVERY),
     "seed": ({"seed": 2}, "seed was 1", EVERY),
-    "other prompts": (prompts("8="), "the prompts were others"),
+    "other prompts": (prompts("8="), "the prompts have changed"),
     "other updates": ({"local_mini_batch_size": 16}, "mini_batch_size was 8", TRAINER),
 }
 NOTHING = {"resume_from_checkpoint": "latest", "run_name": "mine"}

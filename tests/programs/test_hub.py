@@ -203,7 +203,9 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
     monkeypatch.setattr(provenance, "find_command", lambda process: COMMAND)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub/")
     monkeypatch.setattr(huggingface_hub, "whoami", lambda: LOGIN)
+    monkeypatch.setenv("TANDEM_LAUNCHED", str(run_dir.parent / "launched"))
     assert call_main(provenance, run_dir)[0] == 0
+    assert (run_dir.parent / "launched").read_text() == str(run_dir)  # train/launch.py asks
     args = args_of(run_dir)
     place = (args["hf_repo_id"], args["hf_repo_revision"], args["hf_repo_url"])
     assert place == ("me/ppo_sync", "run", "https://hub/me/ppo_sync/tree/run")

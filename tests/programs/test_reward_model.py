@@ -251,7 +251,7 @@ def test_other_pairs_and_arguments_are_refused(options, whole):
     for changes, message in (
         ({"seed": 2}, "seed was 1"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
-        ({"stop_token": "<|pad|>"}, "the prompts were others"),
+        ({"stop_token": "<|pad|>"}, "the prompts have changed"),
         ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
     ):
         with pytest.raises(ValueError, match=message):
