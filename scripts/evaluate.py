@@ -51,9 +51,9 @@ from operator import attrgetter
 from pathlib import Path
 
 import pandas
-import paths
 from fork import import_fork
-from run_files import is_right, read_args, read_lines
+from internal import model_paths
+from internal.run_files import is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # What of a run's arguments decides which responses are sampled, and what they score; without dtype
@@ -543,9 +543,9 @@ def main():
     if options.before:
         models = [read_args(options.run)["model_name_or_path"], None]
     for model in models:
-        is_of_the_hub = model and paths.may_be_on_the_hub(model)
+        is_of_the_hub = model and model_paths.may_be_on_the_hub(model)
         model = model or options.run / "model"
-        trouble = paths.trouble_with_model(model)
+        trouble = model_paths.trouble_with_model(model)
         if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
             trouble = "it has no config.json: it is not the folder of a model"
         if trouble:

@@ -18,7 +18,7 @@ the disk but what comes from the hub, in its cache.
 Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
 model here may be without its weights, and neither disk nor --output_dir are looked at.
 
-Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too.
+Memory is an estimate from the sizes of the models, by resource_plan.py, which finds what fits, too.
 """
 
 import contextlib
@@ -45,18 +45,17 @@ from unittest import mock
 import datasets
 import fork
 import huggingface_hub
-import odd_data
-import paths
-import plan
 import torch
 import transformers
 import tyro
 import yaml
 from accelerate.commands.config import config_args
-from odd_data import Mistake
-from plan import GIB, in_words
-from preprocessing import hub_answers, printable
-from provenance import repo_of
+from data_preprocess.common import hub_answers, printable
+from internal import data_warnings, model_paths
+from internal import resource_plan as plan
+from internal.data_warnings import Mistake
+from internal.provenance import repo_of
+from internal.resource_plan import GIB, in_words
 from requests.utils import get_netrc_auth
 from transformers import (
     AutoConfig,
@@ -113,7 +112,8 @@ class Options:
 
 
 # Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
-# is without (docs/fork.md, "What can be deleted"). With these values it is as if they were missing
+# is without (docs/changing_a_script.md, "What can be deleted"). With these values it is as if they
+# were missing
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
 ABSENT["resume_from_checkpoint"] = None
@@ -193,8 +193,8 @@ def loading(flag, path):
     try:
         yield
     except Exception as error:
-        text = paths.trouble_with_model(path) or describe(error)
-        if paths.may_be_on_the_hub(path) and not isinstance(error, Mistake):
+        text = model_paths.trouble_with_model(path) or describe(error)
+        if model_paths.may_be_on_the_hub(path) and not isinstance(error, Mistake):
             text = f"no such folder, and no model of the hub that you may read ({text})"
         raise Mistake(f"--{flag} {path}: {text}") from error
 
@@ -444,8 +444,8 @@ def check_data(run):
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for (path, rows), made in zip(read, loaded, strict=False):
         run.raw_rows += rows
-        run.notes += odd_data.notes_on_rows(run, path, rows, made)
-    run.notes += odd_data.notes_on_held_out(run)
+        run.notes += data_warnings.notes_on_rows(run, path, rows, made)
+    run.notes += data_warnings.notes_on_held_out(run)
 
 
 def load_pairs(run):
@@ -689,7 +689,7 @@ def check_tokens(run):
         stop_ids = [run.args.stop_token_id]
     else:
         stop_ids = run.args.stop_token_ids = run.script.find_stop_tokens(run.args, tokenizer, model)
-    run.notes += odd_data.notes_on_template(run, run.raw_rows, stop_ids)
+    run.notes += data_warnings.notes_on_template(run, run.raw_rows, stop_ids)
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if run.train_rows is not None and run.max_length() > limit:
         flag = "--max_token_length" if run.trains_reward_model() else "--response_length"
@@ -705,9 +705,9 @@ def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
     workers = None
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
-    answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
+    answers = [row for row in prompts if not data_warnings.is_rule(row.ground_truth)]
     texts = {row.origin: str(row.ground_truth) for row in answers}
-    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
+    lost = data_warnings.notes_on_characters(run.tokenizer, "ground truth", texts)
     run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
         try:
@@ -788,7 +788,7 @@ def try_reward(run, workers, prompts):
         graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
         bare, boxed, wrong, empty = (each.verifiable for each in graded)
         count += 1
-        if odd_data.is_rule(prompt.ground_truth):
+        if data_warnings.is_rule(prompt.ground_truth):
             continue
         scores = max(bare, boxed), wrong, empty
         usual = run.answers.setdefault(source, scores)

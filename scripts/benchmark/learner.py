@@ -13,7 +13,7 @@ A cell is a JSON line:
                     what gather_weights does before any message
     tokens_per_s    of an update, for each model that trains
     mfu, hfu        of the update, by 6 N and attention; hfu counts the recomputed forward pass
-    plan_s          what scripts/plan.py expects of forward passes and update, at this op_us
+    plan_s          what resource_plan.py expects of forward passes and update, at this op_us
     allocated_gib, reserved_gib    the peak, by PyTorch
     op_us           microseconds of an operation on one number, which is the machine's own cost
     ratio           the largest |new/old - 1| of the first update: 0 without compiled layers on CPUs
@@ -48,8 +48,8 @@ from torch.utils.flop_counter import flop_registry
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
-import plan
 from accelerate import Accelerator
+from internal import resource_plan as plan
 from shapes import config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -439,7 +439,7 @@ def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
     mine = program_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
     write_text(folder / "my_rewards.py", mine)
     check_plan(ask("ppo_sync.py", reward_fn="my_rewards.py:score"), "a wrong answer 0")
-    step = program_of("forks.md", r"```python\n(def step.*?)```")
+    step = program_of("ready_made_forks.md", r"```python\n(def step.*?)```")
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
     path, before = write_fork("multiturn"), threading.enumerate()
     check_mistake(ask(path, env_fn="tools.py:walk", max_turns=2), "no attribute 'walk'")
@@ -471,12 +471,12 @@ def test_script_and_reward_import_their_own_neighbours(folder):
     """Of names that modules beside the preflight have. Python leaves nothing beside them."""
     text = (REPO / "ppo_sync.py").read_text()
     first = "import contextlib"
-    text = text.replace(first, f"import provenance; assert provenance.IS_MINE\n{first}", 1)
+    text = text.replace(first, f"import internal; assert internal.IS_MINE\n{first}", 1)
     write_text(folder / "mine" / "my.fork.py", text)
-    write_text(folder / "mine" / "provenance.py", "IS_MINE = True\n")
-    write_text(folder / "rewards" / "plan.py", "SCORE = 0.75\n")
-    call = "def f(solution_str, ground_truth): return plan.SCORE * (solution_str == ground_truth)\n"
-    write_text(folder / "rewards" / "random.py", f"import plan\n{call}")
+    write_text(folder / "mine" / "internal.py", "IS_MINE = True\n")
+    write_text(folder / "rewards" / "fork.py", "SCORE = 0.75\n")
+    call = "def f(solution_str, ground_truth): return fork.SCORE * (solution_str == ground_truth)\n"
+    write_text(folder / "rewards" / "random.py", f"import fork\n{call}")
     options = cases.good_options(folder, "ppo_sync.py") | {"reward_fn": "rewards/random.py:f"}
     launch = {"config_file": cases.ONE_GPU, "num_gpus": 0}
     words = [*cases.words_of(launch), "mine/my.fork.py", *cases.words_of(options)]
