@@ -113,10 +113,15 @@ def printed_by(monkeypatch, capsys):
     def run(program, *words):
         path = str(REPO / f"{program}.py")
         monkeypatch.setattr(sys, "argv", [path, *words])
+        # As Python starts a program; the preflight takes its folder's modules out again
+        monkeypatch.setattr(sys, "path", [path.rpartition("/")[0], *sys.path])
+        before = sys.modules.copy()
         try:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as end:
             assert end.code == 0
+        finally:
+            sys.modules.update(before)
         return capsys.readouterr().out
 
     return run
